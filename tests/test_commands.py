@@ -135,6 +135,13 @@ def test_a_mistyped_command_is_answered_with_the_nearest(
     assert capsys.readouterr().err == "atoll: atoll has no command 'trian': did you mean 'train'?\n"
 
 
+def test_a_command_that_is_an_option_of_another_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert atoll(monkeypatch, "resume", "first") == 2
+    assert capsys.readouterr().err == "atoll: atoll has no command 'resume': use atoll train --resume first\n"
+
+
 # ---- ls -------------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ from atoll.syncer.credentials import write_tokens
 
 HONEST = "honest"
 SHORT = FabricLimits(
-    header_s=1.0, hello_s=0.5, body_grace_s=0.4, body_idle_s=0.4, flush_s=0.3, messages_rate=50, strangers=64
+    header_s=1.0, hello_s=3.0, body_grace_s=0.4, body_idle_s=0.4, flush_s=0.3, messages_rate=50, strangers=64
 )
 """Deadlines that a test can wait for."""
 

@@ -26,6 +26,7 @@ from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, plan
 from atoll.digests import compute_digest
 from atoll.fabric.join_tokens import JoinTokens
 from atoll.fabric.wire import KIB, FabricLimits, decode_from_syncer, encode
+from atoll.numerics.screen import UsualNorms
 from atoll.protocol.messages import (
     OLDEST,
     PROTOCOL,
@@ -120,7 +121,7 @@ async def compressed_frame(fort: Fort) -> str:
 OUTSIDE: dict[str, tuple[Case, str]] = {
     "another learner's id": (joins_as(HONEST, "boss"), "the name honest belongs to whoever holds the token 'join'"),
     "a name that its token is not for": (joins_as("us-1"), r"the token 'eu' is for eu-\*, not for us-1"),
-    "no hello": (no_hello, "no hello within 0.5 s"),
+    "no hello": (no_hello, "no hello within 3 s"),
     "text": (text, "a text frame: control messages are binary"),
     "garbage": (opens_with(b"\xff\x00{not a message"), "a learner's message could not be read"),
     "an unknown type": (opens_with(msgspec.msgpack.encode({"type": "Overthrow"})), "could not be read: Invalid value"),
@@ -174,7 +175,7 @@ def gives(value: float = 1e-3, **changes: Any) -> Given:
     """A body that is whole, and a message that says of it what it should not."""
 
     async def case(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
-        fort.stage.service._screen.restore_norms([[1e-3] * 16] * 2)
+        fort.stage.service._screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2))
         before = await fort.digest()
         await rogue.contribute(pull, value, **changes)
         event = await fort.stage.until("refused")

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import atoll
 from atoll.launch.local import RUNNER
 from atoll.launch.script import USAGE, is_usage_error, remove_own_frames
 from atoll.store.rundir import checked_name
@@ -104,6 +108,50 @@ def test_a_wrong_call_ends_at_the_scripts_line_and_the_supervisor_is_told(tmp_pa
     assert place == f'  File "{tmp_path / "mine.py"}", line 2, in <module>' and line.strip() == call
     assert last.startswith(USAGE_ERRORS[call])
     assert "atoll/learner" not in done.stderr
+
+
+WRONG_CALLS: list[tuple[Callable[[nn.Module], object], str]] = [
+    (
+        lambda model: atoll.Learner(model.parameters()),  # type: ignore[arg-type]
+        "'model' is a generator: give the torch.nn.Module itself",
+    ),
+    (
+        lambda model: atoll.evaluate(model.state_dict(), lambda model: 0.0),  # type: ignore[arg-type]
+        "'model' is a OrderedDict: give the torch.nn.Module itself",
+    ),
+    (
+        lambda model: atoll.evaluate(model, 0.5),  # type: ignore[arg-type]
+        "'score' is a float: give the function that scores a model, without calling it",
+    ),
+    (
+        lambda model: atoll.Learner(model, quorum=2),  # type: ignore[call-arg]
+        "Learner.__init__() got an unexpected keyword argument 'quorum': it is a setting of the run, given to the "
+        "command that starts it: --set quorum=2",
+    ),
+    (
+        lambda model: atoll.Learner(model, optimiser=None),  # type: ignore[call-arg]
+        "Learner.__init__() got an unexpected keyword argument 'optimiser': did you mean 'optimizer'? It knows model, "
+        "optimizer, syncer, name, seed, data, tokens_per_step, buffers, frozen, join_wait_s",
+    ),
+    (
+        lambda model: atoll.evaluate(model, lambda model: 0.0, every=10),  # type: ignore[call-arg]
+        "evaluate() got an unexpected keyword argument 'every': it knows model, score, sample, directions, unit",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_CALLS)
+def test_a_wrong_call_is_told_with_the_way_out(call: Callable[[nn.Module], object], words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call(nn.Linear(1, 1))
+    assert str(caught.value) == words
+    assert is_usage_error(caught.value)
+    remove_own_frames(caught.value, usage=True)
+    assert {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)} == {__file__}
+
+
+def test_a_notebook_sees_the_keywords_of_a_learner() -> None:
+    assert list(inspect.signature(atoll.Learner).parameters)[:3] == ["model", "optimizer", "syncer"]
 
 
 def test_alone_a_wrong_call_is_exit_code_1(tmp_path: Path) -> None:

@@ -224,6 +224,34 @@ class TestInARun:
             assert capsys.readouterr().err == ""
         assert read_run(Path("atoll-learners/r1/learner-0")) == "r1"
 
+    @pytest.mark.parametrize(
+        ("wait_s", "words"),
+        [
+            (30.0, "it begins once 4 learners are here, or after 30 s"),
+            (0.0, "it begins with the first parameters"),
+        ],
+    )
+    def test_it_says_at_once_that_it_waits_for_a_run_to_begin(
+        self, capsys: pytest.CaptureFixture[str], wait_s: float, words: str
+    ) -> None:
+        rules = Settings(learners=4, fragments=2, overlap=0, wait_for_learners_s=wait_s).resolved(2)
+        joined = Joined(small(), rules, join_wait_s=5.0)
+        joined.name_run("r1")
+        answers, said = joined.courier.answers, []
+
+        def answer(frame: ToCourier) -> list[ToTraining]:
+            if isinstance(frame, MailboxReady):
+                said.append(capsys.readouterr().err)
+            return [
+                msgspec.structs.replace(one, run="r1", versions=(-1, -1)) if isinstance(one, Welcomed) else one
+                for one in answers(frame)
+            ]
+
+        joined.courier.answers = answer
+        with joined.learner:
+            assert said[0] == f"atoll: connected to run r1 as learner-0; {words}\n"
+            assert capsys.readouterr().err == "atoll: joined run r1 as learner-0\n"
+
     def test_one_that_begins_without_the_runs_parameters_says_when_it_has_joined(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from typing import Any
 
 import msgspec
@@ -12,8 +13,11 @@ from torch import nn
 
 import atoll
 from atoll.fabric.wire import METRICS, ScoreReport, decode_score
-from atoll.learner.evaluator import ScoreFigures, read_figures
-from atoll.protocol.errors import ConfigError
+from atoll.launch.script import is_wrong_return, remove_own_frames
+from atoll.learner.evaluator import Evaluator, ScoreFigures, read_figures
+from atoll.learner.model import describe
+from atoll.numerics.fragments import make_plan
+from atoll.telemetry.status import RunStatus
 
 
 @pytest.mark.parametrize(
@@ -43,9 +47,64 @@ def test_a_scorer_returns_a_loss_or_figures_by_name(found: Any, figures: ScoreFi
     ],
 )
 def test_anything_else_is_told_with_the_way_out(found: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises((TypeError, ValueError)) as error:
         read_figures(found)
     assert words in str(error.value)
+
+
+def score_badly(model: nn.Module) -> str:
+    return "good"
+
+
+async def test_a_scorer_that_returns_no_score_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error of the script, so it is not one of Atoll's own, which would only end the scoring."""
+    model = nn.Linear(2, 1)
+    plan = make_plan(describe(model), 1, "balanced")
+    manifest = {"plan": msgspec.to_builtins(plan), "run": "r", "evaluate_every": 1}
+
+    async def answer(*_: object) -> object:
+        return manifest
+
+    monkeypatch.setattr("atoll.learner.evaluator.get_json", answer)
+    monkeypatch.setattr(Evaluator, "_fetch", answer)
+    evaluator = Evaluator("http://127.0.0.1:9", model, score_badly, None, {}, "")  # type: ignore[arg-type]
+    line = score_badly.__code__.co_firstlineno
+    words = rf"the scorer score_badly \(line {line} of test_scoring.py\) returned str as 'loss': return a loss"
+    with pytest.raises(TypeError, match=words) as caught:
+        await evaluator._once(0, final=False)
+    assert is_wrong_return(caught.value)
+    remove_own_frames(caught.value, usage=True)
+    files = {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)}
+    assert files == {__file__}
+
+
+async def test_an_evaluator_says_which_run_it_joined_and_what_it_scored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, posted = nn.Linear(2, 1), []
+    manifest = {"plan": msgspec.to_builtins(make_plan(describe(model), 1, "balanced")), "run": "r1"}
+    status = {"phase": "finished", "round": 7, "run": "r1"}
+    unsaid = {field.name: 0 for field in msgspec.structs.fields(RunStatus) if field.required}
+    texts = {"members": (), "learners": (), "reason": "", "synchronous": False}
+
+    async def answer(url: str, path: str) -> object:
+        return {**unsaid, **texts, **status} if path == "/v1/status" else {**manifest, "evaluate_every": 1}
+
+    async def fetched(*_: object) -> None:
+        pass
+
+    async def post(url: str, score: ScoreReport) -> None:
+        posted.append(score.round)
+
+    monkeypatch.setattr("atoll.learner.evaluator.get_json", answer)
+    monkeypatch.setattr("atoll.learner.evaluator.post_score", post)
+    monkeypatch.setattr(Evaluator, "_fetch", fetched)
+    figures = {"loss": 0.25, "accuracy": 0.9996, "depth": math.nan}
+    await Evaluator("http://127.0.0.1:9", model, lambda model: figures, None, {}, "").run()
+    assert posted == [7]
+    assert capsys.readouterr().err == (
+        "atoll: joined run r1 as its evaluator\natoll: scored round 7: loss 0.25, accuracy 0.9996, depth not finite\n"
+    )
 
 
 def test_a_plain_loss_is_sent_as_earlier_versions_sent_it() -> None:

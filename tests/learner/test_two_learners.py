@@ -205,6 +205,7 @@ def test_a_killed_courier_is_replaced_and_its_learner_contributes_again(place: P
         assert_is_the_runs(place.result(process, name), out)
 
 
+@pytest.mark.faults
 def test_a_compiled_learner_and_a_plain_one_with_a_loader_share_a_run(place: Place) -> None:
     out = place.syncer(tokens=100_000_000)
     learners = {

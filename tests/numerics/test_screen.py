@@ -5,7 +5,7 @@ import pytest
 
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import make_plan
-from atoll.numerics.screen import NormScreen
+from atoll.numerics.screen import NormScreen, UsualNorms
 from atoll.protocol.messages import TensorSpec
 
 
@@ -72,7 +72,7 @@ def test_a_new_term_knows_what_was_usual() -> None:
 @pytest.mark.parametrize("norms", [[], [[0.3] * 8], [[0.3] * 8, [float("nan")]], [[-1.0] * 8, []]])
 def test_norms_of_another_plan_or_broken_ones_say_nothing(norms: list[list[float]]) -> None:
     screen = NormScreen([4, 2])
-    screen.restore_norms(norms)
+    screen.restore_norms(UsualNorms(norms, [0.0] * len(norms)))
     assert screen.judge(0, of_norm(1e6)) is None
 
 
@@ -92,6 +92,19 @@ def test_the_usual_follows_what_is_accepted() -> None:
     for norm in (5.0, 25.0, 125.0):
         for _ in range(64):
             assert screen.judge(0, of_norm(norm)) is None
+
+
+def test_what_was_usual_once_is_not_absurd_later() -> None:
+    """Near a loss of zero norms are tiny. Healthy learners were refused, quarantined, and refused again for the steps
+    of their new inner optimizers."""
+    screen = seasoned(0.05)
+    for norm in (0.01, 0.002, 0.0005):
+        assert [screen.judge(0, of_norm(norm)) for _ in range(64)] == [None] * 64
+    assert screen.judge(0, of_norm(0.09)) is None, "as at the beginning of the run"
+    assert screen.judge(0, of_norm(0.11)) is not None
+    later = NormScreen([4, 2])
+    later.restore_norms(screen.usual_norms())
+    assert later.judge(0, of_norm(0.09)) is None and later.judge(0, of_norm(0.11)) is not None, "in a new term too"
 
 
 def test_zeros_do_not_make_everything_else_absurd() -> None:

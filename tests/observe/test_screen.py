@@ -65,6 +65,13 @@ def test_it_shows_what_the_run_is_about(status: Status, notes: list[Event], widt
         assert words in shown, words
 
 
+def test_a_run_that_was_gone_on_with_does_not_say_that_no_time_is_gone(status: Status) -> None:
+    screen = LiveScreen(console(100))
+    screen.update(status(term=2, elapsed_s=0.2, left_s=None, progress=0.6))
+    shown = text_of(screen, 100)
+    assert "60 % · 0:00 since it went on · time left not known yet" in shown and "0:00 gone" not in shown
+
+
 def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:
     screen = LiveScreen(console(80))
     screen.update(status(learners=8, loss=10.1234, round=123_456, validation_round=123_450, quorum=8))

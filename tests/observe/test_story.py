@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from atoll.observe.story import WARNING, last_sample, story
+from io import StringIO
+
+from rich.console import Console
+
+from atoll.observe.story import WARNING, last_sample, print_closing, story
 from atoll.observe.summary import summarise
 from atoll.telemetry.events import Event
 
@@ -27,6 +31,24 @@ def test_losses_and_metrics_are_told_in_the_words_of_the_script(events: list[Eve
     assert "Training loss of the learners went from 2.31 to 0.0421." in told
     assert "Validation loss of the global model went from 5.50 to 2.25 nats per byte." in told
     assert "Its accuracy went from 0.1 to 0.91; the best was 0.925 at round 1,300." in told
+
+
+def test_a_scorer_that_failed_is_why_nothing_was_scored(events: list[Event]) -> None:
+    text = (
+        "evaluator failed: TypeError: the scorer score (line 3 of train.py) returned str as 'loss' (train.py, line 9)"
+    )
+    kept = [event for event in events if event["kind"] != "score"]
+    failed = {"at": 1009.0, "kind": "exited", "process": "evaluator", "code": 1, "text": text}
+    told = [one for one in story(summarise([*kept, failed]), [*kept, failed]) if "never scored" in one]
+    assert told == [f"{WARNING}the global model was never scored, so nothing is known of its validation loss: {text}."]
+
+
+def test_a_best_that_is_near_the_last_is_told_apart_from_it(events: list[Event]) -> None:
+    accuracy = {"direction": "max", "start": 0.0713, "end": 0.9953, "best": 0.9993, "best_round": 303}
+    close = {**accuracy, "end": 0.99802, "best": 0.99804}
+    told = story(summarise(events) | {"metrics": {"accuracy": accuracy, "recall": close}}, events)
+    assert "Its accuracy went from 0.0713 to 0.995; the best was 0.999 at round 303." in told
+    assert "Its recall went from 0.0713 to 0.99802; the best was 0.99804 at round 303." in told
 
 
 def test_metrics_alone_are_scores_too(events: list[Event]) -> None:
@@ -135,3 +157,13 @@ def test_a_run_of_nothing_still_has_a_story() -> None:
 def test_the_last_sample_is_the_newest(events: list[Event]) -> None:
     assert last_sample(events) == "last"
     assert last_sample([]) is None
+
+
+def test_only_kills_that_were_planned_are_called_kills(events: list[Event]) -> None:
+    """A kill -9 from outside is told with the exit: beside it, 'kills 0' would be wrong."""
+    summary, told = summarise(events), []
+    for kills in (1, 0):
+        console = Console(width=100, file=StringIO())
+        print_closing(console, summary | {"kills": kills, "restarts": 1}, [])
+        told.append(console.file.getvalue())  # type: ignore[attr-defined]
+    assert "1 (1 planned kill)" in told[0] and "kill" not in told[1] and "restarts" in told[1]

@@ -55,6 +55,31 @@ def test_who_gave_the_first_parameters_may_die_while_others_are_waited_for() -> 
     assert world.members(1) == {"learner-1", "learner-2", "learner-3"}
 
 
+def test_an_uploader_that_restarts_while_others_are_waited_for_takes_version_0_like_everybody() -> None:
+    """Its new process has other first weights (an unseeded script), under the name of the one that gave version 0."""
+    world = World(3, present=2, wait_for_learners_s=30.0).run_until(seconds=5)
+    gave = world.learners["learner-0"].base
+    world.kill("learner-0")
+    world.run_until(seconds=5)
+    again = world.join("learner-0")
+    assert again.base != gave, "the test proves nothing where both processes begin with the same weights"
+    world.join("learner-2")
+    world.run_until(round=2)
+    assert [a[1:] for a in again.adoptions if a[2] == 0] == [(0, 0), (1, 0)]
+    assert world.members(1) == {"learner-0", "learner-1", "learner-2"}
+
+
+def test_an_uploader_whose_connection_or_courier_breaks_while_others_are_waited_for_owns_version_0() -> None:
+    world = World(3, present=2, wait_for_learners_s=30.0).run_until(seconds=5)
+    world.unlink("learner-0")
+    world.link("learner-0")
+    world.restart_courier("learner-0")
+    world.join("learner-2")
+    world.run_until(round=2)
+    assert [a for a in world.learners["learner-0"].adoptions if a[2] == 0] == [], "it is the same process"
+    assert world.members(1) == {"learner-0", "learner-1", "learner-2"}
+
+
 def test_a_syncer_that_dies_while_it_waits_begins_anew() -> None:
     world = World(2, present=1, wait_for_learners_s=10.0).run_until(seconds=5)
     world.crash_syncer(down_s=1.0)
@@ -79,10 +104,11 @@ def test_a_wait_below_zero_is_refused() -> None:
         Settings(wait_for_learners_s=-1)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_promises_hold_in_worlds_of_faults_that_wait(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "wait_s"), [*((seed, 6.0) for seed in range(12)), (51, 30.0)])
+def test_promises_hold_in_worlds_of_faults_that_wait(seed: int, wait_s: float) -> None:
+    """In world 51 the uploader is restarted while the run waits."""
     plan = campaign.plan(seed)
-    waiting = replace(plan.options.settings, wait_for_learners_s=6.0)
+    waiting = replace(plan.options.settings, wait_for_learners_s=wait_s)
     outcome = campaign.run(replace_settings(plan, waiting))
     assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
 

@@ -479,6 +479,18 @@ def test_a_newcomer_that_lies_costs_a_peer_one_strike_and_no_more() -> None:
     assert not world.said("quarantined")
 
 
+def test_a_newcomer_that_names_a_peer_which_nobody_asked_costs_that_peer_nothing() -> None:
+    world = running()
+    world.learners["learner-0"].stream_s = 5.0
+    world.join("learner-3")
+    until(world, "helping")
+    world.inject(fx.Received("learner-3", Settled(ticket="", peer="learner-1", size=9)))
+    assert world.said("fresh")[0].data["reason"] == "it says that learner-1 helped, which was not asked"
+    learners = world.syncer.members.learners
+    world.syncer.strikes.quarantine_learner(world.now, learners["learner-3"], "now", "its numbers are broken")
+    assert [one.strikes for one in learners.values()] == [0, 0, 0, 0]
+
+
 def test_a_newcomer_that_is_cut_off_asks_anew_when_it_is_back() -> None:
     world = running()
     world.learners["learner-0"].stream_s = 5.0

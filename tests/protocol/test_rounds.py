@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from tests.protocol.world import World
+from tests.protocol.world import SimulatedLearner, World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
@@ -43,6 +43,27 @@ def test_a_round_below_its_quorum_gathers_once_more() -> None:
     assert world.round_note(3)["attempt"] == 2
     assert world.members(3) == {"learner-0", "learner-1"}
     assert "1 of 2 contributions came (learner-1: connection reset)" in world.said("again")[0].text
+
+
+def test_a_round_that_loses_its_quorum_in_the_window_opens_a_new_window_at_the_next() -> None:
+    """Two are ready at 2.0, one of them dies in the window; the third is ready at 6.0, the fourth at 7.0."""
+    world = World(4, step_s=[1.0, 1.0, 6.0, 7.0], fragments=2, sync_every=2, overlap=1, quorum=2, startup_s=3.0)
+    world.at(3.0, lambda: world.kill("learner-1"))
+    world.run_until(round=1)
+    assert world.members(0) == {"learner-0", "learner-2", "learner-3"} and world.now == pytest.approx(7.0)
+    learners = world.syncer.members.learners
+    assert [name for name, one in learners.items() if 0 in one.late] == ["learner-3"], "the third made the quorum"
+
+
+def test_the_pulls_of_a_failed_attempt_are_no_time_to_a_quorum() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.4)
+    world.unmergeable = {(4, 1)}
+    while not any(note.data["round"] == 4 for note in world.said("again")):
+        world.run_until(seconds=0.01)
+    round_, quorum_s = world.syncer.state.open_rounds[4], world.syncer.estimates.quorum_s.value
+    while round_.stage == "gathering":
+        world.run_until(seconds=0.01)
+    assert round_.attempt == 2 and world.syncer.estimates.quorum_s.value == quorum_s
 
 
 def test_a_round_that_fails_twice_is_passed_over_and_its_version_stays() -> None:
@@ -137,6 +158,36 @@ def test_a_quorum_above_the_live_is_lowered_once_and_not_at_every_round() -> Non
     assert world.members(before + 5) == {"learner-0", "learner-1"}
 
 
+def lose_downloads(world: World, name: str) -> None:
+    """From now on this learner steps and reports, but whatever it fetches does not come."""
+    fetch, failed = world.network.fetch, fx.FetchFailed
+
+    def fetch_or_fail(learner: SimulatedLearner, fragment: int) -> None:
+        if learner.name == name:
+            world.at(world.now + 0.1, lambda: learner.handle_event(failed(fragment, "too large for its proxy")))
+        else:
+            fetch(learner, fragment)
+
+    world.network.fetch = fetch_or_fail  # type: ignore[method-assign]
+
+
+def test_one_that_steps_but_never_comes_by_a_version_does_not_stop_a_run_for_good() -> None:
+    """Two learners, K = 2: the run goes on without it, as late as it would without one that makes no steps."""
+    world = World(2, fragments=2, sync_every=4, quorum=2, stalled_after_s=10.0).run_until(round=8)
+    lose_downloads(world, "learner-1")
+    before, start = world.syncer.committed, world.now
+    world.run_until(round=before + 6)
+    assert {"learner-0"} in [world.members(number) for number in range(before, before + 6)]
+    assert world.now - start >= 10.0, "the quorum stands until then"
+
+
+def test_a_quorum_stands_where_its_second_learner_is_only_slow() -> None:
+    """A step of 12 s is longer than `stalled_after_s`, and than many steps of the other."""
+    world = World(2, fragments=2, sync_every=2, overlap=1, quorum=2, step_s=[0.5, 12.0], stalled_after_s=13.0)
+    world.run_until(round=12)
+    assert all(len(world.members(number)) == 2 for number in range(12))
+
+
 def test_a_stalled_learner_is_not_waited_for() -> None:
     world = World(3, fragments=4, sync_every=4, quorum=3, patience_s=2.0).run_until(round=8)
     world.pause("learner-1")
@@ -164,9 +215,9 @@ def test_a_quorum_is_lowered_at_the_moment_it_says_whatever_the_clock_shows() ->
     for number in range(1000):
         gathering = RoundClosing(SyncerState(History(BegunRecord("run", settings, {}, (), ""))))
         gathering.follow_members(number / 7)
-        wakes: list[float] = []
-        assert gathering._current_quorum(number / 7, wakes) == 2
-        assert gathering._current_quorum(wakes[0], []) == 1
+        round_, wakes = Round(0, 0, 0.0), list[float]()
+        assert gathering._current_quorum(number / 7, round_, 1, wakes) == 2
+        assert gathering._current_quorum(wakes[0], round_, 1, []) == 1
 
 
 def test_one_that_falls_mute_is_probed_at_once() -> None:

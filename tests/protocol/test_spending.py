@@ -12,7 +12,8 @@ from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.claims import LEAST_S, MAX_RATIO_NEW, Counted, Usual, believed_rate, rate_of
+from atoll.protocol.syncer.budget import LEAST_S, Counted, believed_rate, rate_of
+from atoll.protocol.syncer.claims import MAX_RATIO_NEW, Usual
 from atoll.protocol.syncer.machine import Syncer
 
 

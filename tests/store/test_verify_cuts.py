@@ -154,8 +154,21 @@ def test_a_learners_file_that_is_missing_or_changed_is_named_and_the_cut_is_good
     damaged = f"{without} learner-1: {path} is damaged: its digest is not the one in the cut's manifest"
     assert well(run).remarks == (damaged,)
     path.unlink()
-    missing = f"{path} is missing: the cut names it as the state of learner-1 (learners started by hand keep theirs)"
-    assert well(run).remarks == (f"{without} learner-1: {missing}",)
+    assert well(run).facts["missing_parts"] == {"2": ["learner-1"]}
+    assert len(well(run).remarks) == 1
+
+
+def test_learner_files_that_are_kept_elsewhere_are_one_remark(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    shutil.rmtree(run.dir.learners)
+    report = well(run)
+    (remark,) = report.remarks
+    parts = report.facts["missing_parts"]
+    assert set(parts) == {"2", "4"} and all(names == ["learner-0", "learner-1"] for names in parts.values())
+    assert remark == (
+        f"4 learner files of 2 cuts are not in {run.dir.learners}, those of learner-0, learner-1: "
+        "learners started by hand keep theirs in their own folders (--json names each)"
+    )
 
 
 def test_a_cut_of_another_run_is_named(tmp_path: Path) -> None:

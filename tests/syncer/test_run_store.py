@@ -16,6 +16,7 @@ from tests.store.faulty import FaultyDisk
 from tests.syncer.conftest import TENSORS, plan
 
 from atoll.config import Outer
+from atoll.numerics.screen import UsualNorms
 from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import History
 from atoll.protocol.messages import CutSaved
@@ -486,11 +487,12 @@ def test_durable_at_cuts_the_disk_is_not_waited_for_in_between(tmp_path: Path) -
 def test_what_is_usual_is_kept_for_the_next_term_of_the_same_run(tmp_path: Path) -> None:
     out = RunDir.create(tmp_path / "run")
     run_store = RunStore(out, acquire(out.journal))
-    assert run_store.read_norms("r1") == []
-    run_store.write_norms("r1", [[0.5, 0.25], []])
-    assert run_store.read_norms("r1") == [[0.5, 0.25], []] and run_store.read_norms("r2") == []
+    usual, nothing = UsualNorms([[0.5, 0.25], []], [0.7, 0.0]), UsualNorms()
+    assert run_store.read_norms("r1") == nothing
+    run_store.write_norms("r1", usual)
+    assert run_store.read_norms("r1") == usual and run_store.read_norms("r2") == nothing
     out.norms.write_bytes(b"{torn")
-    assert run_store.read_norms("r1") == []
+    assert run_store.read_norms("r1") == nothing
 
 
 # ---- the model of an earlier end -------------------------------------------------------------------------------------

@@ -66,6 +66,19 @@ def test_before_anybody_came() -> None:
         None,
     )
     assert (status.sync_every, status.quorum) == (4, 1)
+    assert Meter(Config()).make_status(100.0, "r", None).sync_every == 24, "as it will be, not 0"
+
+
+def test_the_time_left_goes_by_what_this_session_did(machine: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right after a resume 60 % are done and nothing is known of how long that took."""
+    monkeypatch.setattr(Syncer, "progress", property(lambda machine: done))
+    meter, done = Meter(CONFIG), 0.6
+    meter.note_event(100.0, "recovered", {})
+    assert meter.make_status(100.5, "r", machine).left_s is None
+    done = 0.605
+    assert meter.make_status(101.0, "r", machine).left_s is None
+    done = 0.7
+    assert meter.make_status(110.5, "r", machine).left_s == pytest.approx(30.0)
 
 
 def test_gaps_and_participation() -> None:

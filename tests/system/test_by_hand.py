@@ -27,6 +27,7 @@ def start_script(run: Run, where: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.faults
 def test_parts_are_kept_by_the_run_and_not_by_its_address(run: Run) -> None:
     """A second run on the same address deleted them, and the first one on another address did not find them."""
     settings, other = run.folder / "settings.toml", Run(run.folder)

@@ -23,7 +23,7 @@ from tests.system.crashing.facts import Outage
 from atoll.fabric.transfer import get_json
 from atoll.telemetry.events import parse
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 CRASHING = Path(__file__).parent / "crashing"
 DIARY = (SCRIPTS / "diary.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
@@ -61,7 +61,7 @@ class SaidToBeFull(SmallDisk):
         (self.folder.parent / full.MARK).unlink()
 
 
-@pytest.fixture(params=["mounted", pytest.param("said to be full", marks=pytest.mark.faults)])
+@pytest.fixture(params=["mounted", "said to be full"])
 def disk(request: pytest.FixtureRequest, run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
     """Holds the run's directory; the learners' diaries lie elsewhere."""
     monkeypatch.setattr(Run, "events", _events)

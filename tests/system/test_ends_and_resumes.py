@@ -231,7 +231,7 @@ def expected(run: Run) -> str:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-SAMPLE = {("steps_spent", "resume"), ("steps_spent", "more_steps")}
+SAMPLE = {("steps_spent", "more_steps")}
 """In every run of the tests; the whole table belongs to `make faults`."""
 TABLE = [
     pytest.param(end, way, marks=[] if (end, way) in SAMPLE else [pytest.mark.faults], id=f"{end}-{way}")

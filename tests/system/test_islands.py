@@ -16,7 +16,7 @@ import pytest
 from tests.system.conftest import SCRIPTS, Event, Run, members
 from tests.system.islands import Loopback, Namespaces, Places
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 NAMES = ["syncer", "learner-0", "learner-1", "learner-2"]
 H = 8
@@ -58,8 +58,8 @@ class Island(Run):
 
 CASES = [
     pytest.param("any", 8.0, id="short"),
-    pytest.param("loopback", 8.0, id="loopback", marks=pytest.mark.faults),
-    pytest.param("namespaces", 60.0, id="a-minute", marks=pytest.mark.faults),
+    pytest.param("loopback", 8.0, id="loopback"),
+    pytest.param("namespaces", 60.0, id="a-minute"),
 ]
 
 

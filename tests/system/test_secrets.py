@@ -19,7 +19,7 @@ from atoll.fabric.join_tokens import new_secret
 from atoll.store.keys import KeyDir
 from atoll.syncer.credentials import read_tokens
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 PAGES = ["/", "/metrics", "/v1/status", "/v1/manifest", "/assets/nothing", "/v1/fragments/0", "/v1/settings"]
 

@@ -123,6 +123,8 @@ class Command:
     suggest: Callable[[str, str], str] | None = None
     """What to do instead of an option that is not there, and, where a script is named, how that would get the option;
     empty: nothing is known."""
+    elsewhere: tuple[tuple[str, str], ...] = ()
+    """Names that a group has no command of, and the words that do what is meant."""
     appendix: Callable[[], tuple[str, list[tuple[str, str]]]] | None = None
     """A last table of its help: the heading, and rows."""
 
@@ -150,7 +152,7 @@ def call(root: Command, words: Sequence[str], program: str = "atoll") -> None:
             break
         name, *left = left
         shared += [one for one in command.parameters if not one.shows]
-        command, path = _subcommand(command, path, name), f"{path} {name}"
+        command, path = _subcommand(command, path, name, left), f"{path} {name}"
     if not command.runs:
         print(render(command, path))
         return
@@ -241,10 +243,13 @@ def _script_option(command: Command, path: str, words: list[str], word: str, fol
     return f"options of your script go after --: {path} {before}{script} -- {word}{value}" if script else ""
 
 
-def _subcommand(group: Command, path: str, name: str) -> Command:
+def _subcommand(group: Command, path: str, name: str, following: Sequence[str]) -> Command:
     for one in group.commands:
         if one.name == name:
             return one
+    if instead := dict(group.elsewhere).get(name):
+        words = " ".join([path, instead, *following])
+        raise ConfigError(f"{path} has no command {name!r}: use {words}")
     near = difflib.get_close_matches(name, [one.name for one in group.commands], n=1, cutoff=0.5)
     raise ConfigError(
         f"{path} has no command {name!r}: {f'did you mean {near[0]!r}?' if near else f'see {path} --help'}"

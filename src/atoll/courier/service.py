@@ -84,7 +84,7 @@ class Courier:
         self._wake: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._unsure: set[int] = set()
-        """Fragments of which a courier before this one may have known more: adopted plainly once."""
+        """Fragments whose next adoption is an overwrite: the courier before this one died, and may have known more."""
         self._unsent_progress: RunProgress | None = None
         self._kernels: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
@@ -263,7 +263,14 @@ class Courier:
 
     def _message(self, message: FromSyncer) -> None:
         if isinstance(message, Welcome):
-            known = (message.fingerprint, message.incarnation, message.versions, message.index, message.frozen)
+            known = (
+                message.fingerprint,
+                message.incarnation,
+                message.versions,
+                message.index,
+                message.frozen,
+                message.run,
+            )
             self._channel.send(Welcomed(message.settings, *known))
             if not self._fits(message):
                 self._box = None
@@ -378,6 +385,7 @@ class Courier:
             self._unsent_progress = None
 
     def _adopt_order(self, adopt: fx.Adopt, bodies: FragmentTransfers) -> AdoptOrder:
+        """Carry becomes overwrite where the copy is gone, or where a dead courier may have known more."""
         assert self._machine is not None
         rule, minus, steps, tokens = adopt.rule, BASE, 0, 0
         if adopt.fragment in self._unsure and rule == "carry":

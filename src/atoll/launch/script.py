@@ -30,8 +30,10 @@ TERM_S = 10.0
 PACKAGE = Path(__file__).parents[1]
 _API = tuple(str(PACKAGE / name) for name in ("__init__.py", "learner/learner.py", "learner/evaluate.py"))
 """The modules whose functions a script calls …"""
-_CHECKS = ("check_dataset", "check_options", "check_kept", "optimizers_by_path")
+_CHECKS = ("check_dataset", "check_keywords", "check_kept", "check_model", "check_options", "optimizers_by_path")
 """… and the functions that check for them what they were given."""
+_RETURNED = ("read_figures", "read_figure", "check_figure_name")
+"""The functions that check what the script's own functions return."""
 _SIGNATURE = re.compile(r"(Learner\.\w+|evaluate)\(\) (got|missing|takes)")
 """How Python complains of a call that does not fit, before the function is entered."""
 
@@ -51,7 +53,7 @@ def main() -> None:
         raise
     except Exception as error:
         usage = is_usage_error(error)
-        remove_own_frames(error, usage=usage)
+        remove_own_frames(error, usage=usage or is_wrong_return(error))
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(USAGE if usage and supervisor is not None else 1)
 
@@ -84,9 +86,16 @@ def is_usage_error(error: Exception) -> bool:
     return file in _API or (_is_own(file) and function in _CHECKS)
 
 
+def is_wrong_return(error: Exception) -> bool:
+    """Whether the script's scorer returned what is no score: its mistake, like an exception in it."""
+    frames = _frames(error.__traceback__)
+    return bool(frames) and _is_own(_file(frames[-1])) and frames[-1].tb_frame.f_code.co_name in _RETURNED
+
+
 def remove_own_frames(error: BaseException | None, *, usage: bool = False) -> None:
     """Cut Atoll's frames, and what called the script, out of the error's traceback and of those it came from. Frames
-    of Atoll's that it was raised in stay, or a mistake of ours could not be found; `usage`: it is not ours."""
+    of Atoll's that it was raised in stay, or a mistake of ours could not be found; `usage`: the mistake is the
+    script's."""
     if error is None:
         return
     frames = _frames(error.__traceback__)

@@ -167,6 +167,7 @@ class Boundary:
         self._arriving = waiting
 
     def _take(self, order: AdoptOrder) -> None:
+        """Take a version, book what it drops, and start the fragment's counters anew."""
         f, steps, tokens = order.fragment, 0, 0
         read: list[torch.Tensor] | None = None
         if order.rule == "carry":

@@ -15,11 +15,13 @@ from typing import Any, get_args
 
 from torch import nn
 
-from atoll.learner.script import end_script, find_syncer
+from atoll.learner.model import check_model
+from atoll.learner.script import end_script, explain_keywords, find_syncer
 from atoll.protocol.errors import AtollError
 from atoll.protocol.limits import LONGEST, Direction
 
 
+@explain_keywords
 def evaluate(
     model: nn.Module,
     score: Callable[[Any], float | Mapping[str, float]],
@@ -34,6 +36,11 @@ def evaluate(
     guarded by. `directions` says which values of the others are better, {"accuracy": "max"}: then the best one is told.
     `sample(model)` is a few lines that the model wrote. `unit` is that of the loss, as it is to be shown.
     """
+    check_model(model)
+    if not callable(score):
+        raise TypeError(
+            f"'score' is a {type(score).__name__}: give the function that scores a model, without calling it"
+        )
     directions = dict(directions or {})
     _check_words(directions, unit)
     if os.environ.get("ATOLL_ROLE") != "evaluator":

@@ -24,10 +24,11 @@ from torch import nn
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
 from atoll.learner.model import BufferRule, describe, merged, view_piece
+from atoll.learner.script import say
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors, difference
-from atoll.protocol.errors import AtollError, ConfigError, PeerError, PlanError, Unreachable
+from atoll.protocol.errors import AtollError, PeerError, PlanError, Unreachable
 from atoll.protocol.limits import LONGEST, Direction, near
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 from atoll.telemetry.status import RunStatus
@@ -118,33 +119,47 @@ class ScoreFigures:
     metrics: dict[str, float | None]
     has_loss: bool = True
 
+    def describe(self) -> str:
+        figures = {**({LOSS: self.loss} if self.has_loss else {}), **self.metrics}
+        return ", ".join(f"{name} {'not finite' if v is None else f'{v:.6g}'}" for name, v in figures.items())
 
-def read_figures(found: object) -> ScoreFigures:
-    """What a scorer returned: a loss, or figures by name. ConfigError: it is neither."""
+
+def read_figures(found: object, scorer: str = "the scorer") -> ScoreFigures:
+    """What a scorer returned: a loss, or figures by name. TypeError, ValueError: it is neither. `scorer`: how it is
+    called."""
     if not isinstance(found, Mapping):
-        return ScoreFigures(_read_figure(LOSS, found), {})
-    figures = {_checked_name(name): _read_figure(name, value) for name, value in found.items()}
+        return ScoreFigures(read_figure(LOSS, found, scorer), {})
+    for name in found:
+        check_figure_name(name, scorer)
+    figures = {name: read_figure(name, value, scorer) for name, value in found.items()}
     if not figures or len(figures) > METRICS:
-        raise ConfigError(f"the scorer returned {len(figures)} figures: return 1 to {METRICS} of them")
+        raise ValueError(f"{scorer} returned {len(figures)} figures: return 1 to {METRICS} of them")
     has_loss = LOSS in figures
     return ScoreFigures(figures.pop(LOSS, None), figures, has_loss)
 
 
-def _read_figure(name: object, value: Any) -> float | None:
+def read_figure(name: str, value: Any, scorer: str) -> float | None:
     try:
         return near(float(value))
     except (TypeError, ValueError):
         kind = type(value).__name__
-        raise ConfigError(
-            f"the scorer returned {kind} as {name!r}: return a loss, or figures by name as in "
+        raise TypeError(
+            f"{scorer} returned {kind} as {name!r}: return a loss, or figures by name as in "
             '{"loss": 0.31, "accuracy": 0.91}'
         ) from None
 
 
-def _checked_name(name: object) -> str:
+def check_figure_name(name: object, scorer: str) -> None:
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST and name.isprintable()):
-        raise ConfigError(f"the scorer named a figure {str(name)[:LONGEST]!r}: use 1 to {LONGEST} printable characters")
-    return name
+        raise ValueError(f"{scorer} named a figure {str(name)[:LONGEST]!r}: use 1 to {LONGEST} printable characters")
+
+
+def name_scorer(score: Callable[..., object]) -> str:
+    """The user's function, and the line where it begins."""
+    code = getattr(score, "__code__", None)
+    if code is None:
+        return f"the scorer ({type(score).__name__})"
+    return f"the scorer {score.__qualname__} (line {code.co_firstlineno} of {Path(code.co_filename).name})"
 
 
 class Evaluator:
@@ -171,17 +186,22 @@ class Evaluator:
         while True:
             try:
                 status = msgspec.convert(await get_json(self._url, "/v1/status"), RunStatus)
-            except (PeerError, Unreachable):
+            except (PeerError, Unreachable) as error:
                 if time.monotonic() - heard_at > GIVE_UP_S:
-                    raise
+                    raise Unreachable(f"no syncer answers for {GIVE_UP_S:g} s: is the run over? ({error})") from None
                 await asyncio.sleep(POLL_S)
                 continue
             heard_at = time.monotonic()
             if status.run != run:
                 due, run = 0, status.run
+                say(f"joined run {run} as its evaluator")
             final = status.phase == "finished"
             if status.phase != "waiting" and (final or status.round >= due):
-                every = await self._once(status.round, final)
+                try:
+                    every = await self._once(status.round, final)
+                except Unreachable:  # the syncer went in the middle of it: look whether it comes back
+                    await asyncio.sleep(POLL_S)
+                    continue
                 due = (status.round // every + 1) * every
             if final:
                 return
@@ -194,7 +214,7 @@ class Evaluator:
         if not self._checked:
             self._check(plan, str(manifest.get("frozen", "")))
         fetched = await self._fetch(plan, str(manifest["run"]), round)
-        found = read_figures(self._score(self._model))
+        found = read_figures(self._score(self._model), name_scorer(self._score))
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent
@@ -213,6 +233,7 @@ class Evaluator:
         if self._best is not None and figure is not None:  # before the last score is told: with it the run is over
             await asyncio.to_thread(self._best.keep, figure, fetched)
         await post_score(self._url, score)
+        say(f"scored round {round}: {found.describe()}")
         return max(1, int(manifest["evaluate_every"]))
 
     def _check(self, plan: FragmentPlan, frozen: str) -> None:

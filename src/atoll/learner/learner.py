@@ -24,8 +24,8 @@ from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Datasets, Drawn, Feed, MapDataset, NamedDataset, collect
 from atoll.learner.folder import LearnerFolder, claim_folder
 from atoll.learner.loading import DrawCounter, LeasedSampler, UsedBatches, check_dataset, check_options, load, seed_of
-from atoll.learner.model import BufferRule, refuse_several_ranks
-from atoll.learner.script import INTERRUPTED, end_script, find_syncer, say
+from atoll.learner.model import BufferRule, check_model, refuse_several_ranks
+from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find_syncer, say
 from atoll.learner.session import JoinRequest, RunSession
 from atoll.learner.state import Optimizers, Stateful, check_kept, check_trained
 from atoll.learner.step_stats import StepCounter
@@ -64,6 +64,7 @@ class Learner:
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
+    @explain_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -80,6 +81,7 @@ class Learner:
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
             raise SystemExit("atoll: this script brings no scorer: it does not call atoll.evaluate")
+        check_model(model)
         check_kept(optimizer)
         _refuse_mistakes(model, optimizer)
         self.model, self.optimizer = model, optimizer

@@ -43,6 +43,12 @@ BufferRule: TypeAlias = Literal["local", "mean", "first"] | None
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+def check_model(model: object) -> None:
+    """TypeError says what was given in place of a model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"'model' is a {type(model).__name__}: give the torch.nn.Module itself")
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that take part, by name; PlanError names the first one that cannot."""
     parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}

@@ -19,15 +19,18 @@ A learner is asked to leave by SIGTERM (a spot machine is taken away), by Ctrl-C
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from atoll.fabric.wire import one_line
 from atoll.protocol.errors import ConfigError
@@ -55,6 +58,40 @@ def find_syncer(environment: Mapping[str, str]) -> str:
         return read_link(environment["ATOLL_JOIN"]) if environment.get("ATOLL_JOIN") else ""
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)
+
+
+# ---- what the script calls ------------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def explain_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """A keyword that it does not know is told with those that it knows. Its signature stays as it is written."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*given: P.args, **named: P.kwargs) -> T:
+        check_keywords(function.__qualname__, known, named)
+        return function(*given, **named)
+
+    return call
+
+
+def check_keywords(function: str, known: Sequence[str], named: Mapping[str, object]) -> None:
+    """TypeError, in Python's words, and what to write instead."""
+    for name, value in named.items():
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}: {_instead(name, value, known)}")
+
+
+def _instead(name: str, value: object, known: Sequence[str]) -> str:
+    from atoll.config import known_settings  # only a mistake needs it
+
+    if name in known_settings():
+        return f"it is a setting of the run, given to the command that starts it: --set {name}={value!s:.40}"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{f'did you mean {near[0]!r}? It' if near else 'it'} knows {', '.join(known)}"
 
 
 # ---- being asked to leave -------------------------------------------------------------------------------------------

@@ -113,6 +113,8 @@ class RunSession:
         self._known = RunProgress()
         """What the step under way goes by."""
         self._done = self._final = self._stopped = False
+        self._connected = False
+        """It said so: the run had not begun."""
         self._joined = False
         """It has the run's parameters, and said so."""
         self._unreached = ""
@@ -200,6 +202,16 @@ class RunSession:
         """From here on. Nothing is being saved yet."""
         if run and (folder := self._own_folder.enter_run(run)) != self._folder:
             self._folder, self._saver = folder, Saver(folder)
+
+    def _say_connected(self, welcome: Welcomed) -> None:
+        """Once, where the run has not begun: the terminal would stay empty until the others are there."""
+        if self._connected or self._courier.replays or min(welcome.versions, default=0) >= 0:
+            return
+        self._connected = True
+        learners, wait_s = welcome.settings.learners, welcome.settings.wait_for_learners_s
+        begins = f"it begins once {learners} learners are here, or after {wait_s:g} s"
+        waits = begins if wait_s and learners > 1 else "it begins with the first parameters"
+        say(f"connected to run {welcome.run} as {self._joining.name}; {waits}")
 
     def _say_joined(self) -> None:
         """Once: a learner that trains before it has the run's parameters joins later."""
@@ -365,6 +377,7 @@ class RunSession:
             return
         match frame:
             case Welcomed():
+                self._say_connected(frame)
                 self._unmerged.compare(frame.frozen)
                 if self.shared.apply_welcome(frame):
                     self.shared.hand_to_courier(self._counted())

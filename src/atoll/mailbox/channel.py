@@ -137,6 +137,7 @@ class Welcomed(Frame, frozen=True):
     """This learner's number in the run."""
     frozen: str = ""
     """The digest that the run's first learner brought of what it does not merge."""
+    run: str = ""
 
 
 class RunProgress(Frame, frozen=True):

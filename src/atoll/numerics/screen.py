@@ -4,6 +4,8 @@ Rules kept here:
 - what is not finite, not of the fragment's length, or far above the usual norm is refused, with the reason as one line;
 - usual is the running median of the merged norms of the same fragment. Before there are enough of them (a learning rate
   that warms up makes the first ones tiny) only norms far beyond the limit are refused;
+- up to twice what was usual earlier in the run is never refused: near a loss of zero norms are tiny, and a hard batch
+  or an inner optimizer that starts afresh makes them as large as they once were;
 - model buffers need only be finite: statistics move far at first, and hardly at all later;
 - norms are compared per inner step, because a learner that was disconnected for a while has more steps to give;
 - only merged contributions count: nobody can shift what is usual by sending what is refused anyway.
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from statistics import median
 
+import msgspec
 import numpy as np
 
 from atoll.numerics import kernels
@@ -30,8 +33,19 @@ EARLY_LIMIT = 100.0
 """Times the limit, before there are enough norms."""
 HONEST = 10.0
 """A norm up to so many times the limit may be sound work: its refusal names the setting that lets it in."""
+ONCE_USUAL = 2.0
+"""Times the highest running median of the run: so much is accepted, however small norms have become."""
 CHUNK = 65_536
 """Elements looked at together when those that are not finite are counted."""
+
+
+class UsualNorms(msgspec.Struct, frozen=True):
+    """What a screen knows, for the next term."""
+
+    recent: list[list[float]] = []
+    """Per fragment, the norms whose median is usual."""
+    highest: list[float] = []
+    """Per fragment, the highest of these medians so far."""
 
 
 class NormScreen:
@@ -44,6 +58,8 @@ class NormScreen:
         self.limit = limit
         self._least = least
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
+        self._highest = [0.0] * len(self._sizes)
+        """Per fragment, the highest running median so far."""
         self._waiting: dict[Hashable, tuple[int, float]] = {}
         """Norms that passed and are not merged yet."""
 
@@ -59,7 +75,7 @@ class NormScreen:
         if self._buffers and (buffers := self._buffers[fragment]).stop > 0:
             norm = math.hypot(_norm(delta[: buffers.start]), _norm(delta[buffers.stop :]))
         pace = norm / max(steps, 1)
-        refusal = self._judge_norm(self._norms[fragment], pace, "norm" if steps <= 1 else "norm per step")
+        refusal = self._judge_norm(fragment, pace, "norm" if steps <= 1 else "norm per step")
         if refusal is None:
             self._waiting[key] = (fragment, pace)
             if key is None:
@@ -69,27 +85,32 @@ class NormScreen:
     def note_merged(self, key: Hashable) -> None:
         """The contribution of this key goes into a version."""
         if (found := self._waiting.pop(key, None)) is not None:
-            self._norms[found[0]].append(found[1])
+            fragment, norm = found
+            self._norms[fragment].append(norm)
+            if len(self._norms[fragment]) >= self._least:
+                self._highest[fragment] = max(self._highest[fragment], median(self._norms[fragment]))
 
-    def usual_norms(self) -> list[list[float]]:
-        """Per fragment, the norms whose median is usual."""
-        return [list(norms) for norms in self._norms]
+    def usual_norms(self) -> UsualNorms:
+        return UsualNorms([list(norms) for norms in self._norms], list(self._highest))
 
-    def restore_norms(self, norms: Sequence[Sequence[float]]) -> None:
+    def restore_norms(self, known: UsualNorms) -> None:
         """Take over those of an earlier term; those of another plan, or broken ones, are ignored."""
-        sound = all(math.isfinite(norm) and norm >= 0 for row in norms for norm in row)
-        if len(norms) == len(self._norms) and sound:
-            for kept, row in zip(self._norms, norms, strict=True):
+        rows = [*known.recent, known.highest]
+        sound = all(math.isfinite(norm) and norm >= 0 for row in rows for norm in row)
+        if len(known.recent) == len(known.highest) == len(self._norms) and sound:
+            self._highest = list(known.highest)
+            for kept, row in zip(self._norms, known.recent, strict=True):
                 kept.extend(row)
 
     def forget_norm(self, key: Hashable) -> None:
         """The contribution of this key is discarded, or merged already."""
         self._waiting.pop(key, None)
 
-    def _judge_norm(self, accepted: deque[float], norm: float, called: str) -> str | None:
+    def _judge_norm(self, fragment: int, norm: float, called: str) -> str | None:
+        accepted = self._norms[fragment]
         usual = median(accepted) if len(accepted) >= min(EARLY, self._least) else 0.0
         limit = self.limit if len(accepted) >= self._least else EARLY_LIMIT * self.limit
-        if usual == 0.0 or norm <= limit * usual:
+        if usual == 0.0 or norm <= max(limit * usual, ONCE_USUAL * self._highest[fragment]):
             return None
         ratio = norm / usual
         told = f"{called} {norm:.3g} is {ratio:.3g} times the running median {usual:.3g} (limit {limit:g})"

@@ -13,6 +13,9 @@ NONE = "–"
 CAUSES = {"overlap": "by overlap", "missed": "in missed rounds", "crash": "by crashes"}
 """Why tokens are in no version."""
 
+EXACT = 17
+"""Digits that tell any two numbers apart."""
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -29,8 +32,8 @@ def percent(share: float | None) -> str:
     if share is None:
         return NONE
     text = f"{100 * share:.0f}"
-    # 99.7 % is not all of it.
-    return f"{100 * share:.1f} %" if text == "100" and share < 1.0 - 5e-4 else f"{text} %"
+    # 99.7 % is not all of it, nor is 99.99 %.
+    return f"{min(100 * share, 99.9):.1f} %" if text == "100" and share < 1.0 else f"{text} %"
 
 
 def causes_of(dropped_by_cause: dict[str, int], computed: int) -> list[str]:
@@ -69,11 +72,23 @@ def decimal(value: float | None, places: int = 2) -> str:
     return NONE if value is None else f"{value:.{places}f}"
 
 
-def measure(value: float | None) -> str:
-    """A loss or a metric, of whatever size: 2.25, 0.912, 0.0042, 1.2e+05."""
+def measure(value: float | None, digits: int = 3) -> str:
+    """A loss or a metric, of whatever size: 2.25, 0.912, 0.0042, 1.2e+05. What is below 1 is never shown as 1."""
     if value is None:
         return NONE
-    return f"{value:.2f}" if value == 0 or 0.995 <= abs(value) < 1e4 else f"{value:.3g}"
+    if value == 0 or 1 <= abs(value) < 1e4:
+        return f"{value:.{digits - 1}f}"
+    while abs(float(f"{value:.{digits}g}")) == 1 and digits < EXACT:
+        digits += 1
+    return f"{value:.{digits}g}"
+
+
+def measure_apart(value: float | None, other: float | None) -> tuple[str, str]:
+    """Both, with as many digits as tell them apart."""
+    digits = 3
+    while measure(value, digits) == measure(other, digits) and value != other and digits < EXACT:
+        digits += 1
+    return measure(value, digits), measure(other, digits)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, measure, percent, plain, span
+from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, measure, measure_apart, percent, plain, span
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
 from atoll.protocol.errors import ConfigError
@@ -182,25 +182,25 @@ def _validation(summary: Summary) -> str:
         return ""
     unit = f" {plain(summary['loss_unit'])}" if summary["loss_unit"] else ""
     best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-    lower = (
-        f"; the lowest was {measure(best)} at round {at:,} (atoll export --best)"
-        if best is not None and best < end
-        else ""
-    )
-    return f"Validation loss of the global model went from {measure(start)} to {measure(end)}{unit}{lower}."
+    last, lower = measure(end), ""
+    if best is not None and best < end:
+        last, lowest = measure_apart(end, best)
+        lower = f"; the lowest was {lowest} at round {at:,} (atoll export --best)"
+    return f"Validation loss of the global model went from {measure(start)} to {last}{unit}{lower}."
 
 
 def _metrics(summary: Summary) -> list[str]:
     return [
-        f"Its {plain(name)} went from {measure(one['start'])} to {measure(one['end'])}{_best_of(one)}."
+        f"Its {plain(name)} went from {measure(one['start'])} to {_end_and_best(one)}."
         for name, one in summary["metrics"].items()
     ]
 
 
-def _best_of(metric: dict[str, Any]) -> str:
+def _end_and_best(metric: dict[str, Any]) -> str:
     if metric["best"] is None or metric["best"] == metric["end"]:
-        return ""
-    return f"; the best was {measure(metric['best'])} at round {metric['best_round']:,}"
+        return measure(metric["end"])
+    end, best = measure_apart(metric["end"], metric["best"])
+    return f"{end}; the best was {best} at round {metric['best_round']:,}"
 
 
 def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
@@ -231,7 +231,7 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         found.append(f"{_number(summary['refusals'], 'contribution')} refused{last}.")
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if start is None and not summary["metrics"]:
-        how = (
+        how = _scorer_failure(events) or (
             "atoll learn SCRIPT --evaluator scores it, with the script's atoll.evaluate"
             if by_hand
             else "a script scores it with atoll.evaluate"
@@ -240,6 +240,12 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     if start is not None and end > start:
         found.append("the validation loss went up.")
     return found
+
+
+def _scorer_failure(events: Sequence[Event]) -> str:
+    """Empty: it did not fail, or a script has none."""
+    ended = [e for e in events if e["kind"] == "exited" and e.get("process") == "evaluator"]
+    return str(ended[-1].get("text", "")) if ended and ended[-1].get("code") not in (0, ConfigError.exit_code) else ""
 
 
 def _number(value: int, one: str, many: str = "") -> str:
@@ -343,7 +349,7 @@ def _figures(summary: Summary, width: int) -> Table:
         ("overlap, missed", _dropped(summary)),
         ("median gap", span(summary["median_gap_s"])),
         ("lost", f"{count(tokens['lost'])} tokens"),
-        ("kills, restarts", f"{summary['kills']}, {summary['restarts']}"),
+        ("restarts", f"{summary['restarts']}{_planned_kills(summary)}"),
         ("bytes per token", decimal(summary["bytes_per_token"], 1)),
         ("refusals", str(summary["refusals"])),
         ("steps", f"{sum(learner['steps'] for learner in learners.values()):,}"),
@@ -361,6 +367,11 @@ def _figures(summary: Summary, width: int) -> Table:
     for first in range(0, len(facts), beside):
         table.add_row(*(cell for fact in facts[first : first + beside] for cell in fact))
     return table
+
+
+def _planned_kills(summary: Summary) -> str:
+    """Those of a demonstration or a storm. What somebody else killed is told with its exit."""
+    return f" ({_number(summary['kills'], 'planned kill')})" if summary["kills"] else ""
 
 
 def _dropped(summary: Summary) -> str:

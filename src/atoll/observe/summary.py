@@ -21,6 +21,7 @@ tokens and for participation, but not for the gaps, effective H and absences.
 | validation_loss_start, _end, _best, _best_round | of the global model, by the evaluator (CPU: evaluator_cpu_s) |
 | loss_unit, metrics | the scorer's own words; per metric: direction, start, end, best, best_round |
 | training_loss_start, _end | of the learners, the mean over the first and the last cycle of rounds |
+| kills | by a demonstration (`--demo`) or `atoll chaos`; what else killed a process is in the events `exited` |
 | recovery | per `killed` and `restarted`: seconds until a newer incarnation of the learner was in a round, or null |
 | per_learner | over all its incarnations; merged_share and tokens_by_fate from the ledger; participation: share of the
 rounds made while it was there (recovered, and not gone) that it was in; muted_s; longest_absence_s also counts the time

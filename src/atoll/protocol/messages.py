@@ -322,6 +322,7 @@ class Started(Message, frozen=True):
     """The run has its first parameters."""
 
     uploader: Name
+    """Its own parameters are version 0, all others fetch them. Empty: the process that gave them is gone."""
     gathering: Number = 0
 
 

@@ -1,4 +1,6 @@
-"""Records of the journal: the decisions of a run, durable before anybody hears of them, small enough to keep for ever.
+"""Records of the journal: the decisions of a run, small enough to keep for ever.
+
+With `durability = "round"` they are durable before anybody hears of them (syncer/effect_order.py).
 
 A run's state is a fold over its records (history.py). The merged outer gradients are stored beside them; a record names
 their place. Structs are written as arrays without names: a round of four members takes under 300 bytes.
@@ -98,7 +100,8 @@ class Share(Record, frozen=True):
     position: int = -1
     """How many leased samples it had taken then; −1: it brings its own data."""
     limit: float = 0.0
-    """How many times the median of the others `weight` could be (protocol/syncer/weights.py); 0: `weight_limit`."""
+    """How many times the median of all but the largest weight it could be (protocol/syncer/weights.py); 0:
+    `weight_limit`."""
     factors: bytes = b""
     """Per tensor of the fragment, as float32, what the filter left of it (0: nothing); empty: all of it."""
 

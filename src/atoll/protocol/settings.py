@@ -73,14 +73,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     abandon_s: float = 300.0
     """A learner that has been away for this long has lost what it had not given; its data is issued again."""
     stalled_after_s: float = 10.0
-    """A learner that has made no step for this long (and eight times its step) is not waited for."""
+    """A learner that has made no step for this long (and eight times its step) is not waited for. So long a due round
+    also waits for its quorum where enough learners step but too few are ready."""
     pull_floor_s: float = 0.75
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
     """Refusals (contributions, reports, states given to newcomers) since the last accepted contribution that send a
     learner into quarantine."""
     weight_limit: float = 2.0
-    """No contribution counts for more than this many times the median of the others in its round; rounds of one or two
+    """No contribution counts for more than this many times the median of all but the largest; rounds of one or two
     have no limit. 1 until this syncer process has seen 32 steps of this life."""
     guard: Literal["off", "alarm", "rollback"] = "alarm"
     """What follows when the scores of the run's evaluator become much worse (guard.py)."""
@@ -147,13 +148,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             if isinstance(value, int | float) and not -most < value < most:
                 raise ConfigError(f"{name} is no number that a run reaches: it must be below {most}")
 
+    @property
+    def resolved_sync_every(self) -> int:
+        """H, which no model changes: one that cannot be cut into as many has fewer and larger fragments, and each of
+        them is synced as rarely as those of a large one."""
+        return self.sync_every or max(USUAL, self.fragments, self.overlap + 1)
+
     def resolved(self, most: int) -> Settings:
         """With P and H filled in for a model that can be cut into so many fragments (`most_fragments`)."""
         fragments = self.fragments or min(USUAL, most, self.sync_every or USUAL)
-        overlap = self.overlap
-        # H is a choice of the method, not of the model: one that cannot be cut into as many has fewer and larger
-        # fragments, and each of them is synced as rarely as those of a large one.
-        sync_every = self.sync_every or max(USUAL, fragments, overlap + 1)
+        overlap, sync_every = self.overlap, self.resolved_sync_every
         if overlap >= sync_every and overlap > 0:
             raise ConfigError(
                 f"overlap = {overlap} is not below sync_every = {sync_every}: a fragment would be read again "

@@ -352,6 +352,13 @@ class Invariants:
             said = f"{learner.name} adopts version {adopt.version} of fragment {f}: more was merged than was there"
             raise Violation("ledger balances", said, learner.name, f)
 
+    def watch_own(self, learner: Training) -> None:
+        """It takes its own values for version 0, and fetches nothing."""
+        for f, own in enumerate(learner.base):
+            if own != (committed := self.oracle.values.get((f, 0))):
+                said = f"{learner.name} takes its own {own} for version 0 of fragment {f}, committed is {committed}"
+                raise Violation("only the recovered contribute", said, learner.name, f)
+
     def watch_block(self, learner: Training) -> None:
         if not self._run_settings.synchronous:
             raise Violation("no step blocks", f"{learner.name} waits after step {learner.t}", learner.name)

@@ -72,6 +72,8 @@ class LearnerWorld(TrainingWorld, Protocol):
 
     def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None: ...
 
+    def on_own(self, learner: SimulatedLearner) -> None: ...
+
     def on_contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None: ...
 
     def on_leave_asked(self, learner: SimulatedLearner) -> None: ...
@@ -250,6 +252,7 @@ class SimulatedLearner(Training):
                 self.holds.pop(number, None)
                 self.wake_soon()
             case fx.Own():
+                self.world.on_own(self)
                 self.adopted = [0] * self.fragments
                 self.plain = self.plain and self.theta == self.base
                 self.wake_soon()

@@ -65,6 +65,8 @@ class Timing:
             self._check_report(machine.members.learners[event.learner])
         for round_ in machine.state.open_rounds.values():
             self._check_last_steps(syncer, now, event, round_)
+            if (round_.number, round_.attempt) in self._quorum_since:
+                self._forget_lost_quorum(syncer, now, round_)
             if round_.stage == "pulling" and (round_.number, round_.attempt) > self._frozen.get(
                 round_.fragment, (-1, 0)
             ):
@@ -157,16 +159,23 @@ class Timing:
         gathering, settings = machine.rounds.closing, machine.settings
         if gathering.state.draining or settings.synchronous:
             return
-        least = self._least_quorum(syncer, now)
+        least = self._least_quorum(syncer, now, round_)
         if len(round_.seats) < least:
             raise Violation("quorum", f"round {round_.number} asks {len(round_.seats)} where {least} are to be had")
 
-    def _least_quorum(self, syncer: SimulatedSyncer, now: float) -> int:
-        gathering, settings = syncer.machine.rounds.closing, syncer.machine.settings
-        short = gathering._short_since
-        if short is None or now < short + settings.patience_s:
-            return settings.quorum
-        return max(1, min(settings.quorum, len(syncer.machine.members.stepping_learners())))
+    def _least_quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> int:
+        members, settings = syncer.machine.members, syncer.machine.settings
+        if (short := syncer.machine.rounds.closing._short_since) is not None:
+            lowered = now >= short + settings.patience_s
+            return max(1, min(settings.quorum, len(members.stepping_learners()))) if lowered else settings.quorum
+        short = round_.short_since
+        return settings.quorum if short is None or now < short + members.longest_stall_s() else 1
+
+    def _forget_lost_quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
+        """Between two looks too: the next quorum has a grace window of its own."""
+        ready = syncer.machine.rounds.closing.ready_learners(round_)
+        if round_.stage != "gathering" or len(ready) < self._least_quorum(syncer, now, round_):
+            del self._quorum_since[round_.number, round_.attempt]
 
     def _check_gathering(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         rounds, settings = syncer.machine.rounds, syncer.machine.settings
@@ -175,8 +184,7 @@ class Timing:
             return
         able = gathering.ready_learners(round_)
         ready, live = len(able), gathering.count_live(able)
-        if ready < self._least_quorum(syncer, now):
-            self._quorum_since.pop(key, None)
+        if ready < self._least_quorum(syncer, now, round_):
             return
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
         window_s = 0.0 if ready >= live else gathering.window_s(round_)

@@ -184,8 +184,7 @@ class Training:
         self.tokens_total = 0
         self.moments = 0
         """Stands for the inner optimizer's state: the steps that went into it."""
-        self.theta = [world.start_theta] * self.fragments
-        self.base = list(self.theta)
+        self.set_first_weights(world.start_theta)
         self.adopted = [-1] * self.fragments
         self.steps: list[int] = []
         self.tokens: list[int] = []
@@ -207,6 +206,10 @@ class Training:
         self._turn = 0
         """Which of the steps that were set going is the present one: others are out of date."""
         self._is_soon = False
+
+    def set_first_weights(self, value: float) -> None:
+        self.theta = [value] * self.fragments
+        self.base = list(self.theta)
 
     def _zero(self) -> None:
         self.steps, self.tokens = [0] * self.fragments, [0] * self.fragments

@@ -167,6 +167,8 @@ class World:
         self._sessions += 1
         session = f"{name}/{self._sessions}"
         learner = SimulatedLearner(self, name, session, step_s, self.gradient, kept=kept, data=self.data)
+        if name in self.learners:  # an unseeded script: a restarted process begins with other weights
+            learner.set_first_weights(self.start_theta + self._sessions)
         self.learners[name] = learner
         self.processes.append(learner)
         return learner
@@ -274,6 +276,9 @@ class World:
     def on_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         """It is about to be adopted, after which so many tokens of the fragment are dropped in all."""
         self.invariants.watch_adoption(learner, adopt, value, dropped)
+
+    def on_own(self, learner: Training) -> None:
+        self.invariants.watch_own(learner)
 
     def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None:
         self.invariants.oracle.payloads[syncer.term, *key] = payload

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,10 @@ class BadCut(AtollError):
     """A cut that cannot be used, with what is wrong and where."""
 
     exit_code = 2
+
+
+class MissingPart(BadCut):
+    """A learner's file is not there."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,10 +219,12 @@ class CheckedCut:
     """With those learners alone whose file is as it says; the others are left out in it."""
     spoilt: dict[str, str]
     """Learners whose file is not there, or another; and what is wrong with it."""
+    missing: tuple[str, ...] = ()
+    """Of these, those whose file is not there: learners started by hand keep theirs."""
 
-    def list_remarks(self) -> list[str]:
-        cut = self.manifest.cut
-        return [f"cut {cut} is taken without the state of {name}: {wrong}" for name, wrong in self.spoilt.items()]
+    def list_remarks(self, but: Collection[str] = ()) -> list[str]:
+        cut, told = self.manifest.cut, ((name, wrong) for name, wrong in self.spoilt.items() if name not in but)
+        return [f"cut {cut} is taken without the state of {name}: {wrong}" for name, wrong in told]
 
 
 def check_cut(root: Path, learners: Path, cut: int) -> CheckedCut:
@@ -229,14 +235,17 @@ def check_cut(root: Path, learners: Path, cut: int) -> CheckedCut:
         raise BadCut(f"{table} is not the one that the manifest of cut {cut} names")
     read_syncer_part(root, cut)
     spoilt: dict[str, str] = {}
+    missing: list[str] = []
     for name, part in manifest.learners.items():
         try:
             check_learner_part(learners, name, part)
         except BadCut as error:
             spoilt[name] = str(error)
+            if isinstance(error, MissingPart):
+                missing.append(name)
     good = {name: part for name, part in manifest.learners.items() if name not in spoilt}
     left_out = {**manifest.left_out, **spoilt}
-    return CheckedCut(msgspec.structs.replace(manifest, learners=good, left_out=left_out), spoilt)
+    return CheckedCut(msgspec.structs.replace(manifest, learners=good, left_out=left_out), spoilt, tuple(missing))
 
 
 def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
@@ -247,7 +256,7 @@ def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
     try:
         found = digest_file(path)
     except FileNotFoundError:
-        raise BadCut(
+        raise MissingPart(
             f"{path} is missing: the cut names it as the state of {name} (learners started by hand keep theirs)"
         ) from None
     except OSError as error:

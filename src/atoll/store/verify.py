@@ -252,7 +252,8 @@ class RunVerification:
     # ---- what was counted ---------------------------------------------------------------------------------------
 
     def make_report(self, problem: str, seconds: float) -> VerifyReport:
-        facts = {**self._collect_facts(), "seconds": round(seconds, 3)}
+        parts = {str(cut): list(names) for cut, names in self._findings.missing_parts.items()}
+        facts = {**self._collect_facts(), "missing_parts": parts, "seconds": round(seconds, 3)}
         return VerifyReport(not problem, problem, facts, tuple(self._findings.remarks))
 
     def _collect_facts(self) -> dict[str, Any]:

@@ -6,7 +6,8 @@ journal is read, each cut is compared with the audit at its position. Afterwards
 - a cut is of this run, is in the folder of its number, and its position is the end of a record in the journal;
 - every file of a complete cut matches its digest, and its manifest is the one the journal names; no record names cut 0
   (the syncer's alone) or the cut a run was begun from;
-- a corrupt or missing learner file invalidates only that learner's part: the cut stays good, with a remark;
+- a corrupt or missing learner file invalidates only that learner's part: the cut stays good, with a remark. Missing
+  ones share one remark, since learners started by hand keep theirs; `--json` has them one by one (`missing_parts`);
 - cuts are removed oldest first, so none may be missing after the oldest one present, nor the newest; where the run may
   be rolled back, the oldest may be one kept for that, with a gap after it;
 - a cut that never became complete only gets a remark, even if damaged: nobody resumes from it.
@@ -48,6 +49,8 @@ class Findings:
     progress: Progress = _to_nobody
     remarks: list[str] = field(default_factory=list)
     """Not wrong, but worth knowing."""
+    missing_parts: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """By cut, the learners whose file is not there."""
 
     def add_remark(self, text: str) -> None:
         self.remarks.append(text)
@@ -130,7 +133,19 @@ class CutVerifier:
         for number in sorted(self._stored.keys() | self._unreadable.keys()):
             self._check_one(run, number)
             self._findings.progress("cuts", number)
+        self._remark_missing_parts()
         self._check_none_missing(gap_before)
+
+    def _remark_missing_parts(self) -> None:
+        if missing := self._findings.missing_parts:
+            files, names = (
+                sum(map(len, missing.values())),
+                sorted({name for parts in missing.values() for name in parts}),
+            )
+            self._findings.add_remark(
+                f"{files} learner files of {len(missing)} cuts are not in {self._run.learners}, those of "
+                f"{', '.join(names)}: learners started by hand keep theirs in their own folders (--json names each)"
+            )
 
     def _check_one(self, run: str, number: int) -> None:
         whole = number in self.complete or number == 0
@@ -178,7 +193,10 @@ class CutVerifier:
             raise BadRun(f"{path} names other learners than its record does")
         if (manifest.cut, manifest.round) != (number, self._stored[number].part.round):
             raise BadRun(f"{path} is of cut {manifest.cut}, round {manifest.round}: of another one than syncer.json")
-        for remark in check_cut(self._run.cuts, self._run.learners, number).list_remarks():
+        checked = check_cut(self._run.cuts, self._run.learners, number)
+        if checked.missing:
+            self._findings.missing_parts[number] = checked.missing
+        for remark in checked.list_remarks(but=checked.missing):
             self._findings.add_remark(remark)
 
     def _check_none_missing(self, gap_before: int) -> None:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
+from atoll.numerics.screen import UsualNorms
 from atoll.store.writer_lease import Deposed
 from atoll.syncer.run_store import RunStore
 
@@ -25,11 +26,11 @@ LEAST_S = 0.5
 """Shorter standstills are not reported: no deadline is that close."""
 
 
-async def send_heartbeats(run_store: RunStore, run: str, norms: Callable[[], list[list[float]]]) -> None:
-    """Until cancelled. `norms`: the usual norms now; empty: none are known yet."""
+async def send_heartbeats(run_store: RunStore, run: str, norms: Callable[[], UsualNorms | None]) -> None:
+    """Until cancelled. `norms`: the usual norms now; None: none are known yet."""
     for number in count():
         await asyncio.to_thread(run_store.send_heartbeat)
-        if number % NORMS_BEATS == 0 and (usual := norms()):
+        if number % NORMS_BEATS == 0 and (usual := norms()) is not None:
             await asyncio.to_thread(run_store.write_norms, run, usual)
         if run_store.fenced():
             raise Deposed

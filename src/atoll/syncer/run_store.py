@@ -26,6 +26,7 @@ import numpy as np
 from atoll.digests import compute_digest
 from atoll.fabric.wire import one_line
 from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.screen import UsualNorms
 from atoll.protocol import effects as fx
 from atoll.protocol.effects import CompleteCut, Restore
 from atoll.protocol.errors import AtollError
@@ -60,7 +61,7 @@ class KeptNorms(msgspec.Struct, frozen=True):
     """The usual norms (numerics/screen.py), so that a new term knows them from the start."""
 
     run: str
-    norms: list[list[float]]
+    norms: UsualNorms
 
 
 class RunStore:
@@ -98,15 +99,15 @@ class RunStore:
         """The folder of the run's own secrets."""
         return self._out.secrets
 
-    def read_norms(self, run: str) -> list[list[float]]:
-        """Per fragment, the usual norms that an earlier term wrote; empty: none."""
+    def read_norms(self, run: str) -> UsualNorms:
+        """The usual norms that an earlier term wrote; empty: none."""
         try:
             kept = msgspec.json.decode(self._out.norms.read_bytes(), type=KeptNorms)
         except (OSError, msgspec.DecodeError):
-            return []
-        return kept.norms if kept.run == run else []
+            return UsualNorms()
+        return kept.norms if kept.run == run else UsualNorms()
 
-    def write_norms(self, run: str, norms: list[list[float]]) -> None:
+    def write_norms(self, run: str, norms: UsualNorms) -> None:
         """A disk that fails here is no reason to stop: older norms will do."""
         with suppress(OSError):
             write_atomic(self._out.norms, msgspec.json.encode(KeptNorms(run, norms)))

@@ -31,7 +31,7 @@ from atoll.fabric.server import Server
 from atoll.fabric.tasks import VitalTasks, lasting
 from atoll.fabric.wire import MIB, SMALL_BYTES, FabricLimits, ScoreReport, one_line
 from atoll.numerics.codec import make_codec
-from atoll.numerics.screen import NormScreen
+from atoll.numerics.screen import NormScreen, UsualNorms
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
@@ -178,8 +178,8 @@ class SyncerService:
         machine = self._begun()
         return facts_of_model(self._run, machine.committed, machine.versions)
 
-    def _norms(self) -> list[list[float]]:
-        return self._screen.usual_norms() if self._machine is not None and self._machine.committed else []
+    def _norms(self) -> UsualNorms | None:
+        return self._screen.usual_norms() if self._machine is not None and self._machine.committed else None
 
     def _alarm(self, text: str) -> None:
         self.meter.alarm = text
@@ -380,8 +380,7 @@ class SyncerService:
         self._events.say("score", *describe_score(score))
         if score.has_loss:
             self._handle(fx.Scored(score.round, score.loss))
-        if score.final:
-            self._ending.stop_scoring()
+        self._ending.note_score(final=score.final, took_s=score.cpu_s)
 
     # ---- the machine --------------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ RECENT = 256
 """Rounds behind the live figures."""
 BEHIND = 64
 """Versions of a fragment of which the round is remembered."""
+ENOUGH = 0.01
+"""Of the budget: so much must be done before the rest is estimated by it."""
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -41,6 +43,8 @@ class Meter:
         """By name, the last incarnation that was lost or left, and its seconds spent stepping …"""
         self._busy_before = 0.0
         """… and the sum over all earlier ones: what is kept does not grow with every incarnation."""
+        self._first_seen: tuple[float, float] | None = None
+        """When the status was first made of a run under way, and its progress then."""
         self._joined = False
         """Whether a learner has come since this syncer started."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
@@ -115,12 +119,12 @@ class Meter:
             run=run,
             phase=phase,
             elapsed_s=elapsed,
-            left_s=elapsed * (1 - progress) / progress if progress > 0.01 else None,
+            left_s=self._estimate_left(now, progress),
             progress=progress,
             global_step=machine.global_step if machine else 0,
             round=machine.committed if machine else 0,
             fragments=settings.fragments,
-            sync_every=settings.sync_every,
+            sync_every=settings.resolved_sync_every,
             synchronous=settings.synchronous,
             quorum=settings.quorum,
             members=machine.last_members if machine else (),
@@ -156,6 +160,16 @@ class Meter:
             overlap=settings.overlap,
             step_s=machine.members.step_s() if machine else None,
         )
+
+    def _estimate_left(self, now: float, progress: float) -> float | None:
+        """By what was done since this syncer began to serve: of an earlier session the time is not known."""
+        if self._began is None:
+            return None
+        if self._first_seen is None:
+            self._first_seen = (now, progress)
+        since, before = self._first_seen
+        done, seconds = progress - before, (self._ended or now) - since
+        return seconds * (1 - progress) / done if done > ENOUGH and seconds > 0 else None
 
     def _nobody_here(self, phase: str, learners: Sequence[LearnerStatus]) -> str:
         if self.supervised:

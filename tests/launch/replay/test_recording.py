@@ -118,6 +118,14 @@ def test_a_learner_has_the_number_that_it_had_in_the_run() -> None:
     assert [(part.learner, part.index) for part in score.parts] == [("b", 2), ("a", 1), ("b", 2)]
 
 
+def test_it_is_known_whether_a_script_makes_the_first_parameters_again() -> None:
+    """A process that is restarted before training begins adopts version 0 like all others: nobody goes on with it."""
+    joined = [JoinedRecord("a", 1, "one", 0), JoinedRecord("a", 2, "two", 0)]
+    assert read_recording([BEGUN, *joined, played("a", 1, 0, BEGAN, OwnedEntry(0))]).has_first_parameters
+    restarted = [*joined, StartedRecord("a"), played("a", 2, 0, BEGAN, AdoptedEntry(0, 0, 0))]
+    assert not read_recording([BEGUN, *restarted]).has_first_parameters
+
+
 def test_what_is_missing_of_a_tape_is_known() -> None:
     score = read_recording(
         [BEGUN, JoinedRecord("a", 1, "one", 0), played("a", 1, 0, BEGAN), played("a", 1, 4, OwnedEntry(0))]

@@ -19,4 +19,5 @@ ATOLL = Command(
     "",
     (flag("--version", "Print the version.", shows=lambda: f"atoll {__version__}"),),
     commands=tuple(sorted((*RUNS, *LOOKING, SIMULATE), key=lambda one: PANELS.index(one.panel))),
+    elsewhere=(("resume", "train --resume"), ("run", "train"), ("join", "learn"), ("list", "ls")),
 )

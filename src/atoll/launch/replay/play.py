@@ -89,6 +89,12 @@ class RunReplay:
             raise ConfigError(
                 f"this run was made from {begun.parent}, not from the beginning: replay it with --from-cut {newest}"
             )
+        if self.cut is None and score.rounds and not score.has_first_parameters:
+            oldest = min(complete_cuts(self.out.cuts), default=None)
+            raise ConfigError(
+                "the process that gave the first parameters was gone when training began, so no script makes them "
+                f"again: replay what came after a snapshot with --from-cut {oldest}"
+            )
         plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
         if plan.fingerprint != begun.fingerprint:
             raise ConfigError("this version of Atoll cuts the run's model another way: use the version that ran it")

@@ -104,6 +104,11 @@ class RunRecording:
     of: dict[tuple[str, int], ProcessRecording] = field(default_factory=dict)
     """Learner and incarnation → its training process."""
 
+    @property
+    def has_first_parameters(self) -> bool:
+        """Whether a process that gave version 0 went on with it: only then its script makes it again."""
+        return any(isinstance(entry, OwnedEntry) for part in self.parts for entry in part.entries)
+
     def begin_at(self, history: History) -> None:
         """It is played from a cut: what learners were told of the run there, which a run made of that cut has no round
         for in its own journal."""

@@ -52,7 +52,7 @@ def summary(run: ReportedRun) -> Html:
         ("training loss", decimal(last, 3), "never told" if first is None else f"from {decimal(first, 3)}"),
         *((plain(name), measure(one["end"]), _metric(one)) for name, one in figures["metrics"].items()),
         ("longest gap", span(figures["longest_gap_s"]), f"median {span(figures['median_gap_s'])}"),
-        ("training took", span(figures["wall_s"]), f"kills {figures['kills']}, restarts {figures['restarts']}"),
+        ("training took", span(figures["wall_s"]), f"restarts {figures['restarts']}, planned kills {figures['kills']}"),
     ]
     return join([cards(facts), *_story(run)])
 

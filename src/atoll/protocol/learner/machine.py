@@ -1,8 +1,8 @@
 """The learner's rules, with no clock, no socket and no tensors: `handle(now, event) -> effects`.
 
-It runs in the courier beside the training process. Training never waits for it: it reports steps, says which fragment
-to copy at the coming boundary, answers pulls from those copies, and hands new versions over to be adopted between two
-steps. In a synchronous run it also says at which step to wait for which round.
+It runs in the courier beside the training process: it reports steps, says which fragment to copy at the coming
+boundary, answers pulls from those copies, and hands new versions over to be adopted between two steps. In an
+asynchronous run training never waits; in a synchronous run this file also says at which step to wait for which round.
 
 connection.py knows whom it listens to, what it may report and when it saves for a snapshot; copies.py which fragments
 it copies, when, and what it answers to a pull; versions.py what it holds of the run; peer_state.py how a newcomer takes
@@ -371,6 +371,9 @@ class LearnerMachine:
             self._versions.fetch_missing()
 
     def _order_adoption(self, fragment: int, version: int) -> None:
+        """By the run's rule; overwrite while it recovers, at the end, and across a rollback. `copy_t` is the step of
+        the own copy that the version contains and what is held does not (None: there is none), `held_tokens` the own
+        tokens in it that the counters still count as not merged: these are not dropped."""
         if not self._versions.take_fetched(fragment, version):
             return
         number = self._versions.rounds.get(fragment, -1)

@@ -33,7 +33,7 @@ class Versions:
     """Per fragment, the version that the run was last rolled back with."""
     retry_at: dict[int, float] = field(default_factory=dict)
     rounds: dict[int, int] = field(default_factory=dict)
-    """Per fragment, the round of its newest version."""
+    """Per fragment, the round of its newest version; after a welcome its last round, also a passed one."""
     _fetching: set[int] = field(default_factory=set)
     counted: list[int] = field(default_factory=list)
     """Per fragment, the adopted version that the training process's counters know of."""

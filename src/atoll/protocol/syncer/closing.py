@@ -2,12 +2,17 @@
 
 An asynchronous round closes when all four hold:
 
-1. Quorum: at least K learners are ready (`judge`). A learner is ready for a fragment if it has made steps on it that no
-   version contains, on a base at or past the version that holds its last contribution to it (`KnownLearner.is_ready`).
-   If fewer than K learners step for `patience_s`, as many as there are suffice (`effective_quorum`).
-2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`).
+1. Quorum: at least K learners are ready (`judge`). A learner is ready for a fragment if it is live, has made steps on
+   it that no version contains, on a base at or past the version that holds its last contribution to it, and has made a
+   step since it last declined this fragment (`KnownLearner.is_ready`). A learner *steps* if it is recovered and not
+   muted, stalled or stopped. If fewer than K learners step for `patience_s`, as many as there are suffice
+   (`effective_quorum`). If K step, but fewer are ready for `longest_stall_s`, those suffice for this round.
+2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`). A
+   round is due only in its turn: no earlier round gathers.
 3. Grace: the grace window is over (`window_s`), or every live learner is ready.
 4. Fewer than `Flights.allowed` rounds are being pulled or merged (flights.py).
+
+A second attempt needs no pace and no free flight.
 
 A synchronous round closes when every learner that was live at its opening, and still is, has copied the fragment
 (`judge_all`). At the end of a run (`LastCycle`) a round takes whoever has steps left.
@@ -51,9 +56,13 @@ class RoundClosing:
         return self.estimates.pull_deadline_s(self.state.settings, self.state.members.answer_s())
 
     def deadline_of(self, one: KnownLearner) -> float:
-        """The timeout of a pull from this learner: four times its usual answer time, or the time to its next step
-        boundary, but never longer than the overlap. A newcomer counts as the median learner until it has answered or
-        missed a pull. Its own average keeps a fast learner that hangs from getting the time of a slow link."""
+        """The timeout of a pull from this learner:
+
+        max(answer, min(1.5 of its own steps, max(1, τ)·ξ_step)),   answer = min(deadline_s, max(floor, 4 ξ_answer))
+
+        So it may reach its next step boundary, within the overlap. A newcomer counts as the median learner until it has
+        answered or missed a pull. Its own ξ_answer keeps a fast learner that hangs from getting the time of a slow
+        link."""
         usual_s, answer_s = self.state.members.step_s(), one.answer_s.value
         if answer_s is None:
             answer_s = self.state.members.answer_s()
@@ -71,6 +80,8 @@ class RoundClosing:
         if changed:
             self._names = names
             self.pace.set_members({one.name: one.t for one in stepping})
+            for round_ in self.state.open_rounds.values():
+                round_.short_since = None
         if len(stepping) >= self.state.settings.quorum:
             self._short_since = None
         elif self._short_since is None:
@@ -108,11 +119,13 @@ class RoundClosing:
             return Verdict(bool(ready), f"the last steps of {count_learners(len(ready))}")
         if self.state.settings.synchronous:
             return judge_all(ready=len(ready), awaited=self._awaited_learners(round_, ready))
-        quorum = self._current_quorum(now, wakes)
-        if len(ready) >= quorum and round_.quorum_at is None:
-            round_.quorum_at = now
         if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
             round_.due_at = now
+        quorum = self._current_quorum(now, round_, len(ready), wakes)
+        if len(ready) < quorum:
+            round_.quorum_at = round_.on_time = None  # one that was ready is gone: the next quorum has its own window
+        elif round_.quorum_at is None:
+            round_.quorum_at = now
         self._note_on_time(round_, ready)
         live = self.count_live(ready)
         return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
@@ -126,11 +139,12 @@ class RoundClosing:
         """Book what the gathering took."""
         self._note_late(round_)
         quorum_at, due_at = round_.quorum_at or now, round_.due_at or now
+        round_.grace_s = max(0.0, now - max(quorum_at, due_at))
+        if round_.attempt > 1:
+            return  # its turn is used, and its time since it was due holds the pulls of the first attempt
+        self.pace.use_turn()
         if not self.state.draining and not self.state.settings.synchronous:
             self.estimates.quorum_s.add(max(0.0, quorum_at - due_at))
-        round_.grace_s = max(0.0, now - max(quorum_at, due_at))
-        if round_.attempt == 1:
-            self.pace.use_turn()
 
     def is_behind_all(self, round_: Round) -> bool:
         """Synchronous: whether every learner has gone past a round that none of them can give to."""
@@ -159,15 +173,28 @@ class RoundClosing:
         names = round_.roster - {one.name for one in ready}
         return sum(one.name in names and _may_yet_copy(one, round_) for one in self.state.members.stepping_learners())
 
-    def _current_quorum(self, now: float, wakes: list[float]) -> int:
+    def _current_quorum(self, now: float, round_: Round, ready: int, wakes: list[float]) -> int:
         if self._short_since is None:
-            return self.state.settings.quorum
+            return self._quorum_of_ready(now, round_, ready, wakes)
         patience_s, until = self.state.settings.patience_s, self._short_since + self.state.settings.patience_s
         wakes.append(until)
         waited_s = patience_s if now >= until else 0.0  # a difference could round to less than what was waited for
         return effective_quorum(
             self.state.settings.quorum, len(self.state.members.stepping_learners()), waited_s, patience_s
         )
+
+    def _quorum_of_ready(self, now: float, round_: Round, ready: int, wakes: list[float]) -> int:
+        """K learners step. One of them may never be ready, since it cannot fetch a version, and its steps look healthy.
+        So K is lowered for a round that was due for as long as a learner that makes no steps would have had."""
+        quorum = self.state.settings.quorum
+        if ready >= quorum or round_.due_at is None:
+            round_.short_since = None
+            return quorum
+        if round_.short_since is None:
+            round_.short_since = now
+        until = round_.short_since + self.state.members.longest_stall_s()
+        wakes.append(until)
+        return quorum if now < until else max(1, ready)
 
     def _grace_ends(self, round_: Round) -> float | None:
         if round_.quorum_at is None or round_.due_at is None:
@@ -222,11 +249,12 @@ def effective_quorum(quorum: int, live: int, waited_s: float, patience_s: float)
 
 
 def judge(now: float, *, ready: int, live: int, quorum: int, grace_ends: float | None) -> Verdict:
-    """Whether a round may freeze its members now. `grace_ends` is None while the round is not due by its pace."""
+    """Whether a round may freeze its members now. `grace_ends` is None while the round is not due: by its pace, or
+    because an earlier round gathers."""
     if ready < quorum:
         return Verdict(False, f"{ready} of {count_learners(quorum)} reported")
     if grace_ends is None:
-        return Verdict(False, "not due yet: the pace keeps H")
+        return Verdict(False, "not due yet: by the pace, or an earlier round gathers")
     if ready >= live:
         return Verdict(True, "the only live learner reported" if live == 1 else f"all {live} live learners reported")
     if now < grace_ends:
@@ -271,8 +299,9 @@ def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> f
 
     slack = τ·ξ_step − (ξ_quorum + ξ_sync);   grace = clamp(γ·slack, 0, cap·ξ_step)
 
-    ξ_step, ξ_quorum and ξ_sync are exponential moving averages. Until they exist, a round waits for all live learners,
-    for at most `startup_s`.
+    ξ_step is the median of the live learners' averages (`Membership.step_s`); ξ_quorum and ξ_sync are the syncer's own
+    exponential moving averages (`Estimates`). Until they exist, a round waits for all live learners, for at most
+    `startup_s`.
     """
     if not settings.grace:
         return 0.0
@@ -284,8 +313,8 @@ def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> f
 
 
 APART = 16.0
-"""Of two learners, the faster one counts for at most this many times the steps of the other. If honest learners differ
-by more, the run is only paced a little more slowly."""
+"""Of the two middle learners (an even number), the faster one counts for at most this many times the steps of the
+other. If honest learners differ by more, the run is only paced a little more slowly."""
 
 
 @dataclass(slots=True)
@@ -323,7 +352,8 @@ class Pace:
         """The live learners have changed."""
         if steps.keys() != self._anchors.keys():
             self._anchored_at, self._anchors = self.clock, dict(steps)
-            self._places = {learner: self.clock + t - t for learner, t in steps.items()}  # rounded as in move_learner
+            # + t − t rounds as move_learner does, so nobody moves by an ulp.
+            self._places = {learner: self.clock + t - t for learner, t in steps.items()}
             self._sorted = sorted(self._places.values())
 
     def move_learner(self, learner: str, t: int) -> None:

@@ -55,9 +55,9 @@ class Contributions:
         if said.incarnation > learner.incarnation:
             self.joining.expel_learner(learner, f"a report of incarnation {said.incarnation}, which has not begun")
             return False
-        if (
-            not self._keep_tape(learner, said) or said.incarnation != learner.incarnation
-        ):  # a tape also of the life before
+        if not self._keep_tape(learner, said):  # also of the life before
+            return False
+        if said.incarnation != learner.incarnation:
             return False
         if (wrong := wrong_report(learner, said, self.state.versions)) is not None:
             self.joining.expel_learner(learner, wrong)
@@ -287,7 +287,9 @@ class Strikes:
         learner.strikes += 1
         self.state.out.note("refused", f"{what}: {reason}", learner, **data, reason=reason)
         if learner.strikes >= self.state.settings.strikes:
-            self.quarantine_learner(now, learner, f"after {learner.strikes} refusals in a row", reason)
+            self.quarantine_learner(
+                now, learner, f"after {learner.strikes} refusals since its last accepted contribution", reason
+            )
 
     def strike_helper(self, now: float, peer: KnownLearner, newcomer: KnownLearner, reason: str) -> None:
         """For the state that it gave the newcomer."""

@@ -6,6 +6,8 @@ disk and clock.
 - Effects are carried out in the order in which they were decided. Where carrying out one leads to others, they go to
   the end of the queue.
 - A Persist, and the first cut, hold back everything behind them until they are written.
+- `RunStore.append` writes records to the journal. With durability = "round" it syncs each write; with "cut" only those
+  that `must_be_synced` names.
 - One write is under way at a time. What is decided meanwhile waits, and goes out with the next write: `next_batch` says
   how much of it.
 - A write by a syncer whose term is over counts for nothing: its queue is closed, and it tells nobody anything more.
@@ -87,7 +89,8 @@ class EffectOrder:
 
 
 def next_batch(waiting: Iterable[SyncerEffect]) -> list[Persist]:
-    """From the front, in order: whatever waits, up to an outer gradient that is not made yet or a cut."""
+    """From the front, in order: all records up to the next cut, round or rollback. The payload of a round or rollback
+    is made only when all in front of it is carried out, so it begins a batch."""
     batch: list[Persist] = []
     for effect in waiting:
         if isinstance(effect, TakeCut):
@@ -109,7 +112,7 @@ def entries_of(batch: Iterable[Persist], payload: Callable[[Persist], P]) -> lis
 
 
 def must_be_synced(records: Iterable[AnyRecord]) -> bool:
-    """Whether these wait for the disk also with durability = "cut".
+    """Whether `RunStore.append` syncs these also with durability = "cut".
 
     A round that a power cut takes is made again by its learners. The end is not: whoever was told of it has stopped
     and left with the finished model, so a run that forgot its end would go on from older versions without them. Nor is

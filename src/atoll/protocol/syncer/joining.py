@@ -1,10 +1,11 @@
 """How learners join, come back and leave, and how a run begins.
 
-A killed learner comes back like this: its courier says Leave and the life is closed at once (`lose_learner`); if the
-machine died, the next hello closes it. The same name says hello again (`greet_learner`), as the same life if its
-session is the same and its account is open, else as a new incarnation; the welcome tells it the run's versions and what
-was merged of it. It fetches the newest versions, takes a peer's inner optimizer if its own is gone (peers.py), reports,
-and may contribute (`Contributions._has_recovered`).
+A killed learner comes back like this: its courier says Leave and the life is closed at once (machine.py routes a Leave
+to `lose_learner` with kind "left", a broken connection with "lost"). If its courier died too, the next hello of another
+process closes the life (`_take_the_place_of`), or `abandon_s` does. The same name says hello again (`greet_learner`),
+as the same life if its session is the same and its account is open, else as a new incarnation; the welcome tells it the
+run's versions and what was merged of it. It fetches the newest versions, takes a peer's inner optimizer if its own is
+gone (peers.py), reports, and may contribute (`Contributions._has_recovered`).
 
 Rules kept here, each with its test:
 - a name belongs to the process that said hello last; whether a second process may say it while the first lives is
@@ -66,7 +67,7 @@ class Joining:
         self._tell_again(learner)
 
     def _turn_off(self, before: KnownLearner | None, hello: Hello, wrong: str) -> None:
-        """Nobody joins like this; whoever had the name has lost its channel, and may dial again."""
+        """A hello against the rules: refused. The process that had the name lost its connection, and may dial again."""
         if before is not None:
             self._drop_connection(before, hello)
         self.state.out.note("refused", f"{hello.learner} was refused: {wrong}", before, reason=wrong)
@@ -185,7 +186,8 @@ class RunStart:
     Rules kept here, each with its test: the first that comes is asked, but one that has adopted a global model goes
     before one with weights of its own, while nothing of these has come; version 0 is durable before anyone adopts it;
     when that one is gone, or sends nothing more (`UploadWait`), whatever it sent is discarded and the next
-    is asked. Once all of it is there, the run begins when as many learners are there as it is meant for, or
+    is asked. It alone goes on with its own weights, as version 0: a process that was restarted under its name fetches
+    like everybody else. Once all of it is there, the run begins when as many learners are there as it is meant for, or
     `wait_for_learners_s` later: until then nobody trains, so that the first rounds have everybody in them and the
     run's step is that of everybody.
     """
@@ -193,6 +195,8 @@ class RunStart:
     def __init__(self, state: SyncerState, cuts: Cuts, assembly: Assembly) -> None:
         self.state, self.cuts, self.assembly = state, cuts, assembly
         self._uploader: str | None = None
+        self._uploader_session = ""
+        """Which process of that name was asked. A restarted one has other weights under the same name."""
         self._uploader_holds = False
         """It has adopted a global model."""
         self._upload = UploadWait()
@@ -201,8 +205,9 @@ class RunStart:
 
     def consider_uploader(self, hello: Hello) -> None:
         """One more that could be asked."""
-        if self.state.phase == "empty" and self._is_better(hello):
-            self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
+        if self.state.phase == "empty" and self._whole_at is None and self._is_better(hello):
+            self._uploader, self._uploader_session = hello.learner, hello.session
+            self._uploader_holds = _holds_a_model(hello)
             self._upload.restart_wait()
 
     def asks_for_upload(self, learner: KnownLearner) -> bool:
@@ -237,12 +242,14 @@ class RunStart:
         candidates = sorted(
             self.state.members.connected_learners(), key=lambda one: (one.name in self._upload.tried, one.joined_at)
         )
-        self._uploader = candidates[0].name if candidates else None
+        self._uploader = None
         self._upload.restart_wait()
         if not candidates:
             return None
-        self.state.out.note("warning", f"{candidates[0].name} is asked for the first parameters instead", candidates[0])
-        return candidates[0]
+        chosen = candidates[0]
+        self._uploader, self._uploader_session = chosen.name, chosen.session
+        self.state.out.note("warning", f"{chosen.name} is asked for the first parameters instead", chosen)
+        return chosen
 
     def note_upload_done(self, now: float, uploader: str) -> None:
         """All first parameters have arrived."""
@@ -288,8 +295,11 @@ class RunStart:
         self.assembly.note_start(now)
         self.state.versions = [0] * len(self.state.versions)
         self.state.out.note("initial", f"{uploader} gave the first parameters")
+        # The uploader goes on with its own weights. One that was restarted since has other weights: it fetches.
+        same_process = self.state.members.learners[uploader].session == self._uploader_session
+        started = Started(uploader=uploader if same_process else "", gathering=self.state.gathering_round)
         for learner in self.state.members.connected_learners():
-            self.state.out.send(learner.name, Started(uploader=uploader, gathering=self.state.gathering_round))
+            self.state.out.send(learner.name, started)
 
     def _is_better(self, hello: Hello) -> bool:
         goes_before = _holds_a_model(hello) and not self._uploader_holds and not self._upload.begun

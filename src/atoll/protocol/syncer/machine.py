@@ -6,7 +6,8 @@ This file routes every event to its rule and then lets time do its work. The rul
     who takes part                 membership.py; who joins and leaves, how a run begins: joining.py
     who is silent, stalled, muted  liveness.py
     who helps a newcomer           peers.py
-    reports and contributions      contributions.py; what a learner may claim: claims.py; data and ledger: accounts.py
+    reports and contributions      contributions.py; what a learner may claim: claims.py, budget.py; data and ledger:
+                                   accounts.py
     rounds                         rounds.py; when one closes: closing.py; what a contribution weighs: weights.py
     how many rounds are under way  flights.py
     snapshots                      cuts.py

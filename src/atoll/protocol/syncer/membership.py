@@ -1,9 +1,9 @@
-"""Who takes part: joining, incarnations, heartbeats, leaving, and who counts as live.
+"""What the syncer knows of each learner, and who counts as live, stepping and reachable.
 
 A learner is known by its name; each training process behind that name is an incarnation, told apart by its session. A
 new incarnation joins, takes the run's parameters, and is *recovered* once it has adopted a committed version of every
-fragment: only then may it contribute. Live means: connected, recovered, not muted (it reports but does not answer
-pulls), not stalled (it is there but makes no steps).
+fragment and waits for no peer's state: only then may it contribute. Live means: connected, recovered, not muted (it
+reports but does not answer pulls), not stalled (it is there but makes no steps).
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from atoll.protocol.history import Life
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average, median
-from atoll.protocol.syncer.claims import Counted, Usual, believed_rate, rate_of
+from atoll.protocol.syncer.budget import Counted, believed_rate, rate_of
+from atoll.protocol.syncer.claims import Usual
 
 State = Literal["joining", "training", "gone"]
+STALLED_STEPS = 8
+"""A learner that makes no step for this many of its step times, and for `stalled_after_s`, is stalled."""
 
 
 @dataclass(slots=True)
@@ -34,7 +37,7 @@ class KnownLearner:
     fragments: int
     state: State = "joining"
     recovered: bool = False
-    """It has said that it took the run's parameters."""
+    """It has said that it took the run's parameters, and waits for no peer's state."""
     muted: bool = False
     stopped: bool = False
     leaving: bool = False
@@ -136,7 +139,7 @@ class KnownLearner:
         return self.may_give(fragment) and bool(self.steps) and self.steps[fragment] > 0
 
     def is_ready(self, fragment: int) -> bool:
-        """Whether it can be asked for this fragment: by its steps on this one, whichever rounds it was in before."""
+        """It has steps of this fragment to give, and made one since it last had none."""
         return self.has_more(fragment) and self.t > self.declined.get(fragment, -1)
 
     def last_merged(self) -> tuple[tuple[int, int, int], ...]:
@@ -274,6 +277,8 @@ class Membership:
         learner.reset = False
         learner.dropped, learner.position = progress.dropped, progress.position
 
+    # These are asked at every event: they repeat the tests of `KnownLearner.live` and `connected` to save the calls.
+
     def live_learners(self) -> list[KnownLearner]:
         return [one for one in self._by_name if one.state == "training" and not one.muted and not one.stalled]
 
@@ -336,8 +341,13 @@ class Membership:
         """After this moment without a step a learner is not waited for. How long its first takes nobody knows: where
         all wait for it, it has the time that a run gives to assemble."""
         step_s, unknown_s = learner.step_s.value, self.settings.assemble_s if self.settings.synchronous else 0.0
-        patience_s = max(self.settings.stalled_after_s, unknown_s if step_s is None else 8 * step_s)
+        patience_s = max(self.settings.stalled_after_s, unknown_s if step_s is None else STALLED_STEPS * step_s)
         return max(learner.last_step_at, learner.idle_at) + patience_s
+
+    def longest_stall_s(self) -> float:
+        """The longest time that one of the stepping learners may go without a step."""
+        steps_s = [one.step_s.value for one in self.stepping_learners() if one.step_s.value is not None]
+        return max(self.settings.stalled_after_s, STALLED_STEPS * max(steps_s, default=0.0))
 
 
 def _name(one: KnownLearner) -> str:

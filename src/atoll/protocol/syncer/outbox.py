@@ -44,7 +44,7 @@ class Outbox:
         """To be durable before anything that follows is carried out. What was heard of the tape goes with it."""
         lines: tuple[AnyRecord, ...] = (*self.taping.take_records(), *records)
         for line in lines:
-            encode(line)  # what could not be written down is no part of the history
+            encode(line)  # first: a record that cannot be encoded must not change the history
             self.history.apply(line)
         self.add_effect(Persist(lines, round, restored))
 

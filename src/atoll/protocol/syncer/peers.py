@@ -6,7 +6,7 @@ is told (Helped), gets it from the peer directly or through the relay, and repor
 only arranges this; it stores none of it.
 
 Rules kept here, each with its test:
-- only a live learner that still steps, and whose last contribution was accepted, helps;
+- only a live learner that still steps, and that has no strike, helps;
 - several newcomers are spread over several peers;
 - if a peer goes away, declines or takes too long, another one is asked; two tries are enough;
 - a peer whose state was refused gets one strike, and that newcomer never asks it again;
@@ -28,7 +28,7 @@ from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
 BOUND_S = 10.0
-"""A try may take so long, or H rounds, or what its bytes need: whichever is longest."""
+"""A try may take at least this long; also at least H rounds, and what its bytes need."""
 TRIES = 2
 ADDRESS_CHARS = 256
 
@@ -55,6 +55,11 @@ class Recovery:
 
     def trusts(self, peer: KnownLearner) -> bool:
         return peer.name not in self.declined and peer.session not in self.newcomer.distrusted
+
+    def wrong_helper(self, peer: str) -> str:
+        """Why this one cannot have helped: its name is the newcomer's word, and it may cost that learner a strike."""
+        asked = peer in self.failed or (self.peer is not None and self.peer.name == peer)
+        return "" if asked else f"it says that {peer} helped, which was not asked"
 
     @property
     def why(self) -> str:
@@ -83,8 +88,8 @@ class Peers:
             return None
         if said.again:
             return self._try_another(recovery, said)
-        if said.reason:
-            self._go_on(recovery, said.reason, tell=False)
+        if wrong := said.reason or recovery.wrong_helper(said.peer):
+            self._go_on(recovery, wrong, tell=False)
             return None
         newcomer.helper = said.peer
         seconds, ready = round(now - recovery.since, 3), recovery.ready

@@ -8,8 +8,8 @@ it is passed over, and its record says why.
 Rules kept here, each with its test:
 - rounds commit in the order of their numbers, also past a round that is passed over; versions go up by one;
 - at most one round of a fragment is under way;
-- a member that dies, declines or misses its deadline is left out of the round; so is one that misses 1.5 heartbeats,
-  unless these are its last steps;
+- a member that dies, declines or misses its deadline is left out of the round; so is one that misses 1.5 heartbeats
+  once another member has answered, unless these are its last steps;
 - a member that misses two pulls is muted until it answers a probe;
 - a deadline that everyone missed makes the next one longer, but no single learner can stretch it without limit.
 """
@@ -166,7 +166,7 @@ class Rounds:
         self.state.out.add_effect(ConfirmSent(round_.number, round_.attempt))
 
     def pulls_sent(self, now: float, number: int, attempt: int) -> None:
-        """They may have waited for the disk; what they may take counts from now on."""
+        """The pulls have left, perhaps after a wait for the disk: deadlines begin now."""
         round_ = self.state.open_rounds.get(number)
         if round_ is not None and round_.stage == "pulling" and round_.attempt == attempt:
             round_.frozen_at = now
@@ -307,7 +307,7 @@ class Rounds:
             self._pass_over(round_, reason)
 
     def announce_restored(self, versions: Sequence[int], digests: Sequence[str]) -> None:
-        """These versions were made by no round."""
+        """Announce the versions that a rollback made."""
         self.state.versions = list(versions)
         for fragment, digest in enumerate(digests):
             last = Round(self.state.committed - 1, fragment, 0.0)
@@ -434,7 +434,7 @@ class Rounds:
         }
 
     def _told_last(self, learner: KnownLearner, incarnation: int) -> dict[str, object]:
-        """What it has said of itself, and the only trace of its work where everything is killed at once."""
+        """Its last report. Reports are in no record, so this note keeps it should all processes die."""
         if learner.incarnation != incarnation:
             return {"loss": None}
         return {"loss": learner.loss, "total": learner.tokens_total, "busy_s": learner.busy_s}

@@ -20,13 +20,13 @@ Phase = Literal["empty", "running", "ending", "finished"]
 PHASES: dict[Phase, tuple[Phase, ...]] = {
     "empty": ("running", "finished"),
     "running": ("ending",),
-    "ending": ("finished", "running"),
+    "ending": ("finished",),
     "finished": ("running", "empty"),
 }
 """Phases of a run, and where each leads. *empty*: the first joiner is asked for version 0 (joining.py). *running*: one
 round after another (rounds.py). *ending*: the budget is spent or the operator asked; learners stop, then one unpaced
-cycle of P rounds brings their last steps in (ending.py). *finished*: everybody is told. Back only by `--resume` with a
-larger budget. A new term takes up a run that had begun to end as *running*, until its learners are back."""
+cycle of P rounds brings their last steps in (ending.py). *finished*: everybody is told; only `--resume` leads back. A
+new term starts an ending run as *running*, without a transition, until its learners are back."""
 Stage = Literal["gathering", "pulling", "merging", "void"]
 STAGES: dict[Stage, tuple[Stage, ...]] = {
     "gathering": ("pulling", "void"),
@@ -50,7 +50,7 @@ class Seat:
     incarnation: int
     t: int
     deadline_s: float
-    """What its pull may take."""
+    """Seconds its pull may take."""
     deadline: float = inf
     """Infinite until the pull has left: a learner can be late only with what it was asked for."""
     state: SeatState = "asked"
@@ -82,6 +82,8 @@ class Round:
     attempt: int = 1
     quorum_at: float | None = None
     due_at: float | None = None
+    short_since: float | None = None
+    """Since when it is due and fewer than K are ready, though K learners step."""
     on_time: frozenset[str] | None = None
     """Who was ready when the grace window opened."""
     frozen_at: float = 0.0
@@ -95,7 +97,7 @@ class Round:
     weights: dict[str, float] = field(default_factory=dict)
     """What each member's contribution counts, from its merge on …"""
     limits: dict[str, float] = field(default_factory=dict)
-    """… and how many times the median of the others it may (weights.py)."""
+    """… and how many times the median of all but the largest it may (weights.py)."""
 
     @property
     def given(self) -> list[Seat]:
@@ -114,6 +116,7 @@ class Round:
             seat.deadline += seconds
         self.quorum_at = None if self.quorum_at is None else min(now, self.quorum_at + seconds)
         self.due_at = None if self.due_at is None else min(now, self.due_at + seconds)
+        self.short_since = None if self.short_since is None else min(now, self.short_since + seconds)
 
     def enter_stage(self, stage: Stage) -> None:
         assert stage in STAGES[self.stage], f"a round that is {self.stage} cannot be {stage} next"
@@ -123,7 +126,7 @@ class Round:
         """Back to gathering, for a second and last attempt."""
         self.enter_stage("gathering")
         self.attempt += 1
-        self.opened_at, self.quorum_at, self.on_time = now, None, None
+        self.opened_at, self.quorum_at, self.short_since, self.on_time = now, None, None, None
         self.seats = {}
 
 

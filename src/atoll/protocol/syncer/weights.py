@@ -51,7 +51,7 @@ def limited(weights: Sequence[float], limits: Sequence[float]) -> list[float]:
 
 
 def under_median(weights: Sequence[float], limits: Sequence[float]) -> list[float]:
-    """For whoever is above the middle, the median of the others is that of all but the largest."""
+    """Cut each to its limit times the median of all but the largest."""
     if len(weights) <= FEW:
         return list(weights)
     middle = median_of_sorted(sorted(weights)[:-1])

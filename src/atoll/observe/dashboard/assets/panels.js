@@ -23,7 +23,7 @@ export function head(run) {
   put(by("phase"), now.phase);
   by("progress").value = now.progress;
   const left = now.phase === "training" && now.left_s !== null ? ` · ${clock(now.left_s)} left` : "";
-  put(by("progress-words"), now.phase === "waiting" ? "waiting for the first parameters" : `${percent(now.progress)} · ${clock(now.elapsed_s)} gone${left}`);
+  put(by("progress-words"), now.phase === "waiting" ? "waiting for the first parameters" : `${percent(now.progress)} · ${clock(now.elapsed_s)} ${now.term <= 1 ? "gone" : "since it went on"}${left}`);
   const alarms = [now.alarm, ...now.learners.map((one) => one.alarm)].filter(Boolean);
   by("alarm").hidden = !alarms.length;
   put(by("alarm"), alarms.length ? `Alarm: ${listing(alarms, ALARMS)}` : "");

@@ -16,18 +16,22 @@ export function count(value) {
 export function percent(share) {
   if (share === null || share === undefined) return NONE;
   const text = (100 * share).toFixed(0);
-  return (text === "100" && share < 0.9995 ? (100 * share).toFixed(1) : text) + " %"; // 99.7 % is not all of it
+  // 99.7 % is not all of it, nor is 99.99 %.
+  return (text === "100" && share < 1 ? Math.min(100 * share, 99.9).toFixed(1) : text) + " %";
 }
 
 export function decimal(value, digits = 3) {
   return value === null || value === undefined ? NONE : value.toFixed(digits);
 }
 
-// A loss or a metric, of whatever size.
+// A loss or a metric, of whatever size. What is below 1 is never shown as 1.
 export function measure(value) {
   if (value === null || value === undefined) return NONE;
   const size = Math.abs(value);
-  return value === 0 || (size >= 0.995 && size < 1e4) ? value.toFixed(2) : String(Number(value.toPrecision(3)));
+  if (value === 0 || (size >= 1 && size < 1e4)) return value.toFixed(2);
+  let digits = 3;
+  while (Number(size.toPrecision(digits)) === 1 && digits < 17) digits += 1;
+  return String(Number(value.toPrecision(digits)));
 }
 
 export function clock(seconds) {

@@ -1,0 +1,136 @@
+"""A learner of a real size beside its syncer on one machine: is H honest, and what does it cost?
+
+    python benchmarks/real_size.py                                    # 170M parameters on a GPU, two minutes
+    python benchmarks/real_size.py --depth 43 --batch 16 --seconds 300       # 1.0B
+    python benchmarks/real_size.py --depth 4 --batch 2 --block 64 --seconds 5      # a look at it on a CPU
+
+Bare steps, steps with a learner that takes part in a run, bare steps again; the same batches, bf16 autocast on a GPU.
+Told are tokens/s and step times of both, device memory, the time from connecting to the first step, and effective H:
+learner steps between two versions of a fragment, beside the H asked for. A ratio of 1.000 with a large effective H
+means that nothing happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from itertools import cycle
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from overhead import start_syncer
+
+import atoll
+from atoll.fabric.transfer import get_json
+from atoll.telemetry.events import versions
+from atoll.workloads.gpt import Gpt, GptConfig
+
+BATCHES = 8
+
+
+class Loop:
+    """Training steps on batches that lie on the device, each with its time."""
+
+    def __init__(self, depth: int, batch: int, block: int) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(0)
+        self.model = Gpt(GptConfig(depth=depth, block=block)).to(self.device)
+        fused = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+        self.batches = cycle(torch.randint(0, 256, (batch, block + 1), device=self.device) for _ in range(BATCHES))
+        self.tokens = batch * block
+
+    def make_step(self) -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss: torch.Tensor = self.model(next(self.batches))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def run_for(self, seconds: float, learner: atoll.Learner | None = None) -> dict[str, float]:
+        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        marks: list[float] = []
+        began = time.perf_counter()
+        while not marks or marks[-1] - began < seconds:
+            loss = self.make_step()
+            if learner is not None:
+                learner.step(tokens=self.tokens, loss=loss)
+            self._synchronize()
+            marks.append(time.perf_counter())
+        took = [later - earlier for earlier, later in zip([began, *marks], marks, strict=False)]
+        memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        return {
+            "steps": len(took),
+            "tokens_per_s": len(took) * self.tokens / (marks[-1] - began),
+            "step_median_s": median(took),
+            "step_p99_s": quantiles(took, n=100)[98] if len(took) > 1 else took[0],
+            "device_bytes": memory,
+        }
+
+    def _synchronize(self) -> None:
+        """The training stream alone: copies on other streams go on."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+
+def measure(loop: Loop, seconds: float, folder: Path, words: list[str]) -> dict[str, Any]:
+    loop.run_for(seconds / 10)
+    before = loop.run_for(seconds / 4)
+    syncer, url = start_syncer(folder, *words)
+    try:
+        began = time.perf_counter()
+        with atoll.Learner(loop.model, loop.optimizer, syncer=url) as learner:
+            learner.step(tokens=loop.tokens, loss=loop.make_step())
+            joined_s = time.perf_counter() - began
+            loop.run_for(seconds / 10, learner)  # pace and estimates settle
+            inside = loop.run_for(seconds, learner)
+            status: dict[str, Any] = asyncio.run(get_json(url, "/v1/status"))
+    finally:
+        syncer.kill()
+        syncer.wait()
+    after = loop.run_for(seconds / 4)
+    bare = {key: (before[key] + after[key]) / 2 for key in before}
+    return {
+        "device": torch.cuda.get_device_name() if loop.device.type == "cuda" else "cpu",
+        "parameters": sum(p.numel() for p in loop.model.parameters()),
+        "bare": bare,
+        "atoll": inside,
+        "ratio": inside["tokens_per_s"] / bare["tokens_per_s"],
+        "step_p99_ratio": inside["step_p99_s"] / bare["step_p99_s"],
+        "device_memory_ratio": inside["device_bytes"] / bare["device_bytes"] if bare["device_bytes"] else None,
+        "joined_s": joined_s,
+        "status": {key: value for key, value in status.items() if isinstance(value, int | float | str)},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=24, help="of the built-in GPT: 12,288 times its cube parameters")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--block", type=int, default=1024)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the part with a learner")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/real_size.json"))
+    options = parser.parse_args()
+    words = [word for setting in options.set for word in ("--set", setting)]
+    with tempfile.TemporaryDirectory() as scratch:
+        loop = Loop(options.depth, options.batch, options.block)
+        result = measure(loop, options.seconds, Path(scratch) / "run", words)
+    result |= {"commit": options.commit, "versions": versions()}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
