@@ -18,7 +18,7 @@ KNOWN = {
     "chaos/inject.py": (2, "faults of a test: what one raises ends the attack"),
     "chaos/rogue.py": (2, "a rogue's link and uploads: what one raises ends the rogue"),
     "courier/body.py": (1, VITAL + "; its learner starts another courier"),
-    "courier/service.py": (3, VITAL + "; its learner starts another courier"),
+    "courier/service.py": (4, VITAL + "; its learner starts another courier"),
     "courier/states.py": (1, VITAL + "; its learner starts another courier"),
     "fabric/client.py": (1, "a learner's channel: what it raises ends its courier"),
     "fabric/control.py": (1, CONNECTION),
