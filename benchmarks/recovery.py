@@ -76,8 +76,6 @@ class WrittenRun:
     def _begin(self) -> None:
         for name in MEMBERS:
             self.write(JoinedRecord(name, 1, f"session-of-{name}", 0))
-        for fragment in range(FRAGMENTS):
-            self.parameters.check_initial(fragment, "")
         self.parameters.commit_initial()
         self.cut()
         self.write(StartedRecord(MEMBERS[0]))

@@ -27,6 +27,7 @@ def member(learner: str, incarnation: int, t: int, tokens: int, since: int | Non
         "weight": 1.0,
         "base": 0,
         "since": since,
+        "overlap": None if since is None else since - 2,
     }
 
 

@@ -65,7 +65,14 @@ FAST = MeasuredLink(1e9, 1e9, 0.01)
         ),
         (carry.judge_load(LOAD, MeasuredLink(300e6, 1e9, 0.01)), "ok", "fp32 would need 1.4x what it has"),
         (carry.judge_load(LOAD, MeasuredLink(100e6, 100e6, 0.01)), "warn", "does not carry H = 24, P = 24 with bf16"),
-        (carry.judge_load(LOAD, MeasuredLink(1e9, 1e9, 1.2)), "warn", "a fragment is away for 3.5 steps, τ = 2"),
+        (
+            carry.judge_load(LOAD, MeasuredLink(1e9, 1e9, 1.2)),
+            "ok",
+            "a fragment is away for 3.5 steps, τ = 2: about 4 rounds",
+        ),
+        (carry.judge_load(LOAD, MeasuredLink(1e9, 1e9, 12)), "warn", "a fragment is away for 30 steps, τ = 2"),
+        (link.check_shortage(a_status()), "ok", "at most 0 rounds under way"),
+        (link.check_shortage(a_status(shortage="a answers slowest")), "warn", "behind H = 24"),
         (link.check_load(a_status(), FAST, None, 0.4), "ok", "not known yet"),
         (link.check_load(a_status(sync_every=2), FAST, 1e6, 0.4), "warn", "overlap = 2 is not below sync_every = 2"),
     ],
@@ -178,6 +185,7 @@ async def test_the_whole_way_is_measured(secured: Secured) -> None:
         "bandwidth up",
         "TLS",
         "carries",
+        "rounds",
     ]
     assert all(check.verdict == "ok" for check in found.values()), found
     assert abs(found["syncer's clock"].figures["difference_s"]) < 1

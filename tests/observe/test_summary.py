@@ -27,6 +27,9 @@ BY_HAND: dict[str, Any] = {
     "effective_h": 4.0,  # of 4, 5, 3; the 6, 2, 3 of the drain do not count
     "effective_h_mean": 4.0,
     "effective_h_p95": 5.0,
+    "overlap": 2.0,  # of 2, 3, 1; the others are of the drain, or nothing was measured
+    "overlap_mean": 2.0,
+    "overlap_p95": 3.0,
     "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "rolled_back": 0, "in_flight": 0},
     "rounds": 7,
     "rounds_passed": 1,

@@ -108,3 +108,12 @@ def test_a_step_that_becomes_slower_needs_fewer_rounds_under_way() -> None:
     world.run_until(seconds=1500)
     assert world.syncer.rounds.flights.allowed == 2 < before
     assert world.syncer.effective_h == pytest.approx(24, abs=1)
+
+
+def test_the_overlap_is_measured_from_reading_to_adoption() -> None:
+    near = World(2, fragments=4, sync_every=8).run_until(seconds=60)
+    assert near.syncer.overlap.median == 1, "read at one boundary, adopted at the next"
+    far = usual_world(step_s=0.5, body_s=2.0).run_until(seconds=300)
+    assert far.syncer.overlap.median == pytest.approx(9, abs=1), "2 s up and 2 s down are eight steps and one boundary"
+    told = [member["overlap"] for _, note in far.notes if note.kind == "round" for member in note.data["members"]]
+    assert set(told[-20:]) <= {8, 9, 10} and told[0] is None

@@ -234,6 +234,29 @@ def test_a_new_payload_file_is_found_after_a_power_cut() -> None:
     check_payloads(disk, found)
 
 
+@pytest.mark.parametrize("durable", ["sync", "append"])
+def test_rotating_waits_for_no_disk_and_what_was_written_before_is_durable_with_what_follows(durable: str) -> None:
+    """It is done on an event loop, in the middle of a run that waits for cuts only."""
+    disk = FaultyDisk()
+    journal = Journal.begin(FOLDER, 1, disk=disk)
+    journal.append([entry(0, b"abc")], sync=False)
+    disk.calls.clear()
+    journal.rotate()
+    assert disk.calls == []
+    journal.append([entry(1, b"def")], sync=False)
+    disk.calls.clear()
+    if durable == "sync":
+        journal.sync()
+        assert disk.calls == [("sync", PAYLOADS), ("sync", "payload-000001-0001.bin"), ("sync", FIRST)]
+    else:
+        journal.append([passed(2)])
+        assert disk.calls[:2] == [("sync", PAYLOADS), ("sync", "payload-000001-0001.bin")]
+    disk.crash()
+    found = contents(disk)
+    assert len(found) == (2 if durable == "sync" else 3)
+    check_payloads(disk, found)
+
+
 def test_an_append_that_was_interrupted_is_the_last() -> None:
     disk = FaultyDisk()
     journal = Journal.begin(FOLDER, 1, disk=disk)

@@ -205,6 +205,10 @@ def _last_round(status: RunStatus) -> Table:
     members = f"{len(status.members)}: {plain(listing(status.members, 5))}" if status.members else NONE
     if status.effective_h_mean is not None:
         grid.add_row("steps a sync", Text(_steps_between(status)))
+    if status.overlap_steps is not None:
+        grid.add_row("overlap", Text(_overlap(status)))
+    if status.shortage:
+        grid.add_row("behind", Text(plain(status.shortage), "yellow"))
     if computed := status.fates.get("computed"):
         grid.add_row("not merged", Text(" · ".join(causes_of(status.dropped_by_cause, computed))))
     if status.metrics:
@@ -232,6 +236,11 @@ def _effective_h(status: RunStatus) -> Text:
 def _steps_between(status: RunStatus) -> str:
     median, mean = decimal(status.effective_h, 1), decimal(status.effective_h_mean, 1)
     return f"median {median} · mean {mean} · p95 {decimal(status.effective_h_p95, 0)}"
+
+
+def _overlap(status: RunStatus) -> str:
+    steps, p95 = decimal(status.overlap_steps, 1), decimal(status.overlap_p95, 0)
+    return f"{steps} steps (τ {status.overlap}) · p95 {p95} · up to {status.rounds_under_way} rounds under way"
 
 
 def _validation(status: RunStatus, scores: Sequence[float]) -> Text:

@@ -344,6 +344,7 @@ def _figures(summary: Summary, width: int) -> Table:
         ("effective H", decimal(summary["effective_h"], 1)),
         ("tokens", count(tokens["computed"])),
         ("its mean, p95", f"{decimal(summary['effective_h_mean'], 1)}, {decimal(summary['effective_h_p95'], 0)}"),
+        ("overlap (τ)", f"{decimal(summary['overlap'], 1)} ({summary['settings'].get('overlap', NONE)})"),
         ("merged share", percent(summary["merged_share"])),
         ("longest gap", span(summary["longest_gap_s"])),
         ("overlap, missed", _dropped(summary)),

@@ -13,6 +13,7 @@ tokens and for participation, but not for the gaps, effective H and absences.
 | liveness | mean share of the M learners alive (joined, and not gone) |
 | participation | mean over rounds of members over learners alive and recovered at that moment, the muted included |
 | effective_h, _mean, _p95 | learner steps between two syncs of a fragment: median, mean, 95th percentile |
+| overlap, _mean, _p95 | learner steps from reading a contribution to adopting the version that holds it |
 | tokens | by fate: computed = merged + dropped + lost + in_flight. From the ledger; without it, from the events |
 | tokens.dropped_by_cause | overlap + missed = dropped, crash = lost; missing where no ledger told |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
@@ -94,7 +95,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     closing = find_closing(timeline)
     ending = find_ending(timeline) or closing
     wall = part.length
-    steps = steps_between_syncs(paced)
+    steps, overlap = steps_between_syncs(paced), steps_to_adoption(paced)
     causes = {name: closing[name] for name in ("dropped_by_cause",) if closing.get(name) is not None}
     return {
         "run": header.get("run"),
@@ -109,6 +110,9 @@ def summarise(events: Iterable[Event]) -> Summary:
         "effective_h": steps.median,
         "effective_h_mean": _round(steps.mean),
         "effective_h_p95": steps.p95,
+        "overlap": overlap.median,
+        "overlap_mean": _round(overlap.mean),
+        "overlap_p95": overlap.p95,
         "tokens": {**tokens, **causes},
         "rounds": len(rounds),
         "rounds_passed": len(select_kinds(timeline, "passed")),
@@ -299,6 +303,10 @@ def _merged_fragment_tokens(rounds: Iterable[Event]) -> int:
 
 def steps_between_syncs(paced: Iterable[Event]) -> Spread:
     return spread([m["since"] for r in paced for m in r["members"] if m.get("since") is not None])
+
+
+def steps_to_adoption(paced: Iterable[Event]) -> Spread:
+    return spread([m["overlap"] for r in paced for m in r["members"] if m.get("overlap") is not None])
 
 
 def rounds_present(timeline: Sequence[Event]) -> Counter[str]:

@@ -3,6 +3,7 @@
 merged share    fragment-tokens merged over fragment-tokens computed, of those whose fate is known
 participation   mean over rounds of members over learners alive and recovered when the round was frozen
 effective H     learner steps between two syncs of a fragment: their median, mean and 95th percentile
+overlap         learner steps from reading a contribution to adopting the version that holds it: the same three
 """
 
 from __future__ import annotations

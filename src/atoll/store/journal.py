@@ -83,6 +83,8 @@ class Journal:
         self._folder, self._after, self._disk = folder, after, disk
         self._segment = GrowingFile(segment_path(folder, term), disk)
         self._payloads: GrowingFile | None = None
+        self._rotated: list[GrowingFile] = []
+        """Earlier payload files that are not durable as a whole yet."""
         self._failure = ""
 
     @classmethod
@@ -119,8 +121,8 @@ class Journal:
         self._check_first(entries[0][0])
         with self._whole_or_dead():
             written = tuple(record if data is None else self._write_payload(record, data) for record, data in entries)
-            if sync and self._payloads is not None:
-                self._payloads.datasync()
+            if sync:
+                self._sync_payloads()
             frames, behind = encode_append(self.position, map(records.encode, written))
             self._segment.write(frames)
             if sync:
@@ -133,19 +135,25 @@ class Journal:
     def sync(self) -> None:
         """All that was appended is durable once this returns."""
         with self._whole_or_dead():
-            if self._payloads is not None:
-                self._payloads.datasync()
+            self._sync_payloads()
             self._segment.datasync()
 
     def rotate(self) -> int:
-        """Start the next payload file; its number."""
+        """Start the next payload file; its number. Nothing is written: it is called on an event loop."""
         with self._whole_or_dead():
             if self._payloads is not None:
-                self._payloads.datasync()
-                self._payloads.close()
+                self._rotated.append(self._payloads)
             self._payloads = None
             self.file += 1
         return self.file
+
+    def _sync_payloads(self) -> None:
+        """Records that become durable find their payloads, those in earlier files too."""
+        while self._rotated:
+            self._rotated[0].datasync()
+            self._rotated.pop(0).close()
+        if self._payloads is not None:
+            self._payloads.datasync()
 
     def trim(self, term: int, file: int) -> None:
         """Delete the payload files of earlier terms, and those of `term` below `file`, which a cut made needless."""
@@ -198,7 +206,7 @@ class Journal:
         return structs.replace(record, payload=place)
 
     def _list_files(self) -> list[GrowingFile]:
-        return [self._segment] if self._payloads is None else [self._segment, self._payloads]
+        return [self._segment, *self._rotated, *([] if self._payloads is None else [self._payloads])]
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------

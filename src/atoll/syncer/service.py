@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from atoll.choices import CODEC
 from atoll.config import Config, Outer
 from atoll.fabric.authorizer import TokenAuthorizer
 from atoll.fabric.control_channel import ControlChannel
@@ -30,7 +31,7 @@ from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.fabric.server import Server
 from atoll.fabric.tasks import VitalTasks, lasting
 from atoll.fabric.wire import MIB, SMALL_BYTES, FabricLimits, ScoreReport, one_line
-from atoll.numerics.codec import make_codec
+from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.screen import NormScreen, UsualNorms
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
@@ -222,6 +223,7 @@ class SyncerService:
         self._restorer = Restorer(self._run_store, self._parameters, self._handle, self._spawn)
         self._machine = Syncer(history)
         flights = self._machine.rounds.flights
+        flights.bodies = {name: largest_body(make_codec(name), model.plan) for name in CODEC.names()}
         flights.contribution_bytes = contribution_bytes(model.plan, settings)
         flights.budget_bytes = self._config.service.round_memory_mib * MIB
         self._first = FirstParameters(self._parameters, self._machine)

@@ -18,6 +18,7 @@ from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import participation, spread
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
+from atoll.syncer.shortage import describe_shortage
 from atoll.telemetry.status import LearnerStatus, RunStatus
 
 RECENT = 256
@@ -110,7 +111,7 @@ class Meter:
         fates = machine.history.ledger.by_learner() if machine else {}
         learners = tuple(self._learner(now, one, machine, fates.get(one.name)) for _, one in known)
         totals = machine.history.ledger.totals() if machine else None
-        steps = machine.steps_between_syncs if machine else spread(())
+        steps, overlap = (machine.steps_between_syncs, machine.overlap) if machine else (spread(()), spread(()))
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
         phase = PHASES[machine.phase] if machine else "waiting"
@@ -158,6 +159,10 @@ class Meter:
             versions=tuple(machine.versions) if machine else (),
             codec=settings.codec,
             overlap=settings.overlap,
+            overlap_steps=overlap.median,
+            overlap_p95=overlap.p95,
+            rounds_under_way=machine.rounds.flights.allowed if machine else 0,
+            shortage=describe_shortage(machine) if machine else "",
             step_s=machine.members.step_s() if machine else None,
         )
 

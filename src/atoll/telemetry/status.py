@@ -95,6 +95,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How contributions travel."""
     overlap: int = 2
     """τ."""
+    overlap_steps: float | None = None
+    """Median learner steps from reading a contribution to adopting the version that holds it, of late …"""
+    overlap_p95: float | None = None
+    """… and what 95 % of them do not exceed."""
+    rounds_under_way: int = 0
+    """How many rounds may be between freezing and commit."""
+    shortage: str = ""
+    """What makes effective H larger than H (a link, the syncer, its memory), and what would fit; empty: nothing."""
     step_s: float | None = None
     """The median of the live learners' step times."""
     loss_unit: str = ""

@@ -36,6 +36,11 @@ class LinkLoad:
     overlap: int = 2
     codec: Codec = "bf16"
 
+    @property
+    def most_away(self) -> float:
+        """Steps that a fragment may be away with P − 1 rounds under way."""
+        return max(1, self.fragments - 1) * self.sync_every / self.fragments
+
     def spread(self, codec: Codec, sync_every: int, trip_s: float = 0.0) -> SpreadRun:
         """One learner at one end of a link, the syncer at the other."""
         return SpreadRun(
@@ -125,10 +130,16 @@ def judge_load(load: LinkLoad, link: MeasuredLink) -> Check:
     model = f"{span(load.step_s)} a step and {count(load.parameters)} parameters"
     if own.carried:
         value = f"this link carries {asked} at {model}; {_beside(other)}; a fragment is away for {away:.2g} steps"
+        value = f"{value}, τ = {load.overlap}"
+        if away > load.most_away:
+            advice = (
+                f"With P − 1 rounds under way fragments still return too late for H = {load.sync_every}: "
+                f"sync_every = {_whole(away * load.sync_every / load.most_away)} would suit this link."
+            )
+            return Check("carries", "warn", value, advice, figures)
         if away > load.overlap:
-            advice = f"Fragments return later than τ = {load.overlap}: overlap = {_whole(away)} would suit this link."
-            return Check("carries", "warn", f"{value}, τ = {load.overlap}", advice, figures)
-        return Check("carries", "ok", f"{value}, τ = {load.overlap}", figures=figures)
+            value += f": about {_whole(away * load.fragments / load.sync_every)} rounds are under way to keep H"
+        return Check("carries", "ok", value, figures=figures)
     value = f"this link does not carry {asked} at {model}: that takes {own.share:.2g}x what it has"
     sustained = find_sustained_h(load, link)
     advice = f"Nobody waits, but fragments are synced every {sustained:.0f} steps. {_way_out(table, load)}"

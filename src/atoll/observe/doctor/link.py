@@ -91,6 +91,8 @@ def _through(
         parameters = run(_parameters(session, url))
     link = MeasuredLink(up.bits_per_s, down.bits_per_s, min(trip.seconds for trip in trips))
     yield check_load(status, link, parameters, step_s if step_s is not None else status.step_s)
+    if status.phase == "training":
+        yield check_shortage(status)
 
 
 def check_load(status: RunStatus, link: MeasuredLink, parameters: float | None, step_s: float | None) -> Check:
@@ -106,6 +108,15 @@ def check_load(status: RunStatus, link: MeasuredLink, parameters: float | None, 
         return carry.judge_load(LinkLoad(parameters, step_s, sync_every, fragments, status.overlap, codec), link)
     except ConfigError as error:
         return Check("carries", "warn", str(error), "Look at --parameters and --step.")
+
+
+def check_shortage(status: RunStatus) -> Check:
+    """What the run itself measures."""
+    if status.shortage:
+        return Check("rounds", "warn", f"behind H = {status.sync_every}", f"{status.shortage}.")
+    steps = "not measured yet" if status.overlap_steps is None else f"{status.overlap_steps:g} steps"
+    value = f"overlap {steps}, τ = {status.overlap}; at most {status.rounds_under_way} rounds under way"
+    return Check("rounds", "ok", value)
 
 
 async def _knock(address: SyncerAddress) -> list[DialledAddress]:

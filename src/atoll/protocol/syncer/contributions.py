@@ -66,6 +66,7 @@ class Contributions:
             self.strikes.add_strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
             return False
         begins_to_leave = said.leaving and not learner.leaving
+        self.rounds.note_adoptions(learner, said.versions, said.t)
         self.state.members.take_report(now, learner, said, self.state.furthest_round)
         self.accounts.book_report(learner, said)
         if begins_to_leave:

@@ -48,6 +48,8 @@ class Flights:
         self._state = state
         self.needed = self.wanted = schedule.least_flights(state.settings)
         """By the time that rounds take; and what of it is of use."""
+        self.bodies: dict[str, int] = {}
+        """The size of a contribution, by codec; empty: not known."""
         self.contribution_bytes = self.budget_bytes = 0
         """Memory that one contribution under way takes in the syncer (0: not known, no limit), and all of them may."""
         self.is_short = False
@@ -55,6 +57,9 @@ class Flights:
         self.gap_s: float | None = None
         """From commit to commit, when rounds were last behind the pace."""
         self.round_s = Average()
+        """From freezing to commit …"""
+        self.merging_s = Average()
+        """… and the part of it after the last answer came and its turn had: merging, and the disk."""
         self._deviation_s = Average()
         self._trial: Trial | None = None
         self._counted = 0
@@ -93,6 +98,7 @@ class Flights:
         taken_s = max(0.0, now - round_.frozen_at)
         self._deviation_s.add(0.0 if self.round_s.value is None else abs(taken_s - self.round_s.value))
         self.round_s.add(taken_s)
+        self.merging_s.add(now - round_.merging_at)
         self._counted += 1
         count, first = self._counted, self.allowed  # the first ones began under the number before: they do not count
         if count == first:

@@ -113,6 +113,11 @@ class Syncer:
         return self.rounds.steps_between_syncs
 
     @property
+    def overlap(self) -> Spread:
+        """Learner steps from reading a contribution to adopting the version that holds it, of late."""
+        return self.rounds.overlap
+
+    @property
     def estimates(self) -> Estimates:
         return self.rounds.closing.estimates
 

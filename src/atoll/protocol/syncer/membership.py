@@ -99,6 +99,8 @@ class KnownLearner:
     """Per fragment, its step when it last had nothing to give: it is not asked again before the next one."""
     synced_t: dict[int, int] = field(default_factory=dict)
     """Per fragment, its step when the fragment was last synced."""
+    overlaps: dict[int, int] = field(default_factory=dict)
+    """Per fragment, its steps from reading its last contribution to adopting the version that holds it."""
     dropped: tuple[int, ...] = ()
     """Per fragment, tokens it overwrote, as it last said."""
     position: int = -1
@@ -255,6 +257,7 @@ class Membership:
         learner.declined.clear()
         learner.late.clear()
         learner.synced_t.clear()
+        learner.overlaps.clear()
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments
         learner.dropped, learner.position, learner.usual = (), -1, Usual()

@@ -33,7 +33,7 @@ SILENT_BEATS = 1.5
 """Heartbeats after which a member that says nothing is not waited for."""
 NOTHING_LEFT = "nobody has steps left of it"
 RECENT = 512
-"""Samples behind the live figure of effective H."""
+"""Samples behind the live figures of effective H and of the overlap."""
 
 
 class Rounds:
@@ -45,6 +45,7 @@ class Rounds:
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
         self._since = RecentSamples(RECENT)
+        self._overlaps = RecentSamples(RECENT)
 
     @property
     def effective_h(self) -> float | None:
@@ -55,6 +56,21 @@ class Rounds:
     def steps_between_syncs(self) -> Spread:
         """Learner steps between two syncs of a fragment, of late."""
         return self._since.spread
+
+    @property
+    def overlap(self) -> Spread:
+        """Learner steps from reading a contribution to adopting the version that holds it, of late."""
+        return self._overlaps.spread
+
+    def note_adoptions(self, learner: KnownLearner, versions: Sequence[int], t: int) -> None:
+        """It reports these versions at its step t: measure those that hold its last contributions."""
+        if learner.versions == versions or not learner.versions:
+            return
+        for fragment, version in enumerate(versions):
+            held = learner.versions[fragment] < learner.merged[fragment] <= version
+            if held and fragment in learner.synced_t:
+                learner.overlaps[fragment] = steps = t - learner.synced_t[fragment]
+                self._overlaps.add(steps)
 
     @property
     def step(self) -> float:
@@ -233,6 +249,7 @@ class Rounds:
             return True
         if round_.number == self.state.committed:
             round_.enter_stage("merging")
+            round_.merging_at = now
             self._weigh_contributions(round_)
             bases = {seat.learner: seat.answer.base for seat in round_.given}
             weights = round_.weights.items()
@@ -428,6 +445,7 @@ class Rounds:
             "weight": round_.weights[seat.learner],
             "base": given.base,
             "since": since,
+            "overlap": learner.overlaps.pop(round_.fragment, None) if since is not None else None,
             **self._told_last(learner, seat.incarnation),
             "agreement": None if judged is None else round(judged.agreement, 4),
             "influence": None if judged is None else round(judged.influence, 4),

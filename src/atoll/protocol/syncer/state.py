@@ -89,6 +89,7 @@ class Round:
     frozen_at: float = 0.0
     answered_at: float = 0.0
     """When the last contribution came; misses do not count, or each would stretch the next deadline."""
+    merging_at: float = 0.0
     grace_s: float = 0.0
     live: int = 0
     """Learners alive and recovered when it was frozen: members, and those that are not ready or muted."""

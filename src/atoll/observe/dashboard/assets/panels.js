@@ -27,8 +27,9 @@ export function head(run) {
   const alarms = [now.alarm, ...now.learners.map((one) => one.alarm)].filter(Boolean);
   by("alarm").hidden = !alarms.length;
   put(by("alarm"), alarms.length ? `Alarm: ${listing(alarms, ALARMS)}` : "");
-  by("notice").hidden = !now.notice;
-  put(by("notice"), now.notice || "");
+  const notice = now.notice || now.shortage;
+  by("notice").hidden = !notice;
+  put(by("notice"), notice || "");
 }
 
 export function tiles(run) {
@@ -41,6 +42,7 @@ export function tiles(run) {
     ...Object.entries(now.metrics).map(([name, value]) => [name, measure(value), WAYS[now.directions[name]] ?? ""]),
     ["training loss", decimal(of("loss")), "middle learner"],
     ["effective H", `${decimal(now.effective_h, 1)} of ${now.sync_every}`, `mean ${decimal(now.effective_h_mean, 1)}, p95 ${decimal(now.effective_h_p95, 0)}`],
+    ["overlap", `${decimal(now.overlap_steps, 1)} of ${now.overlap}`, `steps; up to ${count(now.rounds_under_way)} rounds under way`],
     ["grace window", now.synchronous ? "all live" : span(now.grace_s), `quorum ${now.quorum}`],
     ["staleness", behind.length ? count(Math.max(...behind)) : NONE, "rounds behind, most"],
     ["gap of rounds", span(now.median_gap_s), "median"],
