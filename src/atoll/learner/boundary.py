@@ -2,6 +2,10 @@
 
 The order matters: adopt first, then copy, then (synchronous runs) wait and adopt what was waited for.
 
+On a device copies take time, and two threads keep the next boundary out of it: one tells the courier of a copy the
+moment it is in host memory, and the one that reads the courier's frames (courier_process.py) starts to bring a version
+the moment it has arrived, so that it is on the device at the next boundary. Both wait without the interpreter's lock.
+
 Adoption takes a new version Θ of a fragment into the model's parameters θ, by one of the rules in adoption/. The inner
 optimizer's moments are never touched.
 
@@ -13,7 +17,10 @@ plan changes.
 from __future__ import annotations
 
 import os
+import queue
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -73,6 +80,11 @@ class Boundary:
         """How many times it was told to forget."""
         self._reads: dict[int, ReadOrder] = {}
         self._copying: list[tuple[DeviceCopy, CopyMade]] = []
+        self._telling = threading.Lock()
+        """Held by whoever takes copies from that list: they are told in order."""
+        self._awaited: queue.SimpleQueue[DeviceCopy | None] = queue.SimpleQueue()
+        self._brought: dict[int, DeviceCopy] = {}
+        """By slot, versions that are brought before this process has taken the order to adopt them."""
         self._arriving: list[tuple[DeviceCopy, AdoptOrder]] = []
         self._holds: dict[int, HoldOrder] = {}
         self._copied: dict[int, tuple[int, int]] = {}
@@ -80,6 +92,9 @@ class Boundary:
         with torch.no_grad():
             for fragment in range(box.layout.fragments):
                 torch._foreach_copy_(_host_base(box, fragment), self._own(fragment))
+        if self._offload.takes_time:
+            threading.Thread(target=self._tell_copies, name="atoll-copies", daemon=True).start()
+            courier.read_in_background(self._bring, self._offload.enter_thread)
 
     def _own(self, fragment: int) -> list[torch.Tensor]:
         pieces = self._box.plan.fragments[fragment].pieces
@@ -96,7 +111,8 @@ class Boundary:
             case fx.CancelRead(round):
                 self._cancel_read(round)
             case AdoptOrder():
-                self._arriving.append((self._offload.bring(frame.fragment, frame.slot), frame))
+                under_way = self._brought.pop(frame.slot, None) or self._offload.bring(frame.fragment, frame.slot)
+                self._arriving.append((under_way, frame))
             case HoldOrder():
                 self._holds[frame.round] = frame
             case fx.LetGo(round):
@@ -138,17 +154,33 @@ class Boundary:
         f, version = order.fragment, int(self._box.adopted[order.fragment])
         steps, tokens = int(self._box.steps[f]), int(self._box.tokens[f])
         made = CopyMade(order.slot, order.round, f, t, steps, tokens, version, self.epoch, self._total, self._position)
-        self._copying.append((self._offload.read(f, order.slot), made))
+        under_way = self._offload.read(f, order.slot)
+        self._copying.append((under_way, made))
+        if self._offload.takes_time:
+            self._awaited.put(under_way)
         self._copied[f] = (t, version)
 
     def send_finished_copies(self) -> None:
         """Tell the courier of copies that have reached host memory."""
-        while self._copying and self._copying[0][0].done():
-            self._courier.send(self._copying.pop(0)[1])
+        with self._telling:
+            while self._copying and self._copying[0][0].done():
+                self._courier.send(self._copying.pop(0)[1])
+
+    def _tell_copies(self) -> None:
+        """A thread: the same as soon as a copy is there. An error of the device is the training thread's to meet."""
+        self._offload.enter_thread()
+        with suppress(RuntimeError):
+            while (under_way := self._awaited.get()) is not None:
+                under_way.wait()
+                self.send_finished_copies()
+
+    def _bring(self, order: AdoptOrder) -> None:
+        """By the thread that reads the courier's frames, before anybody else has this order."""
+        self._brought[order.slot] = self._offload.bring(order.fragment, order.slot)
 
     def settle(self) -> None:
         """The same, waiting for those under way."""
-        for transfer, _ in self._copying:
+        for transfer, _ in list(self._copying):
             transfer.wait()
         self.send_finished_copies()
 
@@ -178,6 +210,7 @@ class Boundary:
         adopt(own, arrived, order.rule, blend=order.blend, read=read)
         if held := self._buffers[f]:  # statistics are taken as they are: carried on, a variance could fall below zero
             adopt([own[place] for place in held], [arrived[place] for place in held], "overwrite")
+        self._offload.release(order.slot)
         counters = (int(self._box.dropped[f]), int(self._box.missed[f]))
         dropped, missed = after_adoption(int(self._box.tokens[f]), order.held_tokens, tokens, *counters)
         self._box.dropped[f], self._box.missed[f] = dropped, missed
@@ -217,9 +250,11 @@ class Boundary:
 
     def drop_orders(self) -> None:
         """The courier that gave them is dead; the next one starts with every slot free and knows of no copy."""
-        for transfer, _ in [*self._copying, *self._arriving]:
+        with self._telling:
+            copying, self._copying = self._copying, []
+        for transfer in [*(copy for copy, _ in [*copying, *self._arriving]), *self._brought.values()]:
             transfer.wait()
-        self._reads, self._arriving, self._copying, self._holds = {}, [], [], {}
+        self._reads, self._arriving, self._brought, self._holds = {}, [], {}, {}
         self.epoch = 0
 
     def _forget(self, epoch: int) -> None:
@@ -240,6 +275,9 @@ class Boundary:
             adopt(self._own(fragment), self._offload.base(fragment), "overwrite")
 
     def close(self) -> None:
+        self._awaited.put(None)
+        if self._offload.takes_time:
+            self._courier.read_in_background(None)
         self.drop_orders()
         self._offload.close()
 

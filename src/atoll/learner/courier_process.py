@@ -1,6 +1,9 @@
 """The training process's connection to its courier: starts it, watches it, starts another when it dies.
 
 What the training process did, with the step after which it did it, goes to the courier too, for the tape.
+
+Where copies to a device take time, a thread reads the courier's frames: it starts to bring a version at once and keeps
+the frames, in their order, for the training thread. Then the thread alone receives.
 """
 
 from __future__ import annotations
@@ -10,18 +13,23 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
-from atoll.mailbox.channel import CourierChannel, ToCourier, ToTraining, decode_to_training
+from atoll.mailbox.channel import AdoptOrder, CourierChannel, ToCourier, ToTraining, decode_to_training
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import RunFailed
 from atoll.protocol.tape import AnyEntry, BeganEntry, Numbered
 
 RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Waits before a courier is started again; the last one holds for all later ones."""
+READ_S = 1.0
+"""The thread that reads looks this often whether the channel was closed on this side."""
 HEALTHY_S = 30.0
 """A courier that lived this long starts the waits anew."""
 
@@ -38,6 +46,15 @@ class CourierProcess:
         self._started_at = 0.0
         self._failures = 0
         self._retry_at = 0.0
+        self._lock = threading.Lock()
+        """Held by whoever uses the channel: copies are told by another thread."""
+        self._bring: Callable[[AdoptOrder], None] | None = None
+        self._enter_thread: Callable[[], None] = lambda: None
+        self._reader: threading.Thread | None = None
+        self._frames: deque[ToTraining] = deque()
+        """What the thread has read."""
+        self._came = threading.Event()
+        self._broken: Exception | None = None
 
     @property
     def replays(self) -> bool:
@@ -53,8 +70,13 @@ class CourierProcess:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.connect(self._replay)
             self._channel = CourierChannel(sock)
-            return
-        self._channel, theirs = CourierChannel.pair()
+        else:
+            self._channel = self._start_process()
+        if self._bring is not None:
+            self._start_reader()
+
+    def _start_process(self) -> CourierChannel:
+        channel, theirs = CourierChannel.pair()
         with theirs:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
@@ -64,6 +86,41 @@ class CourierProcess:
                 stdin=subprocess.DEVNULL,
                 env=env,
             )
+        return channel
+
+    def read_in_background(
+        self, bring: Callable[[AdoptOrder], None] | None, enter_thread: Callable[[], None] = lambda: None
+    ) -> None:
+        """From now on a thread reads, and gives every order to adopt to `bring` before anybody else sees it. None:
+        it only reads; the shared memory is gone."""
+        self._bring, self._enter_thread = bring, enter_thread
+        if self._reader is None and bring is not None and self.alive:
+            self._start_reader()
+
+    def _start_reader(self) -> None:
+        assert self._channel is not None
+        self._frames.clear()  # of a courier that is dead
+        self._reader = threading.Thread(
+            target=self._read_frames, args=(self._channel,), name="atoll-frames", daemon=True
+        )
+        self._reader.start()
+
+    def _read_frames(self, channel: CourierChannel) -> None:
+        """The thread. An error is raised where the frames would have been taken."""
+        try:
+            self._enter_thread()
+            while not channel.closed:
+                _poll(channel.sock, READ_S)
+                with self._lock:
+                    data = channel.receive()
+                for frame in map(decode_to_training, data):
+                    if isinstance(frame, AdoptOrder) and (bring := self._bring) is not None:
+                        bring(frame)
+                    self._frames.append(frame)
+                self._came.set()
+        except Exception as error:
+            self._broken = error
+            self._came.set()
 
     def restart_if_dead(self) -> bool:
         """True when a new courier has just been started; it knows nothing yet."""
@@ -81,8 +138,9 @@ class CourierProcess:
         return True
 
     def send(self, frame: ToCourier, descriptor: int | None = None) -> None:
-        if self._channel is not None and not self._channel.closed:
-            self._channel.send(frame, descriptor)
+        with self._lock:
+            if self._channel is not None and not self._channel.closed:
+                self._channel.send(frame, descriptor)
 
     def take_descriptor(self) -> int:
         """The one that came with the frame that is being obeyed."""
@@ -97,17 +155,23 @@ class CourierProcess:
     def receive(self) -> list[ToTraining]:
         if self._channel is None or self._channel.closed:
             return []
-        self._channel.flush()
-        return [decode_to_training(data) for data in self._channel.receive()]
+        with self._lock:
+            self._channel.flush()
+            if self._reader is None:
+                return [decode_to_training(data) for data in self._channel.receive()]
+        if self._broken is not None:
+            raise self._broken
+        self._came.clear()
+        return [self._frames.popleft() for _ in range(len(self._frames))]
 
     def wait(self, seconds: float) -> None:
         """Until something comes or the time is over."""
         if self._channel is None or self._channel.closed:
             time.sleep(min(seconds, 0.05))
+        elif self._reader is not None:
+            self._came.wait(seconds)
         else:
-            poll = select.poll()  # select() cannot watch descriptors past 1023
-            poll.register(self._channel.sock, select.POLLIN)
-            poll.poll(1000 * seconds)
+            _poll(self._channel.sock, seconds)
 
     def close(self, patience_s: float = 5.0) -> None:
         """The courier ends when our end of the socket closes."""
@@ -115,7 +179,7 @@ class CourierProcess:
             self._channel.flush()
             with suppress(OSError):
                 self._channel.sock.shutdown(socket.SHUT_RDWR)  # workers of a loader, forked off, hold this end too
-            self._channel.close()
+            self._close_channel(self._channel)
         if self._process is not None:
             try:
                 self._process.wait(patience_s)
@@ -127,12 +191,25 @@ class CourierProcess:
     def _reap_courier(self, now: float) -> None:
         assert self._process is not None
         if self._channel is not None:
-            self._channel.close()
+            self._close_channel(self._channel)
         self._process.kill()
         self._process.wait()
         self._process = None
         self._failures = 0 if now - self._started_at > HEALTHY_S else self._failures + 1
         self._retry_at = now + RESTART_S[min(self._failures, len(RESTART_S)) - 1] if self._failures else now
+
+    def _close_channel(self, channel: CourierChannel) -> None:
+        """The other side is gone, or was told to go: its reader finds the end and is waited for."""
+        if self._reader is not None:
+            self._reader.join()
+            self._reader = None
+        channel.close()
+
+
+def _poll(sock: socket.socket, seconds: float) -> None:
+    poll = select.poll()  # select() cannot watch descriptors past 1023
+    poll.register(sock, select.POLLIN)
+    poll.poll(1000 * seconds)
 
 
 class TapeRecorder:

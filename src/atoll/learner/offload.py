@@ -1,13 +1,18 @@
 """Fragments between the device and the shared host memory.
 
 On the CPU a copy is a copy. On CUDA nothing waits: a fragment is gathered on the training stream into a staging buffer
-(a copy inside the device), and travels on a side stream; an event tells when it has arrived. The shared slots are
-page-locked once, so that the copies are real asynchronous ones.
+(a copy inside the device), and travels on a stream of its own, one for each direction; an event tells when it has
+arrived. The shared slots are page-locked once, so that the copies are real asynchronous ones.
+
+Versions are brought and copies are waited for by threads (boundary.py, courier_process.py), also while the training
+thread captures a CUDA graph: `enter_thread` lets such a thread do that without breaking the capture.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -30,6 +35,13 @@ class DeviceCopy(Protocol):
 
 
 class Offload(Protocol):
+    takes_time: bool
+    """Copies go on after `read` and `bring`, which other threads may wait for and (`bring`) start."""
+
+    def enter_thread(self) -> None:
+        """Called once by every other thread that waits for copies or starts them."""
+        ...
+
     def read(self, fragment: int, slot: int) -> DeviceCopy:
         """Start copying the fragment as it is now into an outgoing slot."""
         ...
@@ -40,6 +52,10 @@ class Offload(Protocol):
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
         """What `bring` brought, on the device, shaped like the pieces."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """What `arrived` gave is read by work that has been queued: its memory may be used again behind that."""
         ...
 
     def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]: ...
@@ -90,6 +106,8 @@ def shaped(flat: torch.Tensor, box: Mailbox, fragment: int) -> list[torch.Tensor
 
 
 class CpuOffload:
+    takes_time = False
+
     def __init__(self, box: Mailbox, own: OwnPieces) -> None:
         self._own, self._views = own, SlotViews(box)
         self.outgoing, self.base = self._views.outgoing, self._views.base
@@ -104,6 +122,12 @@ class CpuOffload:
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
         return self._views.incoming(fragment, slot)
+
+    def enter_thread(self) -> None:
+        pass
+
+    def release(self, slot: int) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -122,7 +146,13 @@ class StreamCopy:
         self._event.synchronize()
 
 
+RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
+
+
 class CudaOffload:
+    takes_time = True
+
     def __init__(self, box: Mailbox, own: OwnPieces, device: torch.device) -> None:
         self._box, self._own, self._device = box, own, device
         self._views = SlotViews(box)
@@ -131,47 +161,63 @@ class CudaOffload:
         self._in_use = box.layout.slots
         self._lock(0, self._in_use)
         self._lock(box.layout.most_outgoing, self._in_use)
-        self._side = torch.cuda.Stream(device)
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._read_stage = torch.empty(box.layout.largest, dtype=torch.float32, device=device)
-        self._stages: dict[int, torch.Tensor] = {}
-        """By slot, what is on its way to the device or has arrived and waits."""
-        self._spare: list[torch.Tensor] = []
+        self._stages: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
+        """By slot, what is on its way to the device or has arrived and waits; and when it is there."""
+        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        """With the moment on the training stream from which on nobody reads it."""
 
     @torch.no_grad()
     def read(self, fragment: int, slot: int) -> DeviceCopy:
         training = torch.cuda.current_stream(self._device)
-        training.wait_stream(self._side)  # the staging buffer may still be on its way out
+        training.wait_stream(self._out)  # the staging buffer may still be on its way out
         torch._foreach_copy_(shaped(self._read_stage, self._box, fragment), self._own(fragment))
-        self._side.wait_stream(training)
+        self._out.wait_stream(training)
         self._lock_if_new(slot, slot)
         host = torch.from_numpy(self._box.outgoing(slot, fragment))
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._out):
             host.copy_(self._read_stage[: host.numel()], non_blocking=True)
-        return self._mark()
+        return StreamCopy(_mark(self._out))
 
     def bring(self, fragment: int, slot: int) -> DeviceCopy:
         self._lock_if_new(slot, self._box.layout.most_outgoing + slot)
         host = torch.from_numpy(self._box.incoming(slot, fragment))
-        stage = self._stages[slot] = self._stage(slot)
-        self._side.wait_stream(torch.cuda.current_stream(self._device))  # an adoption may still read from the stage
-        with torch.cuda.stream(self._side):
+        stage = self._stage(slot)
+        with torch.cuda.stream(self._in):
             stage[: host.numel()].copy_(host, non_blocking=True)
-        return self._mark()
+        event = _mark(self._in)
+        self._stages[slot] = (stage, event)
+        return StreamCopy(event)
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
-        """The caller's next work on the training stream may read it; what is brought later waits for that."""
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
-        stage = self._stages.pop(slot)
-        self._spare.append(stage)
+        """The caller's next work on the training stream may read it."""
+        stage, event = self._stages[slot]
+        torch.cuda.current_stream(self._device).wait_event(event)
         return shaped(stage, self._box, fragment)
+
+    def release(self, slot: int) -> None:
+        stage, _ = self._stages.pop(slot)
+        self._spare.append((stage, _mark(torch.cuda.current_stream(self._device))))
 
     def _stage(self, slot: int) -> torch.Tensor:
         """As many as there are versions on their way at once, and no more: each is as large as the largest fragment."""
         if slot in self._stages:
-            return self._stages.pop(slot)
+            return self._stages.pop(slot)[0]
         if self._spare:
-            return self._spare.pop()
-        return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
+            stage, event = self._spare.pop()
+            self._in.wait_event(event)
+            return stage
+        with torch.cuda.stream(self._in):  # memory that no work of the training stream may still use
+            return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
+
+    def enter_thread(self) -> None:
+        """While the training thread captures a graph, CUDA refuses waiting and allocating to all threads, and breaks
+        the capture, unless a thread says that its work has nothing to do with captures."""
+        torch.cuda.set_device(self._device)
+        with suppress(OSError, AttributeError):
+            runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
     def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]:
         return [view.to(self._device, non_blocking=True) for view in self._views.outgoing(fragment, slot)]
@@ -195,10 +241,11 @@ class CudaOffload:
         if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
             self._locked[first] = memory
 
-    def _mark(self) -> StreamCopy:
-        event = torch.cuda.Event()
-        event.record(self._side)
-        return StreamCopy(event)
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+    event.record(stream)
+    return event
 
 
 def make_offload(box: Mailbox, own: OwnPieces) -> Offload:

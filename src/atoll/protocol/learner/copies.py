@@ -330,7 +330,9 @@ class Pulls:
             self._decline_pull(now, pull, "no steps since its last adoption")
         else:
             self._copies.waiting[fragment] = pull
-            self._orders.order_copy(pull.round, self._standing().t)
+            t = self._standing().t
+            if self._orders.pending.get(pull.round) != t:  # else it is on its way off the device
+                self._orders.order_copy(pull.round, t)
 
     def take_copy(self, now: float, copy: Copied) -> bool:
         """A copy was made. True: it is to be reported, since (synchronous) it is what the round waits for."""
