@@ -203,6 +203,7 @@ class Stage:
     async def end(self) -> None:
         """As the operator would; learners leave once they are told."""
         self.service.end("the test is over")
+        self.service.unscored()
         for learner in self._learners:
             await learner.link.close()
         async with asyncio.timeout(WAIT_S):

@@ -14,6 +14,7 @@ from atoll.telemetry.events import EventLog
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     monkeypatch.setattr(ending, "GOODBYE_S", 0.01)
     monkeypatch.setattr(ending, "LAST_SCORE_S", 0.02)
+    monkeypatch.setattr(ending, "BY_HAND_S", 0.004)
     return []
 
 
@@ -47,9 +48,9 @@ async def test_an_evaluator_that_was_started_by_hand_is_waited_for_as_well(lines
     """The summary gave an older score as the end's, and the evaluator found nobody to send the last one to."""
     last = RunEnding(EventLog(lines.append), evaluated=False)
     last.count_connected(0)
-    last.note_score(final=False)
+    last.note_score(final=False, took_s=0.002)
     await last.wait_for_last(trained=True)
-    assert said(lines) == ["the run closes without the evaluator's last score, after a wait of 0.02 s"]
+    assert said(lines) == ["the run closes without the evaluator's last score, after a wait of 0.01 s"]
     last.note_score(final=True)
     await last.wait_for_last(trained=True)
     assert len(lines) == 1

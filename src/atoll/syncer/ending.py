@@ -20,7 +20,9 @@ from atoll.telemetry.events import EventLog
 GOODBYE_S = 15.0
 """How long a finished run stays up for learners that fetch its last versions."""
 LAST_SCORE_S = 120.0
-"""How long it waits for the evaluator's last score."""
+"""How long it waits for the last score of an evaluator that the supervisor keeps alive."""
+BY_HAND_S = 20.0
+"""The same for one that was started by hand and may be gone, beside three times what its last score took."""
 
 
 def ask_to_drain(learner: str, channel: ControlChannel | None, *, known: bool) -> DrainAsked:
@@ -39,7 +41,8 @@ class RunEnding:
 
     def __init__(self, events: EventLog, *, evaluated: bool) -> None:
         """`evaluated`: the run was started with an evaluator."""
-        self._events, self._evaluated = events, evaluated
+        self._events, self._score_s = events, LAST_SCORE_S if evaluated else 0.0
+        """How long the last score is waited for; 0: there is no evaluator."""
         self._reason = ""
         self._finished, self._emptied, self._scored = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -57,9 +60,10 @@ class RunEnding:
         else:
             self._emptied.set()
 
-    def note_score(self, *, final: bool) -> None:
+    def note_score(self, *, final: bool, took_s: float = 0.0) -> None:
         """A score came: there is an evaluator, also where it was started by hand."""
-        self._evaluated = True
+        if self._score_s < LAST_SCORE_S:
+            self._score_s = min(LAST_SCORE_S, BY_HAND_S + 3 * took_s)
         if final:
             self.stop_scoring()
 
@@ -70,8 +74,8 @@ class RunEnding:
     async def wait_for_last(self, *, trained: bool) -> None:
         """Wait for learners and the evaluator; `trained`: there are parameters to score."""
         await self._wait_for(self._emptied, GOODBYE_S, "its last learners")
-        if self._evaluated and trained:
-            await self._wait_for(self._scored, LAST_SCORE_S, "the evaluator's last score")
+        if self._score_s and trained:
+            await self._wait_for(self._scored, self._score_s, "the evaluator's last score")
 
     async def _wait_for(self, event: asyncio.Event, limit_s: float, whom: str) -> None:
         try:

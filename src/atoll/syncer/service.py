@@ -361,7 +361,7 @@ class SyncerService:
         self._events.say("score", *describe_score(score))
         if score.has_loss:
             self._handle(fx.Scored(score.round, score.loss))
-        self._ending.note_score(final=score.final)
+        self._ending.note_score(final=score.final, took_s=score.cpu_s)
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
