@@ -67,11 +67,16 @@ def test_what_was_not_merged_is_told_by_cause_and_by_learner(events: list[Event]
     shares = {"a": {**fates, "merged_share": 0.9}, "b": {**fates, "merged_share": 0.4}}
     events[-1] |= {"tokens": tokens, "dropped_by_cause": causes, "fates": shares}
     low = {"at": 1009.0, "kind": "low_share", "learner": "b", "over": False, "text": "only 31 % of b's last work"}
-    events.insert(-3, low)
+    over = {**low, "over": True, "text": "all of b's last work was merged again"}
+    events[-3:-3] = [low, over]
     told = " ".join(story(summarise(events), events))
     assert "8 % were dropped when a learner adopted a newer version (6 % by overlap, 2 % in missed rounds)" in told
     assert "By learner, from 40 % (b) to 90 % (a) were merged." in told
     assert f"{WARNING}b was merged less than the others for a while (the last: only 31 % of b's last work)" in told
+    events.remove(over)
+    assert "b was merged less than the others until the end (the last: only" in " ".join(
+        story(summarise(events), events)
+    )
 
 
 def test_logs_are_named_where_learners_were_started_here(events: list[Event]) -> None:

@@ -9,7 +9,7 @@ from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.records import BegunRecord, MergedRecord, Share
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.learner_warnings import ShareWatch
+from atoll.protocol.syncer.learner_warnings import LOW_S, ShareWatch
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
@@ -69,38 +69,46 @@ def test_the_only_learner_there_is_is_not_judged() -> None:
 class Watched:
     """Learners that make steps of ten tokens, of each of which some share is merged at once."""
 
-    def __init__(self, learners: int = 3) -> None:
+    def __init__(self, learners: int = 3, step_s: float = LOW_S) -> None:
+        self.step_s = step_s
         settings = Settings(learners=learners, fragments=1, sync_every=H)
         state = SyncerState(History(BegunRecord("run", settings, {}, (), "")))
         self.out, self.members, self.watch = state.out, state.members, ShareWatch(state)
-        self.version = 0
+        self.version, self.now = 0, 0.0
         for number in range(learners):
             name = f"learner-{number}"
             self.members._add(KnownLearner(name, "", 1, 0.0, 1, state="training", versions=(0,)))
             self.out.history.ledger.joined(name, 1, 0)
         self.told: list[Note] = []
         self.merged: dict[str, int] = dict.fromkeys(self.members.learners, 0)
+        self.held = dict(self.merged)
 
-    def steps(self, count: int, **shares: float) -> Watched:
-        """`shares`: a=0.4 is learner-0's; all of the others' is merged."""
+    def steps(self, count: int, *, held: bool = False, **shares: float) -> Watched:
+        """`shares`: a=0.4 is learner-0's; all of the others' is merged. `held`: of learner-0 nothing is merged or
+        dropped yet."""
         for _ in range(count):
+            self.now += self.step_s
             for place, learner in enumerate(self.members.learners.values()):
-                self._step(learner, round(10 * shares.get("abc"[place], 1.0)))
+                held_back = held and place == 0
+                self._step(learner, 0 if held_back else round(10 * shares.get("abc"[place], 1.0)), held=held_back)
         self.told += [effect for effect in self.out.take_effects() if isinstance(effect, Note)]
         return self
 
-    def _step(self, learner: KnownLearner, merged: int) -> None:
+    def _step(self, learner: KnownLearner, merged: int, *, held: bool) -> None:
         learner.t += 1
         total = 10 * learner.t
+        self.held[learner.name] += 10 if held else 0
         if merged:
+            merged, self.held[learner.name] = merged + self.held[learner.name], 0
             self.version += 1
             share = Share(learner.name, 1, learner.t, 1, merged, 1.0, self.version - 1, total=total)
             self.out.history.ledger.merged(MergedRecord(0, 0, self.version, 1, "", (share,), ""))
             self.merged[learner.name] += merged
-        dropped = total - self.merged[learner.name]
-        wrong = self.out.history.ledger.reported(learner.name, 1, total, (0,), (dropped,), (self.version,))
+        in_flight = self.held[learner.name]
+        dropped = total - self.merged[learner.name] - in_flight
+        wrong = self.out.history.ledger.reported(learner.name, 1, total, (in_flight,), (dropped,), (self.version,))
         assert wrong is None
-        self.watch.note_report(learner)
+        self.watch.note_report(self.now, learner)
 
     @property
     def words(self) -> list[tuple[object, object]]:
@@ -131,3 +139,30 @@ def test_an_alarm_is_not_over_before_the_share_is_well_above_its_limit() -> None
         watched.steps(2 * H, a=0.6).steps(2 * H, a=0.4)
     assert watched.words == [("learner-0", False)], "around the limit it is told once"
     assert watched.steps(4 * H, a=0.7).words == [("learner-0", False), ("learner-0", True)]
+
+
+def test_a_low_share_is_told_only_once_it_has_lasted() -> None:
+    """Where a step takes a hundredth of a second, two looks are 80 ms apart."""
+    watched = Watched(step_s=0.01).steps(round(LOW_S / 0.01), a=0.0)
+    assert watched.words == []
+    assert watched.steps(5 * H, a=0.0).words == [("learner-0", False)]
+    assert not Watched(step_s=0.01).steps(40 * H, a=0.0).steps(round(LOW_S / 0.01), a=1.0).words
+
+
+def test_rounds_that_come_unevenly_give_no_share_above_1_and_no_alarm() -> None:
+    """What learner-0 computes is merged in bursts, three windows apart, and never dropped: an equal of the others."""
+    watched, shares = Watched(step_s=0.01).steps(4 * H), []
+    for _ in range(20):
+        for _ in range(6 * H):
+            shares.append(watched.steps(1, held=True).watch._windows["learner-0"].share)
+        watched.steps(1)
+    assert all(share is not None and share <= 1.0 for share in shares) and 1.0 in shares
+    assert not watched.words
+
+
+def test_the_alarm_says_what_to_do() -> None:
+    (note,) = Watched().steps(6 * H, a=0.0).told
+    assert note.text == (
+        "only 0 % of learner-0's last work was merged, 100 % of the others': atoll status shows whether it is slow or "
+        "cut off; adopt=carry keeps its work, and a larger sync_every (now 8) gives it more time for a round"
+    )

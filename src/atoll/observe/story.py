@@ -220,10 +220,7 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         found.append(f"a fragment was synced every {effective:g} learner steps, where {configured} were asked for.")
     if summary["participation"] is not None and summary["participation"] < 0.5:
         found.append(f"a round had only {percent(summary['participation'])} of the learners alive in it on average.")
-    neglected = {event["learner"]: event["text"] for event in events if event["kind"] == "low_share"}
-    found += [
-        f"{name} was merged less than the others for a while (the last: {text})." for name, text in neglected.items()
-    ]
+    found += _neglected(events)
     found += [f"{event['text']}." for event in events if event["kind"] == "same_batches"]
     if summary["refusals"]:
         reasons = [event["text"] for event in events if event["kind"] == "refused"]
@@ -240,6 +237,18 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     if start is not None and end > start:
         found.append("the validation loss went up.")
     return found
+
+
+def _neglected(events: Sequence[Event]) -> list[str]:
+    """Whose work was merged far less than the others': when the alarm was raised, not how it ended."""
+    alarms = [event for event in events if event["kind"] == "low_share"]
+    raised = {event["learner"]: event["text"] for event in alarms if not event.get("over")}
+    lasting = {name for name in raised if not [e for e in alarms if e["learner"] == name][-1].get("over")}
+    return [
+        f"{name} was merged less than the others {'until the end' if name in lasting else 'for a while'} "
+        f"(the last: {text})."
+        for name, text in raised.items()
+    ]
 
 
 def _scorer_failure(events: Sequence[Event]) -> str:

@@ -73,7 +73,7 @@ class Contributions:
             text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
             self.state.out.note("leaving", text, learner, t=learner.t)
         if self.state.phase == "running":
-            self.shares.note_report(learner)
+            self.shares.note_report(now, learner)
             self.same_batches.note_batch(learner, said.inputs)
             self._compare_tokens(learner)
         if not said.seeking:

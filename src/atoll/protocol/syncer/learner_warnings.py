@@ -1,11 +1,12 @@
 """Two warnings: `ShareWatch`, `SameBatches`.
 
 `ShareWatch` raises an alarm when a live learner's work is merged far less than the others'. Every H/2 of its own steps,
-what was merged of a learner's last 2H steps is compared with what it computed in them. The window begins H steps after
-the learner has recovered: by then as much comes out of flight as goes into it. Its rules, each with its test:
+what was merged during a learner's last 2H steps is compared with what was merged or dropped during them: the same work
+on both sides, so that a share is at most 1 however unevenly rounds come. Where neither happened, all of its work waits,
+and its share is 0. The window begins H steps after the learner has recovered. Its rules, each with its test:
 
-- a learner whose share is under half of the median of the others' twice in a row has its work thrown away: that is
-  told once, with both figures;
+- a learner whose share is under half of the median of the others' twice in a row, and for `LOW_S` seconds, has its work
+  thrown away: that is told once, with both figures and what to do;
 - it is over, and that is told too, once its share is back at two thirds of the others', or when it is gone;
 - who has not made enough steps is not judged, and neither is the only learner there is; who is muted is judged.
 """
@@ -25,16 +26,18 @@ LOOKS_PER_H = 2
 LOOKS = 2 * LOOKS_PER_H
 """In a window."""
 LOW_LOOKS = 2
-"""In a row, before it is told."""
+"""In a row, before it is told …"""
+LOW_S = 30.0
+"""… and so long since the first of them: where steps take milliseconds, two looks are no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
     """An account in fragment-tokens, after so many steps of its learner."""
 
-    t: int
     computed: int
     merged: int
+    dropped: int
 
 
 @dataclass(slots=True)
@@ -46,16 +49,19 @@ class Window:
     """The step at which to look next."""
     looks: deque[Look] = field(default_factory=lambda: deque(maxlen=LOOKS + 1))
     low_looks: int = 0
+    low_since: float = 0.0
     alarm: str = ""
     """What was told, while it is so."""
 
     @property
     def share(self) -> float | None:
-        """Of what was computed in the window, how much was merged; None before it is full."""
+        """Of what was merged or dropped in the window, how much was merged; None before it is full."""
         if len(self.looks) <= LOOKS:
             return None
         first, last = self.looks[0], self.looks[-1]
-        return merged_share(last.merged - first.merged, last.computed - first.computed)
+        merged = last.merged - first.merged
+        settled = merged + last.dropped - first.dropped
+        return merged_share(merged, settled or last.computed - first.computed)
 
 
 class ShareWatch:
@@ -68,7 +74,7 @@ class ShareWatch:
         window = self._windows.get(learner.name)
         return window.alarm if window is not None and _is_of(window, learner) else ""
 
-    def note_report(self, learner: KnownLearner) -> None:
+    def note_report(self, now: float, learner: KnownLearner) -> None:
         """It may have made enough steps for another look."""
         self._end_of_those_gone()
         window = self._windows.get(learner.name)
@@ -76,28 +82,36 @@ class ShareWatch:
             if learner.state == "training":
                 self._windows[learner.name] = Window(learner.incarnation, learner.t + self._steps(1.0))
         elif learner.t >= window.next_t:
-            self._look_at_share(learner, window)
+            self._look_at_share(now, learner, window)
 
-    def _look_at_share(self, learner: KnownLearner, window: Window) -> None:
+    def _look_at_share(self, now: float, learner: KnownLearner, window: Window) -> None:
         account = self.state.history.ledger.open.get((learner.name, learner.incarnation))
         if account is None or account.origin is None:
             return
         window.next_t = learner.t + self._steps(1 / LOOKS_PER_H)
         computed = (account.total - account.origin) * len(account.merged)
-        window.looks.append(Look(learner.t, computed, sum(account.merged)))
+        window.looks.append(Look(computed, sum(account.merged), sum(account.dropped)))
         others = self._share_of_others(learner)
         if window.share is not None and others is not None:
-            self._judge_share(learner, window, window.share, others)
+            self._judge_share(now, learner, window, window.share, others)
 
-    def _judge_share(self, learner: KnownLearner, window: Window, share: float, others: float) -> None:
+    def _judge_share(self, now: float, learner: KnownLearner, window: Window, share: float, others: float) -> None:
         window.low_looks = window.low_looks + 1 if share < LOW * others else 0
-        if not window.alarm and window.low_looks >= LOW_LOOKS:
-            window.alarm = f"only {share:.0%} of {learner.name}'s last work was merged, {others:.0%} of the others'"
-            self._tell(learner, window.alarm, share, others, over=False)
+        if window.low_looks == 1:
+            window.low_since = now
+        shares = f"{_percent(share)} of {learner.name}'s last work was merged"
+        if not window.alarm and window.low_looks >= LOW_LOOKS and now >= window.low_since + LOW_S:
+            window.alarm = f"only {shares}, {_percent(others)} of the others'"
+            self._tell(learner, f"{window.alarm}: {self._what_to_do()}", share, others, over=False)
         elif window.alarm and share >= RECOVERED * others:
             window.alarm = ""
-            text = f"{share:.0%} of {learner.name}'s last work was merged again, {others:.0%} of the others'"
-            self._tell(learner, text, share, others, over=True)
+            self._tell(learner, f"{shares} again, {_percent(others)} of the others'", share, others, over=True)
+
+    def _what_to_do(self) -> str:
+        larger = f"a larger sync_every (now {self.state.settings.sync_every}) gives it more time for a round"
+        if self.state.settings.adopt == "carry":
+            return f"atoll status shows whether it is slow or cut off; {larger}"
+        return f"atoll status shows whether it is slow or cut off; adopt=carry keeps its work, and {larger}"
 
     def _tell(self, learner: KnownLearner, text: str, share: float, others: float, *, over: bool) -> None:
         self.state.out.note("low_share", text, learner, over=over, share=round(share, 4), others=round(others, 4))
@@ -120,6 +134,11 @@ class ShareWatch:
 
     def _steps(self, of_h: float) -> int:
         return max(1, round(of_h * self.state.settings.sync_every))
+
+
+def _percent(share: float) -> str:
+    """Rounded down: nearly all is not all."""
+    return f"{int(100 * share)} %"
 
 
 def _is_of(window: Window, learner: KnownLearner) -> bool:
