@@ -138,10 +138,64 @@ async def test_a_fetch_waits_for_a_slot() -> None:
 
 async def test_what_nobody_took_gives_its_slot_back() -> None:
     slots = IncomingSlots(1)
-    slots.landed[3] = await slots.take_slot()
+    slots.note_landed(3, await slots.take_slot())
     slots.release_unwanted(3)
     slots.release_unwanted(3)
     assert await slots.take_slot() == 0
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await slots.take_slot()
+
+
+async def test_versions_that_wait_for_the_training_process_get_more_slots() -> None:
+    slots = IncomingSlots(1, reserve=lambda slot: slot < 4)
+    for fragment in range(4):
+        async with asyncio.timeout(1):
+            slots.note_landed(fragment, await slots.take_slot())
+    assert sorted(slots.landed.values()) == [0, 1, 2, 3]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await slots.take_slot()
+
+
+async def test_a_newcomer_that_fetches_every_fragment_takes_memory_for_a_few() -> None:
+    reserved: list[int] = []
+
+    def reserve(slot: int) -> bool:
+        reserved.append(slot)
+        return True
+
+    slots = IncomingSlots(3, reserve)
+
+    async def fetch(fragment: int) -> None:
+        slot = await slots.take_slot()
+        await asyncio.sleep(0.001)  # the body
+        slots.note_landed(fragment, slot)
+        await asyncio.sleep(0)  # the adoption
+        slots.release_unwanted(fragment)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        for fragment in range(24):
+            tasks.create_task(fetch(fragment))
+    assert not reserved
+
+
+async def test_fetches_that_waited_for_the_network_get_slots_once_it_waits_for_nothing() -> None:
+    """Nobody adopts: all that was fetched waits for a long step, and the rest still arrives."""
+    slots = IncomingSlots(3, reserve=lambda slot: True)
+
+    async def fetch(fragment: int) -> None:
+        slot = await slots.take_slot()
+        await asyncio.sleep(0.001)
+        slots.note_landed(fragment, slot)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        for fragment in range(24):
+            tasks.create_task(fetch(fragment))
+    assert sorted(slots.landed.values()) == list(range(24))
+
+
+async def test_a_failed_fetch_gives_its_slot_to_the_next() -> None:
+    slots = IncomingSlots(1)
+    slots.note_failed(await slots.take_slot())
+    assert await slots.take_slot() == 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,8 @@ from atoll.protocol.settings import Settings
 BODY_S = 600.0
 """The most a body may take; the fabric's minimum rate ends a stuck one long before."""
 RETRY_S = 1.0
+SLOT_S = 0.1
+"""How long a fetch waits for a slot before it asks for memory."""
 
 
 def is_small(part: Fragment) -> bool:
@@ -205,7 +208,7 @@ class FragmentTransfers:
             version, _, _ = await self._link.get_fragment(fragment, values.view(np.uint8).data, BODY_S)
         except (PeerError, Unreachable) as error:
             self._fetching.discard(fragment)
-            self.incoming.give_back(slot)
+            self.incoming.note_failed(slot)
             self._tell(fx.FetchFailed(fragment, str(error)))
             return
         part = self._box.plan.fragments[fragment]
@@ -216,7 +219,7 @@ class FragmentTransfers:
             async with self._base_locks[fragment]:
                 pass  # the training process may subtract the base when it adopts this: it is whole by then
         self._fetching.discard(fragment)
-        self.incoming.landed[fragment] = slot
+        self.incoming.note_landed(fragment, slot)
         self._tell(fx.Fetched(fragment, version))
         self.incoming.release_unwanted(fragment)
 
@@ -333,22 +336,41 @@ class OutgoingSlots:
 
 
 class IncomingSlots:
-    """Slots for versions on their way into the model; a fetch waits for one."""
+    """Slots for versions on their way into the model; a fetch waits for one.
+
+    More are reserved where versions wait for the training process, in a long step. Where they wait for the network none
+    are: a newcomer fetches every fragment, and memory for all of them at once would make nothing faster.
+    """
 
     def __init__(self, count: int, reserve: Callable[[int], bool] = lambda slot: False) -> None:
         """`reserve`: make memory for one more slot, of this number."""
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._count, self._reserve = count, reserve
+        self._filling = 0
+        """Slots into which a body is on its way."""
         self.landed: dict[int, int] = {}
         """fragment → slot of a version that has arrived."""
         for slot in range(count):
             self._free.put_nowait(slot)
 
     async def take_slot(self) -> int:
-        if self._free.empty() and self._reserve(self._count):
-            self._count += 1
-            return self._count - 1
-        return await self._free.get()
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SLOT_S):
+                    slot = await self._free.get()
+                    self._filling += 1
+                    return slot
+            if self._free.empty() and self._filling == 0 and self._reserve(self._count):
+                self._free.put_nowait(self._count)
+                self._count += 1
+
+    def note_landed(self, fragment: int, slot: int) -> None:
+        self._filling -= 1
+        self.landed[fragment] = slot
+
+    def note_failed(self, slot: int) -> None:
+        self._filling -= 1
+        self.give_back(slot)
 
     def give_back(self, slot: int) -> None:
         self._free.put_nowait(slot)
