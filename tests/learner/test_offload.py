@@ -48,9 +48,9 @@ def test_what_arrives_is_shaped_like_the_parameters() -> None:
     parameters = mixed()
     box, _ = boxed(parameters)
     offload = make_offload(box, reading(box, parameters))
-    box.incoming(2, 0)[:] = np.arange(15, dtype=np.float32)
-    assert offload.bring(0, 2).done()
-    arrived = offload.arrived(0, 2)
+    box.incoming(1, 0)[:] = np.arange(15, dtype=np.float32)
+    assert offload.bring(0, 1).done()
+    arrived = offload.arrived(0, 1)
     assert [tuple(view.shape) for view in arrived] == [(2, 3), (2, 3), (2,), ()]
     assert torch.cat([view.reshape(-1) for view in arrived]).tolist() == list(range(15))
 
@@ -107,7 +107,7 @@ class TestOnCuda:
     def test_the_slots_are_page_locked(self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]) -> None:
         box, _, _ = place
         assert torch.from_numpy(box.outgoing(0, 0)).is_pinned()
-        assert torch.from_numpy(box.incoming(box.layout.slots - 1, 0)).is_pinned()
+        assert torch.from_numpy(box.incoming(box.layout.first_incoming - 1, 0)).is_pinned()
 
     def test_closing_unlocks_them(self) -> None:
         parameters = mixed("cuda")
@@ -189,7 +189,7 @@ class TestOnCuda:
         self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
     ) -> None:
         box, _, offload = place
-        for slot in range(box.layout.slots):
+        for slot in range(box.layout.first_incoming):
             offload.bring(0, slot).wait()
             offload.arrived(0, slot)
         assert len(offload._spare) == 1

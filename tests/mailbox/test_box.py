@@ -33,7 +33,8 @@ def test_every_region_has_its_own_whole_pages(sizes: list[int]) -> None:
     assert all(region % PAGE == 0 for region in (layout.header_bytes, layout.base_bytes, layout.slot_bytes))
     assert layout.slot_bytes >= 4 * plan.largest
     assert layout.base_bytes >= 4 * plan.size
-    assert layout.first_bytes == layout.header_bytes + layout.base_bytes + 2 * layout.slots * layout.slot_bytes
+    slots = layout.first_outgoing + layout.first_incoming
+    assert layout.first_bytes == layout.header_bytes + layout.base_bytes + slots * layout.slot_bytes
 
 
 @given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=6))
@@ -41,9 +42,9 @@ def test_no_two_buffers_overlap(sizes: list[int]) -> None:
     plan, settings = planned(sizes)
     box = Mailbox.create(plan, settings)
     buffers = [box.base(f) for f in range(len(plan.fragments))]
-    for slot in range(box.layout.slots):
-        fragment = slot % len(plan.fragments)
-        buffers += [box.outgoing(slot, fragment), box.incoming(slot, fragment)]
+    parts = len(plan.fragments)
+    buffers += [box.outgoing(slot, slot % parts) for slot in range(box.layout.first_outgoing)]
+    buffers += [box.incoming(slot, slot % parts) for slot in range(box.layout.first_incoming)]
     for number, buffer in enumerate(buffers):
         buffer[:] = number
     box.steps[:] = box.base_version[:] = 7
@@ -67,7 +68,7 @@ def test_more_slots_are_reserved_by_need_and_only_their_memory_is_taken() -> Non
     box = Mailbox.create(plan, settings)
     layout = box.layout
     assert os.fstat(box.fd).st_blocks * 512 == layout.first_bytes < layout.total_bytes
-    assert box.reserve_outgoing(layout.slots) and box.reserve_incoming(layout.slots)
+    assert box.reserve_outgoing(layout.first_outgoing) and box.reserve_incoming(layout.first_incoming)
     assert os.fstat(box.fd).st_blocks * 512 == layout.first_bytes + 2 * layout.slot_bytes
     assert box.reserve_outgoing(layout.most_outgoing - 1) and box.reserve_incoming(layout.most_incoming - 1)
     assert not box.reserve_outgoing(layout.most_outgoing) and not box.reserve_incoming(layout.most_incoming)
@@ -76,13 +77,15 @@ def test_more_slots_are_reserved_by_need_and_only_their_memory_is_taken() -> Non
 
 def test_a_slot_without_memory_is_not_reserved(box: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.mailbox.box.available_bytes", lambda: SPARE_BYTES)
-    assert not box.reserve_outgoing(box.layout.slots) and not box.reserve_incoming(box.layout.slots)
+    assert not box.reserve_outgoing(box.layout.first_outgoing)
+    assert not box.reserve_incoming(box.layout.first_incoming)
 
 
 def test_slots_suffice_for_what_is_on_its_way() -> None:
     plan, _ = planned([4] * 24)
     settings = Settings(fragments=24, sync_every=24, overlap=2).resolved(24)
-    assert Layout.of(plan, settings).slots == 2 * 2 + 3
+    layout = Layout.of(plan, settings)
+    assert (layout.first_outgoing, layout.first_incoming) == (2 * 2 + 3, 2 + 1)
 
 
 def test_whoever_has_the_descriptor_sees_the_same_memory(box: Mailbox) -> None:
@@ -135,7 +138,7 @@ def test_too_little_memory_is_said_in_one_line_before_anything_is_made(monkeypat
     with pytest.raises(ConfigError) as caught:
         Mailbox.create(*planned([2**20]))
     text = str(caught.value)
-    assert "need 44 MiB" in text and "5 MiB are free" in text
+    assert "need 32 MiB" in text and "5 MiB are free" in text
     assert "smaller model" in text and "\n" not in text
 
 

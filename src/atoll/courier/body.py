@@ -69,8 +69,8 @@ class FragmentTransfers:
         tell: Callable[[fx.LearnerEvent], None],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self.outgoing = OutgoingSlots(list(range(box.layout.slots)), box.reserve_outgoing)
-        self.incoming = IncomingSlots(box.layout.slots, box.reserve_incoming)
+        self.outgoing = OutgoingSlots(list(range(box.layout.first_outgoing)), box.reserve_outgoing)
+        self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec = make_codec(settings.codec)
         self._group = tasks

@@ -158,9 +158,8 @@ class CudaOffload:
         self._views = SlotViews(box)
         self._locked: dict[int, npt.NDArray[np.uint8]] = {}
         """Page-locked memory, by its first slot."""
-        self._in_use = box.layout.slots
-        self._lock(0, self._in_use)
-        self._lock(box.layout.most_outgoing, self._in_use)
+        self._lock(0, box.layout.first_outgoing)
+        self._lock(box.layout.most_outgoing, box.layout.first_incoming)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._read_stage = torch.empty(box.layout.largest, dtype=torch.float32, device=device)
         self._stages: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
@@ -174,14 +173,15 @@ class CudaOffload:
         training.wait_stream(self._out)  # the staging buffer may still be on its way out
         torch._foreach_copy_(shaped(self._read_stage, self._box, fragment), self._own(fragment))
         self._out.wait_stream(training)
-        self._lock_if_new(slot, slot)
+        self._lock_if_new(slot, slot >= self._box.layout.first_outgoing)
         host = torch.from_numpy(self._box.outgoing(slot, fragment))
         with torch.cuda.stream(self._out):
             host.copy_(self._read_stage[: host.numel()], non_blocking=True)
         return StreamCopy(_mark(self._out))
 
     def bring(self, fragment: int, slot: int) -> DeviceCopy:
-        self._lock_if_new(slot, self._box.layout.most_outgoing + slot)
+        layout = self._box.layout
+        self._lock_if_new(layout.most_outgoing + slot, slot >= layout.first_incoming)
         host = torch.from_numpy(self._box.incoming(slot, fragment))
         stage = self._stage(slot)
         with torch.cuda.stream(self._in):
@@ -230,9 +230,9 @@ class CudaOffload:
         for memory in self._locked.values():
             torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
-    def _lock_if_new(self, slot: int, index: int) -> None:
-        """A slot that the courier reserved later."""
-        if slot >= self._in_use and index not in self._locked:
+    def _lock_if_new(self, index: int, is_later: bool) -> None:
+        """`is_later`: a slot that the courier reserved later."""
+        if is_later and index not in self._locked:
             self._lock(index, 1)
 
     def _lock(self, first: int, count: int) -> None:

@@ -46,24 +46,31 @@ class Layout:
     fragments: int
     size: int
     largest: int
-    slots: int
-    """Of each direction, reserved from the start."""
     flights: int
 
     @staticmethod
     def of(plan: FragmentPlan, settings: Settings) -> Layout:
         flights = schedule.least_flights(settings)
-        return Layout(len(plan.fragments), plan.size, plan.largest, 2 * flights + 3, flights)
+        return Layout(len(plan.fragments), plan.size, plan.largest, flights)
+
+    @property
+    def first_outgoing(self) -> int:
+        """Slots that are reserved from the start: what a learner at the run's pace uses."""
+        return 2 * self.flights + 3
+
+    @property
+    def first_incoming(self) -> int:
+        return self.flights + 1
 
     @property
     def most_outgoing(self) -> int:
         """A copy of every fragment at hand or kept for carry, and one of each on order for the next boundary."""
-        return max(self.slots, 2 * self.fragments + self.flights)
+        return max(self.first_outgoing, 2 * self.fragments + self.flights)
 
     @property
     def most_incoming(self) -> int:
         """A version of every fragment waits for the next boundary."""
-        return max(self.slots, self.fragments)
+        return max(self.first_incoming, self.fragments)
 
     @property
     def header_bytes(self) -> int:
@@ -86,7 +93,8 @@ class Layout:
     @property
     def first_bytes(self) -> int:
         """Reserved from the start."""
-        return self.header_bytes + self.base_bytes + 2 * self.slots * self.slot_bytes
+        slots = self.first_outgoing + self.first_incoming
+        return self.header_bytes + self.base_bytes + slots * self.slot_bytes
 
     def slot_start(self, index: int) -> int:
         return self.header_bytes + self.base_bytes + index * self.slot_bytes
@@ -120,8 +128,8 @@ class Mailbox:
         fd = _anonymous_file("atoll-mailbox")
         try:
             os.ftruncate(fd, layout.total_bytes)
-            os.posix_fallocate(fd, 0, layout.slot_start(layout.slots))
-            os.posix_fallocate(fd, layout.slot_start(layout.most_outgoing), layout.slots * layout.slot_bytes)
+            os.posix_fallocate(fd, 0, layout.slot_start(layout.first_outgoing))
+            os.posix_fallocate(fd, layout.slot_start(layout.most_outgoing), layout.first_incoming * layout.slot_bytes)
         except OSError as error:
             os.close(fd)
             raise _too_little(need, have) from error

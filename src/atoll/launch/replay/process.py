@@ -228,7 +228,7 @@ class ReplayedProcess:
         if held != act.base:
             return f"it holds version {held} of fragment {act.fragment}, round {act.round} was made on {act.base}"
         self._reading, self._waits_for = act, "a copy"
-        slots = self._box.layout.slots
+        slots = self._box.layout.most_outgoing  # as many rounds may have been under way
         taken = {slot for slot, _, _ in self._copies.values()}
         self._free = next(slot for slot in range(slots) if slot not in taken)
         self.channel.send(ReadOrder(self._free, act.round, act.fragment, act.t))
