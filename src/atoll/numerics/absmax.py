@@ -17,15 +17,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from atoll.numerics import kernels
-from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import check_length, count_values
+from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
+from atoll.numerics.codec import check_length, count_values, grouped
 from atoll.numerics.fragments import Rows
 from atoll.numerics.kernels import ABSMAX_BLOCK, PART, in_parts, read_only
 from atoll.protocol.errors import PeerError
@@ -93,7 +93,14 @@ class Absmax(msgspec.Struct, frozen=True):
         assert out.size == count_values(rows) and data.size == self.nbytes(rows), "it was checked"
         given = read_only(data)
         for values, place, width, row_bytes, blocks in self._segments(rows):
-            self._run(partial(kernels.absmax_decode, given[place], out[values], width, row_bytes, self.bits), blocks)
+            self._run(partial(kernels.absmax_decode, given[place], out[values], 0, width, row_bytes, self.bits), blocks)
+
+    def add_scaled(self, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray) -> None:
+        given = [read_only(body) for body in bodies]
+        for n, (values, place, width, row_bytes, blocks) in enumerate(self._segments(rows)):
+            for group in grouped([one[place] for one in given], coefficients[:, n]):
+                part = (*group, out[values], width, row_bytes, self.bits)
+                self._run(partial(kernels.absmax_accumulate, *part), blocks)
 
     def _run(self, work: Callable[[int, int], None], blocks: int) -> None:
         in_parts(work, blocks, PART // ABSMAX_BLOCK, self.threads)

@@ -40,6 +40,8 @@ PART = 1 << 18
 """Values that one thread works on at a time."""
 ABSMAX_BLOCK = 64
 """Values with one scale: 128 would save 3 % of the bytes and err by 9 % (Gaussian) to 20 % (heavy tails) more."""
+CACHED_BLOCKS = 64
+"""Blocks that are decoded before they are added, while they are in cache."""
 TOPK_BLOCK = 1024
 """Values of which a few are kept: an offset in it has 10 bits, and with a code of 6 bits it fills 2 bytes."""
 TOPK_PERCENT = 3
@@ -361,6 +363,7 @@ def absmax_check(data: ByteArray, width: int, row_bytes: int, bits: int, first: 
     head = 2 if bits == 4 else 3
     per_row, full = -(-width // ABSMAX_BLOCK), head + ABSMAX_BLOCK * bits // 8
     highest = bits_of(np.float32(3.4028235e38) / np.float32(7 if bits == 4 else 127))
+    others = np.uint8(0x77 if bits == 4 else 0x7F)
     for number in range(first, last):
         row = number // per_row
         place = number - row * per_row
@@ -370,50 +373,41 @@ def absmax_check(data: ByteArray, width: int, row_bytes: int, bits: int, first: 
         if scale != 0 and not np.uint32(0x00800000) <= scale <= highest:
             return 2 * number
         packed = data[at + head : at + head + (count * bits + 7) // 8]
-        wrong = 0
-        if bits == 8:
-            for i in range(packed.size):
-                wrong |= packed[i] == 128
-        else:
-            for i in range(packed.size):
-                wrong |= ((packed[i] & 15) == 8) | ((packed[i] >> 4) == 8)
-            wrong |= count % 2 == 1 and packed[-1] >> 4 != 0
-        if wrong:
+        # The sign of each code without any other bit. Adding the mask sets a sign's bit where another bit is set.
+        wrong = np.uint8(0)
+        for i in range(packed.size):
+            wrong = np.uint8(wrong | (packed[i] & ~np.uint8((packed[i] & others) + others) & ~others))
+        if wrong or (bits == 4 and count % 2 == 1 and packed[-1] >> 4 != 0):
             return 2 * number + 1
     return -1
 
 
 @kernel
-def absmax_block(packed: ByteArray, scale: np.float32, bits: int, out: FloatArray) -> None:
-    """One block: code times scale, which is exact."""
-    count = out.size
-    if bits == 8:
-        for i in range(count):
-            out[i] = np.float32(np.int8(packed[i])) * scale
-    else:
-        half = (count + 1) // 2
-        low, high = out[:half], out[half:]
-        for i in range(half):
-            low[i] = np.float32(np.int8(np.uint8(np.uint8(packed[i]) << np.uint8(4))) >> 4) * scale
-        for i in range(count - half):
-            high[i] = np.float32(np.int8(packed[i]) >> 4) * scale
-
-
-@kernel
 def absmax_decode(
-    data: ByteArray, out: FloatArray, width: int, row_bytes: int, bits: int, first: int, last: int
+    data: ByteArray, out: FloatArray, origin: int, width: int, row_bytes: int, bits: int, first: int, last: int
 ) -> None:
-    """Blocks `first` to `last` of a checked body."""
+    """Blocks `first` to `last` of a checked body: code times scale, which is exact. `origin`: where `out` begins."""
     head = 2 if bits == 4 else 3
     per_row, full = -(-width // ABSMAX_BLOCK), head + ABSMAX_BLOCK * bits // 8
     for number in range(first, last):
         row = number // per_row
         place = number - row * per_row
-        start = row * width + place * ABSMAX_BLOCK
+        start = row * width + place * ABSMAX_BLOCK - origin
         count = min(ABSMAX_BLOCK, width - place * ABSMAX_BLOCK)
         at = row * row_bytes + place * full
         scale = float_of(absmax_scale_at(data, at, bits))
-        absmax_block(data[at + head :], scale, bits, out[start : start + count])
+        # Named `block` instead of `part` it is half as fast: the compiler takes variables in the order of their names.
+        part, codes = out[start : start + count], data[at + head :]
+        if bits == 8:
+            for i in range(count):
+                part[i] = np.float32(np.int8(codes[i])) * scale
+        else:
+            half = (count + 1) // 2
+            low, high = part[:half], part[half:]
+            for i in range(half):
+                low[i] = np.float32(np.int8(np.uint8(np.uint8(codes[i]) << np.uint8(4))) >> 4) * scale
+            for i in range(count - half):
+                high[i] = np.float32(np.int8(codes[i]) >> 4) * scale
 
 
 @kernel
@@ -430,25 +424,22 @@ def absmax_accumulate(
     last: int,
 ) -> None:
     """Decode and `accumulate` in one pass, blocks `first` to `last`, with one coefficient for each body."""
-    head = 2 if bits == 4 else 3
-    per_row, full = -(-width // ABSMAX_BLOCK), head + ABSMAX_BLOCK * bits // 8
-    block = np.empty(ABSMAX_BLOCK, np.float32)
-    for number in range(first, last):
-        row = number // per_row
-        place = number - row * per_row
-        start = row * width + place * ABSMAX_BLOCK
-        size = min(ABSMAX_BLOCK, width - place * ABSMAX_BLOCK)
-        at = row * row_bytes + place * full
-        delta, total = block[:size], out[start : start + size]
+    per_row = -(-width // ABSMAX_BLOCK)
+    decoded = np.empty(CACHED_BLOCKS * ABSMAX_BLOCK, np.float32)
+    for begin in range(first, last, CACHED_BLOCKS):
+        end = min(begin + CACHED_BLOCKS, last)
+        start = begin // per_row * width + begin % per_row * ABSMAX_BLOCK
+        stop = end // per_row * width + end % per_row * ABSMAX_BLOCK
+        total = out[start:stop]
         for m in range(count):
-            body, c = bodies[m], coefficients[m]
-            absmax_block(body[at + head :], float_of(absmax_scale_at(body, at, bits)), bits, delta)
+            absmax_decode(bodies[m], decoded, start, width, row_bytes, bits, begin, end)
+            c = coefficients[m]
             if fresh and m == 0:
-                for i in range(size):
-                    total[i] = c * delta[i]
+                for i in range(total.size):
+                    total[i] = c * decoded[i]
             else:
-                for i in range(size):
-                    total[i] += c * delta[i]
+                for i in range(total.size):
+                    total[i] += c * decoded[i]
 
 
 @kernel
@@ -532,9 +523,11 @@ def topk_encode(
         for bit in range(30, -1, -1):
             tried, found = np.int32(least | (1 << bit)), np.int32(0)
             for i in range(count):
-                found += np.int32(sizes[i] >= tried)
+                found = np.int32(found + np.int32(sizes[i] >= tried))
             if found >= keep:
                 least = tried
+            if found == keep:
+                break
         ties = keep
         for i in range(count):
             ties -= sizes[i] > least
@@ -613,7 +606,7 @@ def warm() -> None:
     none, body = given[:0], np.zeros(64, np.uint8)
     absmax_encode(given, none, none, y[:0], body, 2, 3, 4, 0, 1)
     absmax_check(read_only(body), 2, 3, 4, 0, 1)
-    absmax_decode(read_only(body), y, 2, 3, 4, 0, 1)
+    absmax_decode(read_only(body), y, 0, 2, 3, 4, 0, 1)
     shares = read_only(np.ones(GROUP, np.float32))
     absmax_accumulate((read_only(body),) * GROUP, shares, 1, True, y, 2, 3, 4, 0, 1)
     bf16_accumulate((read_only(halves),) * GROUP, shares, 1, True, y, 0, 2)

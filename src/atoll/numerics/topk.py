@@ -14,15 +14,15 @@ It is of use with feedback only: what is not sent now is in the rest. So it is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
 import msgspec
 
 from atoll.numerics import kernels
-from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import check_length, count_values
+from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
+from atoll.numerics.codec import add_decoded, check_length, count_values
 from atoll.numerics.fragments import Rows
 from atoll.numerics.kernels import PART, TOPK_BLOCK, TOPK_PERCENT, in_parts, read_only
 from atoll.protocol.errors import PeerError
@@ -77,6 +77,9 @@ class TopK(msgspec.Struct, frozen=True):
         assert out.size == count_values(rows) and data.size == self.nbytes(rows), "it was checked"
         for values, place in self._tensors(rows):
             self._run(partial(kernels.topk_decode, read_only(data[place]), out[values]), values)
+
+    def add_scaled(self, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray) -> None:
+        add_decoded(self, bodies, rows, coefficients, out)
 
     def _run(self, work: Callable[[int, int], None], values: slice) -> None:
         in_parts(work, -(-(values.stop - values.start) // TOPK_BLOCK), PART // TOPK_BLOCK, self.threads)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 import numpy as np
 
 from atoll.numerics import kernels
-from atoll.numerics.arrays import ByteArray, FloatArray, HalfBits
-from atoll.numerics.codec import check_length, count_values, encode_in_steps
+from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray, HalfBits
+from atoll.numerics.codec import check_length, count_values, encode_in_steps, grouped
 from atoll.numerics.fragments import Rows
 from atoll.numerics.kernels import PART, in_parts, read_only
 
@@ -52,6 +54,14 @@ class Bf16(msgspec.Struct, frozen=True):
         halves, words = read_only(data).view(np.uint16), out.view(np.uint32)
         assert halves.shape == words.shape, "it was checked"
         in_parts(lambda a, b: kernels.bf16_decode(halves[a:b], words[a:b]), words.size, PART, self.threads)
+
+    def add_scaled(self, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray) -> None:
+        start, given = 0, [read_only(body).view(np.uint16) for body in bodies]
+        for n, (count, width) in enumerate(rows):
+            values = slice(start, start + count * width)
+            for group in grouped([one[values] for one in given], coefficients[:, n]):
+                in_parts(partial(kernels.bf16_accumulate, *group, out[values]), count * width, PART, self.threads)
+            start = values.stop
 
 
 make = Bf16

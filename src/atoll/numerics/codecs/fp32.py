@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
 import numpy as np
 
-from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import check_length, count_values, encode_in_steps
+from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
+from atoll.numerics.codec import add_decoded, check_length, count_values, encode_in_steps
 from atoll.numerics.fragments import Rows
 
 
@@ -41,6 +42,9 @@ class Fp32(msgspec.Struct, frozen=True):
 
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
         np.copyto(out.view(np.uint8), data)
+
+    def add_scaled(self, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray) -> None:
+        add_decoded(self, bodies, rows, coefficients, out)
 
 
 make = Fp32
