@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -176,6 +177,7 @@ class TestOnCuda:
         offload.bring(0, 0).wait()
         torch.cuda._sleep(SLOW)
         adopt(own, offload.arrived(0, 0), "overwrite")
+        offload.release(0)
         seen = parameters["w"].clone()
         box.incoming(1, 0)[:] = 9.0
         second = offload.bring(0, 1)  # into the same staging buffer
@@ -192,7 +194,41 @@ class TestOnCuda:
         for slot in range(box.layout.first_incoming):
             offload.bring(0, slot).wait()
             offload.arrived(0, slot)
+            offload.release(slot)
         assert len(offload._spare) == 1
+
+    def test_a_graph_is_captured_while_threads_bring_versions_and_wait_for_them(
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+    ) -> None:
+        _, _, offload = place
+        over, errors, brought = threading.Event(), list[Exception](), list[int]()
+
+        def bring() -> None:
+            try:
+                offload.enter_thread()
+                while not over.is_set():
+                    slot = len(brought) % 3  # the first of each allocates its staging buffer
+                    offload.bring(0, slot).wait()
+                    brought.append(slot)
+            except Exception as error:
+                errors.append(error)
+
+        number = torch.zeros(8, device="cuda")
+        thread = threading.Thread(target=bring)
+        thread.start()
+        try:
+            for _ in range(20):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    for _ in range(200):
+                        number.add_(1.0)
+                graph.replay()
+        finally:
+            over.set()
+            thread.join()
+        torch.cuda.synchronize()
+        assert not errors and len(brought) > 3
+        assert number.tolist() == [20 * 200.0] * 8
 
     def test_carry_subtracts_the_copy_that_was_sent(
         self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
