@@ -27,6 +27,8 @@ KNOWN = {
     "baselines/supervisor.py": (1, "asked for its result at every turn"),
     "launch/local.py": (1, "what goes on beside a run: its error is raised when the run is over"),
     "launch/script.py": (1, "a thread that ends its process when the supervisor is gone"),
+    "learner/boundary.py": (1, "a thread that tells of copies sooner; without it the next boundary does"),
+    "learner/courier_process.py": (1, "a thread that reads frames: what it raises is raised where they are taken"),
     "learner/peer_state.py": (1, "a thread that answers whatever happens"),
     "learner/saved_state.py": (2, "a thread that answers whatever happens; the same for what is not merged"),
     "observe/tail.py": (1, "a thread that prints who comes and goes: no run waits for it"),
