@@ -1,7 +1,8 @@
 """A filter before the merge: who agrees with the others, how much each may move a tensor, and who is suspect.
 
-For each contribution to a round it gives a factor per tensor: 1 keeps it, below 1 shortens it, 0 leaves it out. The
-caller decides whether the factors are used (`--robust`) or only logged.
+For each contribution to a round it gives a factor per tensor: 1 keeps it, below 1 shortens it, 0 leaves it out. Of a
+tensor that is split, what is said of a tensor here holds for each piece. The caller decides whether the factors are
+used (`--robust`) or only logged.
 
 Rules kept here, each with its test:
 - a tensor longer than `CLIP` times the median norm of the others in its round is shortened to that;
