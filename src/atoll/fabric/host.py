@@ -246,6 +246,7 @@ class StateHost(Port):
             pace.bytes += piece.nbytes
             await pace.wait(response.write(piece), self._limits.send_s)
             self.bytes_out += piece.nbytes
+            await asyncio.sleep(0)  # a reader that keeps up never makes a write wait: the loop has other work too
         await pace.wait(response.write_eof(), self._limits.send_s)
 
 

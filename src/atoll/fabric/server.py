@@ -231,6 +231,7 @@ class Server(Port):
                 self._bodies_out += piece.nbytes
                 async with asyncio.timeout(limits.send_s):
                     await response.write(piece)
+                await asyncio.sleep(0)  # a reader that keeps up never makes a write wait: the loop has other work too
             async with asyncio.timeout(limits.send_s):
                 await response.write_eof()
         except (TimeoutError, ConnectionError):  # too slow, gone, or cut off: it fetches a newer version later
