@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from atoll.courier.service import main
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    code = main(int(sys.argv[1]))
+    # All is said and closed. Python would still take its modules apart, for a second or two on a busy machine, and the
+    # training process waits for our end before its own.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+CODE = """
+import atexit, runpy, sys
+import atoll.courier.service
+atexit.register(print, "taken apart")
+sys.argv = ["courier", {fd!r}]
+atoll.courier.service.main = lambda fd: print("ended", fd, end="") or 7
+runpy.run_module("atoll.courier", run_name="__main__")
+"""
+
+
+def test_a_courier_that_is_done_ends_at_once_with_its_words_and_its_code() -> None:
+    """The training process waits for it: taking its modules apart would be time for nothing."""
+    command = [sys.executable, "-c", CODE.format(fd="3")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "ended 3", "")
+
+
+def test_one_whose_training_process_is_gone_ends_well() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", "atoll.courier", str(theirs.fileno())]
+    with ours, theirs:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    assert process.communicate(timeout=60) == (None, b"")
+    assert process.returncode == 0
