@@ -12,8 +12,8 @@ Merges:
     mean          add_contributions, then the outer step in parts
     rda           the same with RDA per piece. The norms of the contributions are known: they are measured on arrival
     in turn       decode each contribution, merge (mean), outer step, one after the other on one thread
-    torch         mean and the same outer step by torch in place, on all threads, of tensors of the codec's dtype
-                  (there is none for int8, int4 and top-k: they are compared with float32, which torch need not decode)
+    torch         mean and the same outer step by torch in place, on all threads: of float32 and bf16 tensors as they
+                  are, of the other codecs after learner/codecs.py has decoded them
 
 Every figure is the median over repetitions that take turns, so that all see the same machine.
 """
@@ -37,6 +37,7 @@ import numba
 import numpy as np
 import torch
 
+from atoll.learner import codecs
 from atoll.numerics import kernels
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
 from atoll.numerics.codec import (
@@ -47,7 +48,7 @@ from atoll.numerics.codec import (
     encode_contribution,
     make_codec,
 )
-from atoll.numerics.fragments import make_plan
+from atoll.numerics.fragments import make_plan, row_lengths
 from atoll.numerics.kernels import PART, in_parts
 from atoll.numerics.merge import merge, row_norms
 from atoll.numerics.outer import make_outer, take_outer_step
@@ -64,7 +65,7 @@ LR, MU = 0.7, 0.6
 
 PLAN = make_plan([TensorSpec(f"blocks.{n}.weight", (512, 4096), "float32") for n in range(8)], 1)
 FRAGMENT = PLAN.fragments[0]
-SIZE = FRAGMENT.size
+SIZE, ROWS = FRAGMENT.size, row_lengths(FRAGMENT.pieces)
 WEIGHTS = [1.0, 2.0, 3.0, 4.0][:MEMBERS]
 SHARES = np.repeat(np.array(WEIGHTS)[:, np.newaxis] / sum(WEIGHTS), len(FRAGMENT.pieces), axis=1)
 
@@ -135,14 +136,20 @@ class Round:
 class TorchRound:
     """What a user would write."""
 
-    def __init__(self, deltas: list[FloatArray], dtype: torch.dtype) -> None:
-        self.deltas = [torch.from_numpy(delta).to(dtype) for delta in deltas]
-        self.theta, self.momentum, self.gradient = (torch.zeros(SIZE) for _ in range(3))
+    def __init__(self, ours: Round) -> None:
+        self.codec, self.bodies = ours.codec, [torch.from_numpy(body) for body in ours.bodies]
+        self.theta, self.momentum, self.gradient, self.decoded = (torch.zeros(SIZE) for _ in range(4))
+
+    def delta(self, body: torch.Tensor) -> torch.Tensor:
+        if self.codec.name in ("fp32", "bf16"):
+            return body.view(torch.float32 if self.codec.name == "fp32" else torch.bfloat16)
+        codecs.decode(self.codec, body, ROWS, self.decoded)
+        return self.decoded
 
     def step(self) -> None:
         self.gradient.zero_()
-        for delta, weight in zip(self.deltas, WEIGHTS, strict=True):
-            self.gradient.add_(delta, alpha=weight / sum(WEIGHTS))
+        for body, weight in zip(self.bodies, WEIGHTS, strict=True):
+            self.gradient.add_(self.delta(body), alpha=weight / sum(WEIGHTS))
         self.momentum.mul_(MU).add_(self.gradient)
         self.theta.sub_(self.gradient, alpha=LR).sub_(self.momentum, alpha=LR * MU)
 
@@ -183,7 +190,7 @@ def measure_codec(name: str, threads: int, deltas: list[FloatArray], repetitions
 
 def measure_merge(name: str, threads: int, deltas: list[FloatArray], repetitions: int) -> dict[str, Any]:
     ours = Round(name, deltas, threads)
-    theirs = TorchRound(deltas, torch.bfloat16 if name == "bf16" else torch.float32)
+    theirs = TorchRound(ours)
     works = {"mean": ours.mean, "rda": ours.rda, "in turn": ours.in_turn, "torch": theirs.step}
     times = in_turns(works, repetitions)
     return {
@@ -220,7 +227,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     dice = np.random.default_rng(0)
     deltas = [dice.standard_normal(SIZE, dtype=np.float32) for _ in range(MEMBERS)]
-    codecs = [measure_codec(name, options.threads, deltas, options.repetitions) for name in NAMES]
+    found = [measure_codec(name, options.threads, deltas, options.repetitions) for name in NAMES]
     merges = [measure_merge(name, options.threads, deltas, options.repetitions) for name in NAMES]
     result = {
         "commit": commit(),
@@ -229,13 +236,13 @@ def main() -> int:
         | {"numba": numba.__version__, "torch": torch.__version__},
         "parameters_mib": 4 * SIZE // 2**20,
         "learners": MEMBERS,
-        "codecs": codecs,
+        "codecs": found,
         "merges": merges,
         "wrong": broken_limits(merges),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for one in [*codecs, *merges]:
+    for one in [*found, *merges]:
         print(json.dumps(one))
     print("\n".join(result["wrong"]) or "every limit is kept")
     return 1 if result["wrong"] else 0
