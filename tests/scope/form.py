@@ -44,7 +44,7 @@ CLOCKS = {
         "merge_s",
     ),
     *("asked_at", "deadline_s", "_short_since", "said_at", "_started_at", "_idle_since", "_back_by", "_stop_by"),
-    *("_whole_at", "_moved_at", "short_since"),
+    *("_whole_at", "_moved_at", "short_since", "merging_at", "gap_s"),
 }
 TALK = {
     *("reason", "why_out", "loss", "progress", "weight", "failed", "last_members", "last_reason", "_since", "_alarmed"),
@@ -52,6 +52,7 @@ TALK = {
     *("weights", "limits", "limit", "factors", "agreement", "influence"),  # of what was given
     "usual",  # of a life that is judged later than any search looks
     *("missed", "_windows"),  # why tokens were dropped, and what of late was merged: for people
+    *("overlaps", "_overlaps"),  # steps from reading to adoption: for people
     "budgeted",  # without a budget of tokens it is what was reported
 }
 COUNTS = {"clock", "due", "interval", "step", "_anchored_at", "_anchors", "_places", "_sorted", "datasets"}
