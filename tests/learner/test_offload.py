@@ -200,14 +200,14 @@ class TestOnCuda:
     def test_a_graph_is_captured_while_threads_bring_versions_and_wait_for_them(
         self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
     ) -> None:
-        _, _, offload = place
+        box, _, offload = place
         over, errors, brought = threading.Event(), list[Exception](), list[int]()
 
         def bring() -> None:
             try:
                 offload.enter_thread()
                 while not over.is_set():
-                    slot = len(brought) % 3  # the first of each allocates its staging buffer
+                    slot = len(brought) % box.layout.first_incoming  # the first of each allocates its staging buffer
                     offload.bring(0, slot).wait()
                     brought.append(slot)
             except Exception as error:

@@ -78,6 +78,7 @@ def test_a_whole_run_is_well_and_every_figure_of_it_is_counted(tmp_path: Path) -
                 "tokens": {"computed": 176, "merged": 144, "dropped": 0, "lost": 32, "rolled_back": 0, "in_flight": 0},
             },
         },
+        "missing_parts": {},
         "finished": True,
         "cuts": [0, 4, 9],
         "torn_bytes": 0,

@@ -216,8 +216,7 @@ class CudaOffload:
         the capture, unless a thread says that its work has nothing to do with captures."""
         torch.cuda.set_device(self._device)
         with suppress(OSError, AttributeError):
-            runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
+            _runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
     def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]:
         return [view.to(self._device, non_blocking=True) for view in self._views.outgoing(fragment, slot)]
@@ -240,6 +239,14 @@ class CudaOffload:
         memory = self._box.slots_memory(first, count)
         if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
             self._locked[first] = memory
+        else:
+            with suppress(OSError, AttributeError):
+                _runtime().cudaGetLastError()  # it is kept, and the next call of anybody would raise it
+
+
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded, for calls that torch does not offer."""
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
