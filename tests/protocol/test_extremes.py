@@ -78,7 +78,7 @@ class Siege:
         """Of the rounds so far."""
         for name in (*HONEST, ROGUE):
             self.tell(fx.Greeted(msg.Hello(protocol=2, learner=name, session=self.session)))
-        self.tell(fx.Initialised(HONEST[0]))
+        self.tell(fx.Initialised(HONEST[0], self.session))
         for name in (*HONEST, ROGUE):
             self.tell(fx.Received(name, self.report(name)))
 

@@ -15,6 +15,7 @@ from atoll.protocol.effects import (
     Fetched,
     Greeted,
     Initialised,
+    Lost,
     Persist,
     Received,
     Registered,
@@ -98,10 +99,10 @@ def asked(syncer: Syncer, names: Iterable[str], start: int, stop: int, sends: in
 def test_an_uploader_that_sends_nothing_is_followed_by_the_next() -> None:
     syncer = empty("evil", "honest")
     assert asked(syncer, ("evil", "honest"), 1, 300) == {61.0: "honest", 121.0: "evil", 181.0: "honest", 241.0: "evil"}
-    syncer.handle(300.0, Initialised("honest"))
+    syncer.handle(300.0, Initialised("honest", "s-honest"))
     assert syncer.phase == "empty", "it is not its turn"
     syncer.handle(302.0, Received("evil", Heartbeat()))
-    syncer.handle(302.0, Initialised("honest"))
+    syncer.handle(302.0, Initialised("honest", "s-honest"))
     assert syncer.phase == "running"
 
 
@@ -128,6 +129,25 @@ def test_a_model_that_is_said_to_be_held_does_not_stop_an_upload_that_has_begun(
     again = empty("first")
     effects = again.handle(2.0, Greeted(holder))
     assert [e.message.upload for e in effects if isinstance(e, Send) and isinstance(e.message, Welcome)] == [True]
+
+
+def test_what_a_process_uploaded_before_another_took_its_name_is_not_version_0() -> None:
+    syncer = empty("a")
+    syncer.handle(1.0, Greeted(Hello(protocol=2, learner="a", session="new")))
+    syncer.handle(2.0, Initialised("a", "s-a"))
+    assert syncer.phase == "empty"
+    syncer.handle(3.0, Initialised("a", "new"))
+    assert syncer.phase == "running"
+
+
+def test_a_learner_with_a_model_goes_before_one_that_was_asked_in_place_of_another_with_a_model() -> None:
+    syncer = empty("other")
+    for name in ("holder", "last"):
+        hello = Hello(protocol=2, learner=name, session="s", run="before", versions=(3, 3))
+        effects = syncer.handle(2.0, Greeted(hello))
+        assert [e.message.upload for e in effects if isinstance(e, Send) and isinstance(e.message, Welcome)] == [True]
+        syncer.handle(3.0, Lost(name, "gone"))
+        assert syncer.run_start._uploader == "other"
 
 
 def test_when_the_only_joiner_dies_the_next_to_come_is_asked() -> None:
@@ -286,7 +306,7 @@ def test_one_that_holds_a_global_model_gives_the_first_parameters_rather_than_a_
     assert [message.upload for message in asked if isinstance(message, Welcome)] == [True]
     asked = [effect.message for effect in syncer.handle(0.1, Greeted(survivor)) if isinstance(effect, Send)]
     assert [message.upload for message in asked if isinstance(message, Welcome)] == [True]
-    syncer.handle(0.2, Initialised("learner-0"))
+    syncer.handle(0.2, Initialised("learner-0", "a"))
     assert syncer.phase == "empty", "what the newcomer sends is not wanted any more"
 
 

@@ -190,7 +190,7 @@ def test_a_claim_of_many_steps_does_not_end_a_run(learners: int) -> None:
     syncer, names = Syncer.fresh(settings, run="r", fingerprint=""), "abc"[:learners]
     for name in names:
         syncer.handle(0.0, fx.Greeted(Hello(protocol=2, learner=name, session=f"s-{name}")))
-    syncer.handle(0.0, fx.Initialised("a"))
+    syncer.handle(0.0, fx.Initialised("a", "s-a"))
     for t in range(20):
         for name in names:
             claim = t if name != "b" else t * 2**40

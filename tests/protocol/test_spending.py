@@ -82,7 +82,7 @@ def begun(tokens: int = 10**9) -> Syncer:
     syncer = Syncer.fresh(settings, run="r", fingerprint="")
     for name in ("a", "b"):
         syncer.handle(0.0, fx.Greeted(Hello(protocol=2, learner=name, session=f"s-{name}")))
-    syncer.handle(0.0, fx.Initialised("a"))
+    syncer.handle(0.0, fx.Initialised("a", "s-a"))
     for name in ("a", "b"):
         report(syncer, 0.1, name, 0, 0)
     return syncer

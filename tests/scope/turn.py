@@ -123,7 +123,7 @@ class Turn:
                 process.tell(now, fx.Uploaded(number, attempt, "digest"))
             case "whole":
                 process.whole = False
-                self._to_syncer(learner.link, fx.Initialised(name))
+                self._to_syncer(learner.link, fx.Initialised(name, process.machine.session))
             case "fetch":
                 fragment = process.fetches.pop(0)
                 process.tell(now, fx.Fetched(fragment, self.state.syncers[learner.link].published[fragment]))

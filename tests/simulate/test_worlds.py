@@ -112,6 +112,7 @@ def test_one_that_was_deposed_before_the_run_had_parameters_keeps_no_first_cut()
         pytest.param(408542, 1, id="a-synchronous-learner-waits-for-no-round-whose-copy-a-rollback-voided"),
         pytest.param(418003, 2, id="a-deposed-syncer-may-carry-out-a-rollback-that-it-wrote-in-time"),
         pytest.param(423139, 3, id="a-deposed-syncer-asks-a-peer-for-what-it-knows-of"),
+        pytest.param(700138, 1, id="what-a-process-uploaded-is-not-version-0-of-the-next-one-of-its-name"),
         pytest.param(618570, 3, id="an-end-is-judged-when-it-is-decided-and-not-when-a-slow-disk-lets-it-be-told"),
         pytest.param(508867, 3, id="the-last-cut-has-its-deadline-also-when-nobody-says-anything"),
         pytest.param(528179, 3, id="a-window-is-not-put-off-by-a-standstill-before-it-opened"),

@@ -48,8 +48,8 @@ def plan(tensors: tuple[TensorSpec, ...] = TENSORS, fragments: int = 2) -> Fragm
 class FakeLearner:
     """Steps, reports and answers pulls when a test says so."""
 
-    def __init__(self, url: str, name: str, tensors: tuple[TensorSpec, ...], protocol: int) -> None:
-        self.name, self.session = name, f"session-of-{name}"
+    def __init__(self, url: str, name: str, tensors: tuple[TensorSpec, ...], protocol: int, process: int) -> None:
+        self.name, self.session = name, f"session-{process}-of-{name}"
         self.plan = plan(tensors)
         self.heard: list[FromSyncer] = []
         self.incarnation = 1
@@ -183,9 +183,14 @@ class Stage:
         self.saved = {name: np.array(values) for name, values in parameters.tensors_by_name().items()}
 
     def join(
-        self, name: str, tensors: tuple[TensorSpec, ...] = TENSORS, protocol: int = PROTOCOL, where: str = ""
+        self,
+        name: str,
+        tensors: tuple[TensorSpec, ...] = TENSORS,
+        protocol: int = PROTOCOL,
+        where: str = "",
+        process: int = 1,
     ) -> FakeLearner:
-        learner = FakeLearner(where or f"http://127.0.0.1:{self.service.server.port}", name, tensors, protocol)
+        learner = FakeLearner(where or f"http://127.0.0.1:{self.service.server.port}", name, tensors, protocol, process)
         assert self._tasks is not None
         self._tasks.create_task(learner.link.run())
         self._learners.append(learner)

@@ -136,11 +136,26 @@ async def test_what_one_that_is_asked_no_more_still_sends_is_written_nowhere(sta
     await second.until(Started)
     body[:] = bytes(len(body))
     with pytest.raises(PeerError, match="a is not asked for the first parameters any more"):
-        await service.initial_arrived("a", 0, "")
+        await service.initial_arrived("a", first.session, 0, "")
     for part in second.plan.fragments:
         values = np.empty(part.size, dtype=np.float32)
         await get_fragment_once(url(stage), part.index, values.view(np.uint8).data, WAIT_S)
         assert (values == 2.0).all()
+
+
+async def test_a_body_of_the_process_that_had_the_name_before_is_no_part_of_version_0(stage: Stage) -> None:
+    service = await stage.open()
+    first = stage.join("a")
+    await first.until(Welcome)
+    body = service.expect_initial("a", first.session, 0)
+    await first.link.close()
+    second = stage.join("a", process=2)
+    await second.until(Welcome)
+    assert service.expect_initial("a", second.session, 0).obj is not body.obj, "each has its own memory"
+    with pytest.raises(PeerError, match="a is not asked for the first parameters any more"):
+        await service.initial_arrived("a", first.session, 0, "")
+    await second.upload(2.0)
+    await second.until(Started)
 
 
 async def test_nobody_else_may_send_first_parameters(stage: Stage) -> None:

@@ -39,7 +39,7 @@ def machine() -> Syncer:
     machine = Syncer.fresh(CONFIG.protocol.resolved(2), run="r", fingerprint="f")
     for name in ("a", "b"):
         machine.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner=name, session=name, tensors=TENSORS)))
-    machine.handle(0.0, Initialised("a"))
+    machine.handle(0.0, Initialised("a", "a"))
     for name in ("a", "b"):
         machine.handle(0.0, Received(name, progress(0)))
     return machine
@@ -229,7 +229,7 @@ def test_a_run_that_waits_for_learners_says_for_how_many() -> None:
     settings = convert({"protocol": {"learners": 2, "wait_for_learners_s": 30.0}}, "a test").protocol.resolved(2)
     waiting = Syncer.fresh(settings, run="r", fingerprint="f")
     waiting.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner="a", session="s", tensors=TENSORS), ""))
-    waiting.handle(0.1, Initialised("a"))
+    waiting.handle(0.1, Initialised("a", "s"))
     status = Meter(CONFIG).make_status(1.0, "r", waiting)
     assert (status.phase, status.notice) == (
         "waiting",

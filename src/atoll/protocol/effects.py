@@ -76,9 +76,10 @@ class Lost(Fact, frozen=True):
 
 
 class Initialised(Fact, frozen=True):
-    """Event: version 0 of every fragment has arrived from the learner that was asked."""
+    """Event: version 0 of every fragment has arrived from the process that was asked."""
 
     learner: str
+    session: str
 
 
 class Uploading(Fact, frozen=True):

@@ -312,8 +312,11 @@ class Network:
         if not learner.answers or self._breaks(learner, syncer):
             self.queue.call_later(INITIAL_AGAIN_S, self._initial, connection)
             return None
+        known = syncer.machine.members.learners.get(learner.name)
+        if known is None or known.session != learner.session:
+            return False  # another process has the name by now, and the syncer refuses this one's body
         syncer.initial = list(learner.base)
-        return self.world.deliver(syncer, fx.Initialised(learner.name))
+        return self.world.deliver(syncer, fx.Initialised(learner.name, learner.session))
 
     # ---- payloads down -----------------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ class FirstParameters:
         self._here: set[int] = set()
         """Fragments that have arrived."""
         self._arriving: dict[tuple[str, int], FloatArray] = {}
-        """Bodies on their way, apart from the parameters: a learner that is no longer asked may still be sending."""
+        """Bodies on their way, by session, apart from the parameters: one that is no longer asked may still send."""
 
     def ask_learner(self, learner: str, session: str) -> None:
         self._asked = (learner, session)
@@ -133,17 +133,17 @@ class FirstParameters:
     def is_asked(self, learner: str, session: str) -> bool:
         return self._machine.phase == "empty" and (learner, session) == self._asked
 
-    def receive_fragment(self, learner: str, fragment: int) -> memoryview:
+    def receive_fragment(self, session: str, fragment: int) -> memoryview:
         """Where the body is received."""
         if fragment >= len(self._parameters.plan.fragments):
             raise PeerError(f"there is no fragment {fragment}")
-        if (learner, fragment) not in self._arriving:
-            self._arriving[learner, fragment] = np.empty(self._parameters.plan.fragments[fragment].size, np.float32)
-        return self._arriving[learner, fragment].view(np.uint8).data
+        if (session, fragment) not in self._arriving:
+            self._arriving[session, fragment] = np.empty(self._parameters.plan.fragments[fragment].size, np.float32)
+        return self._arriving[session, fragment].view(np.uint8).data
 
-    def take_arrived(self, learner: str, fragment: int) -> FloatArray:
+    def take_arrived(self, session: str, fragment: int) -> FloatArray:
         """The body that has arrived. Nothing writes to it any more."""
-        return self._arriving.pop((learner, fragment))
+        return self._arriving.pop((session, fragment))
 
     def accept_fragment(self, fragment: int, values: FloatArray, digest: str) -> None:
         self._parameters.put_initial(fragment, values, digest)

@@ -320,16 +320,16 @@ class SyncerService:
     def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
         if self._machine is None or not self._first.is_asked(learner, session):
             raise PeerError(f"{learner} was not asked for the first parameters")
-        body = self._first.receive_fragment(learner, fragment)
+        body = self._first.receive_fragment(session, fragment)
         self._handle(fx.Uploading(learner, body.nbytes))
         return body
 
-    async def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
-        self._find_uploader(learner)
-        values = self._first.take_arrived(learner, fragment)
+    async def initial_arrived(self, learner: str, session: str, fragment: int, digest: str) -> None:
+        self._find_uploader(learner, session)
+        values = self._first.take_arrived(session, fragment)
         small = values.nbytes <= SMALL_BYTES
         finite = is_finite(values) if small else await asyncio.to_thread(is_finite, values)
-        channel = self._find_uploader(learner)  # again: another may be asked by now
+        channel = self._find_uploader(learner, session)  # again: another may be asked by now
         if not finite:
             reason = f"fragment {fragment} of the first parameters is not finite"
             self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
@@ -340,11 +340,11 @@ class SyncerService:
         if not known:
             self._handle(fx.Uploading(learner, 0))
         if self._first.is_complete:
-            self._handle(fx.Initialised(learner))
+            self._handle(fx.Initialised(learner, session))
 
-    def _find_uploader(self, learner: str) -> ControlChannel:
+    def _find_uploader(self, learner: str, session: str) -> ControlChannel:
         channel = self._channels.get(learner)
-        if channel is None or not self._first.is_asked(learner, channel.session):
+        if channel is None or not self._first.is_asked(learner, session):
             raise PeerError(f"{learner} is not asked for the first parameters any more")
         return channel
 

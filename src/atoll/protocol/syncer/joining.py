@@ -242,7 +242,7 @@ class RunStart:
         candidates = sorted(
             self.state.members.connected_learners(), key=lambda one: (one.name in self._upload.tried, one.joined_at)
         )
-        self._uploader = None
+        self._uploader, self._uploader_holds = None, False
         self._upload.restart_wait()
         if not candidates:
             return None
@@ -251,9 +251,10 @@ class RunStart:
         self.state.out.note("warning", f"{chosen.name} is asked for the first parameters instead", chosen)
         return chosen
 
-    def note_upload_done(self, now: float, uploader: str) -> None:
-        """All first parameters have arrived."""
-        if self.state.phase != "empty" or uploader != self._uploader or self._whole_at is not None:
+    def note_upload_done(self, now: float, uploader: str, session: str) -> None:
+        """All first parameters have arrived from this process. What one sent that had the name before is no use."""
+        asked = (uploader, session) == (self._uploader, self._uploader_session)
+        if self.state.phase != "empty" or not asked or self._whole_at is not None:
             return
         self._whole_at = now
         settings = self.state.settings
