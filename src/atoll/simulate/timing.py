@@ -182,6 +182,8 @@ class Timing:
         gathering, key = rounds.closing, (round_.number, round_.attempt)
         if gathering.state.draining or settings.synchronous or round_.due_at is None:
             return
+        if syncer.machine.rollback.is_under_way:
+            return  # it waits for the merge that is under way, and every round for it
         able = gathering.ready_learners(round_)
         ready, live = len(able), gathering.count_live(able)
         if ready < self._least_quorum(syncer, now, round_):

@@ -91,17 +91,19 @@ class Rounds:
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
     def advance_rounds(self, now: float, wakes: list[float]) -> bool:
-        """One pass over the rounds; True when something moved and another pass may move more."""
-        moved = False
+        """Move one round on; whether there was one. The next decision is made after a look at who is there by then: a
+        failed round may have muted a learner that another round's quorum counted."""
         for round_ in list(self.state.open_rounds.values()):  # rounds are opened by number
             if round_.stage == "gathering":
-                moved |= self._close_if_ready(now, round_, wakes)
+                if self._close_if_ready(now, round_, wakes):
+                    return True
             elif round_.stage == "pulling":
-                moved |= self._collect_answers(now, round_, wakes)
+                if self._collect_answers(now, round_, wakes):
+                    return True
             elif round_.stage == "void" and round_.number == self.state.committed:
                 self._pass_over(round_, round_.reason)
-                moved = True
-        return moved
+                return True
+        return False
 
     def open_next(self, now: float) -> None:
         """The next round gathers while the others transfer."""
