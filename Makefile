@@ -58,8 +58,9 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@echo "Installing Atoll into $(VENV): a minute or two the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --no-compile -e .
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch, rich.live, atoll.cli, atoll.workloads.builtin, atoll.workloads.data_parallel; \
-	    atoll.evaluate; torch.optim.AdamW([torch.zeros(1, requires_grad=True)])'
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch, rich.live, atoll.cli, atoll.courier.service, atoll.syncer.service, \
+	    atoll.workloads.builtin, atoll.workloads.data_parallel; from atoll.numerics import kernels; \
+	    atoll.evaluate; torch.optim.AdamW([torch.zeros(1, requires_grad=True)]); kernels.warm()'
 	@$(BIN)/python -m compileall -q src/atoll
 	@touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -141,8 +142,10 @@ async def test_a_proxy_that_is_down_is_named_and_dialled_again(
     monkeypatch: pytest.MonkeyPatch, secured: Secured, join: Join
 ) -> None:
     proxy = ConnectProxy()
-    async with proxy.open():
-        pass
+    reserved = socket.socket()  # bound, not listening: connections are refused, and nobody else gets the port
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    proxy.port = reserved.getsockname()[1]
     monkeypatch.setenv("ATOLL_PROXY", proxy.url)
     learner = join(secured.link())
     said = f"the proxy 127.0.0.1:{proxy.port} cannot be reached: "
@@ -152,6 +155,7 @@ async def test_a_proxy_that_is_down_is_named_and_dialled_again(
     async with proxy.open():
         assert isinstance(await learner.heard(), Started)
         await learner.link.close()
+    reserved.close()
 
 
 async def test_a_proxy_that_cannot_reach_the_syncer_says_so(
