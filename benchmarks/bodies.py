@@ -54,7 +54,14 @@ from atoll.mailbox.channel import (
     Welcomed,
     decode_to_training,
 )
-from atoll.numerics.codec import body_nbytes, decode_contribution, encode_contribution, make_codec, round_to_dtype
+from atoll.numerics.codec import (
+    Delta,
+    body_nbytes,
+    decode_contribution,
+    encode_contribution,
+    make_codec,
+    round_to_dtype,
+)
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Stepped
 from atoll.protocol.messages import TensorSpec
@@ -116,7 +123,7 @@ def measure_speeds(codec: str, times: int) -> dict[str, float]:
     return {
         "xxh3_128": _speed(lambda: compute_digest(data), times),
         "blake2b": _speed(lambda: hashlib.blake2b(data, digest_size=16).hexdigest(), times),
-        f"encode_{codec}": _speed(lambda: encode_contribution(made, part, base, theta, body), times),
+        f"encode_{codec}": _speed(lambda: encode_contribution(made, part, Delta(base, theta), body), times),
         f"decode_{codec}": _speed(lambda: decode_contribution(made, part, body, out), times),
         "round_to_bf16": _speed(lambda: round_to_dtype(out, "bfloat16"), times),
         "copy": _speed(lambda: np.copyto(out, base), times),

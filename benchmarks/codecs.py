@@ -42,6 +42,7 @@ from atoll.numerics import kernels
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
 from atoll.numerics.codec import (
     Codec,
+    Delta,
     add_contributions,
     body_nbytes,
     decode_contribution,
@@ -82,7 +83,7 @@ class Round:
         self.bodies: list[ByteArray] = [np.empty(body_nbytes(self.codec, FRAGMENT), np.uint8) for _ in deltas]
         nothing = np.zeros(SIZE, np.float32)
         for delta, body in zip(deltas, self.bodies, strict=True):
-            encode_contribution(self.codec, FRAGMENT, delta, nothing, body)
+            encode_contribution(self.codec, FRAGMENT, Delta(delta, nothing), body)
         self.theta, self.new, self.momentum, self.gradient = (np.zeros(SIZE, np.float32) for _ in range(4))
         self.decoded = [np.empty(SIZE, np.float32) for _ in deltas]
         for body, out in zip(self.bodies, self.decoded, strict=True):
@@ -172,12 +173,12 @@ def measure_codec(name: str, threads: int, deltas: list[FloatArray], repetitions
     for count in sorted({1, threads}):
         codec = make(name, count)
         body, out = np.empty(body_nbytes(codec, FRAGMENT), np.uint8), np.empty(SIZE, np.float32)
-        works[f"encode {count}"] = partial(encode_contribution, codec, FRAGMENT, base, theta, body)
+        works[f"encode {count}"] = partial(encode_contribution, codec, FRAGMENT, Delta(base, theta), body)
         works[f"fed {count}"] = partial(encode_contribution, codec, FRAGMENT, base, theta, body, rest, rest)
         works[f"decode {count}"] = partial(decode_contribution, codec, FRAGMENT, body, out)
     times = in_turns(works, repetitions)
     codec = make(name, threads)
-    encode_contribution(codec, FRAGMENT, base, theta, body)
+    encode_contribution(codec, FRAGMENT, Delta(base, theta), body)
     decode_contribution(codec, FRAGMENT, body, out)
     exact = (base - theta).astype(np.float64)
     return {

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.config import Outer
-from atoll.numerics.codec import body_nbytes, decode_contribution, encode_contribution, make_codec
+from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.filter import Filter
 from atoll.numerics.fragments import FragmentPlan, Piece, make_plan
 from atoll.numerics.merge import merge
@@ -329,7 +329,8 @@ class Syncer:
             self._first.setdefault((learner, fragment), delta)
         part = self.parameters.plan.fragments[fragment]
         body, arrived = np.zeros(body_nbytes(self._codec, part), np.uint8), np.empty(delta.size, np.float32)
-        encode_contribution(self._codec, part, np.ascontiguousarray(delta, np.float32), np.zeros_like(arrived), body)
+        moved = Delta(np.ascontiguousarray(delta, np.float32), np.zeros_like(arrived))
+        encode_contribution(self._codec, part, moved, body)
         decode_contribution(self._codec, part, body, arrived)
         return arrived
 

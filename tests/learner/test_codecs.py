@@ -11,7 +11,7 @@ from tests.numerics.quantised import ROWS, draw, extremes
 
 from atoll.learner import codecs
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.codec import Codec, count_values, make_codec
+from atoll.numerics.codec import Codec, Delta, count_values, make_codec
 from atoll.numerics.fragments import Rows
 from atoll.numerics.topk import TopK
 
@@ -25,7 +25,7 @@ everywhere = pytest.mark.parametrize("device", DEVICES)
 def compare(codec: Codec, values: FloatArray, rows: Rows, device: str) -> None:
     size, length = count_values(rows), codec.nbytes(rows)
     body, rest, decoded = np.empty(length, np.uint8), np.empty(size, np.float32), np.empty(size, np.float32)
-    codec.encode_delta(values, np.zeros_like(values), rows, body, None, rest)
+    codec.encode_delta(Delta(values, np.zeros_like(values), None, rest), rows, body)
     codec.decode(body, rows, decoded)
     total = torch.from_numpy(values - np.zeros_like(values)).to(device)
     there, left = torch.empty(length, dtype=torch.uint8, device=device), torch.empty(size, device=device)

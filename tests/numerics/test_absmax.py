@@ -10,7 +10,7 @@ from tests.numerics.quantised import ROWS, draw, encode, extremes, round_trip
 
 from atoll.numerics.absmax import Absmax
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
-from atoll.numerics.codec import body_nbytes, count_values, decode_contribution, encode_contribution, make_codec
+from atoll.numerics.codec import Delta, body_nbytes, count_values, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.fragments import Rows, make_plan
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import TensorSpec, buffer_name
@@ -119,7 +119,7 @@ def test_any_number_of_threads_gives_equal_bits(codec: Absmax, rows: Rows, threa
     found = []
     for by in (codec, Absmax(codec.bits, threads)):
         body, rest, decoded = np.empty(by.nbytes(rows), np.uint8), np.empty_like(base), np.empty_like(base)
-        by.encode_delta(base, theta, rows, body, fed, rest)
+        by.encode_delta(Delta(base, theta, fed, rest), rows, body)
         by.decode(body, rows, decoded)
         found.append((body.tobytes(), rest.tobytes(), decoded.tobytes()))
     assert found[0] == found[1]
@@ -131,7 +131,7 @@ def test_any_number_of_threads_gives_equal_bits(codec: Absmax, rows: Rows, threa
 def test_the_rest_is_what_decode_does_not_give(codec: Absmax, rows: Rows, seed: int) -> None:
     base, theta, fed = (draw(count_values(rows), seed + n) for n in range(3))
     body, rest, decoded = np.empty(codec.nbytes(rows), np.uint8), np.empty_like(base), np.empty_like(base)
-    codec.encode_delta(base, theta, rows, body, fed, rest)
+    codec.encode_delta(Delta(base, theta, fed, rest), rows, body)
     codec.decode(body, rows, decoded)
     total = (base - theta) + fed
     assert body.tobytes() == encode(codec, total, rows).tobytes()
@@ -147,7 +147,7 @@ def test_with_feedback_nothing_is_lost_over_many_rounds(name: str) -> None:
     for n in range(50):
         base, theta = draw(size, 2 * n), draw(size, 2 * n + 1)
         body, decoded = np.empty(codec.nbytes(rows), np.uint8), np.empty(size, np.float32)
-        codec.encode_delta(base, theta, rows, body, rest, rest)
+        codec.encode_delta(Delta(base, theta, rest, rest), rows, body)
         codec.decode(body, rows, decoded)
         given += (base - theta).astype(np.float64)
         taken += decoded
@@ -161,7 +161,7 @@ def test_a_block_that_is_not_finite_is_marked_and_refused(codec: Absmax, broken:
     values, rows = draw(200, 3), ((2, 100),)
     values[170] = broken
     body, rest = np.empty(codec.nbytes(rows), np.uint8), np.empty_like(values)
-    codec.encode_delta(values, np.zeros_like(values), rows, body, None, rest)
+    codec.encode_delta(Delta(values, np.zeros_like(values), None, rest), rows, body)
     with pytest.raises(PeerError, match=f"block 3 of tensor 0 has a scale that is not finite, .* \\({codec.name}\\)"):
         codec.check(body, rows)
     assert np.isfinite(rest).all() and not rest[164:].any(), "no feedback ever holds NaN"
@@ -228,7 +228,7 @@ def test_buffers_travel_as_bf16_and_have_no_feedback(codec: Absmax) -> None:
         np.empty(1200, np.float32),
         np.ones(1200, np.float32),
     )
-    encode_contribution(codec, part, base, theta, body, fed, rest)
+    encode_contribution(codec, part, Delta(base, theta, fed, rest), body)
     decode_contribution(codec, part, body, out)
     assert body.size == 2 * codec.nbytes(((4, 100),)) + 800
     cut = (base - theta).view(np.uint32) & np.uint32(0xFFFF0000)

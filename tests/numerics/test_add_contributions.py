@@ -8,6 +8,7 @@ from tests.numerics.quantised import draw
 
 from atoll.numerics.codec import (
     Codec,
+    Delta,
     add_contributions,
     body_nbytes,
     decode_contribution,
@@ -38,7 +39,7 @@ def test_equal_bits(codec: Codec, members: int) -> None:
     nothing, bodies, deltas = np.zeros(PART.size, np.float32), [], []
     for m in range(members):
         body, delta = np.empty(body_nbytes(codec, PART), np.uint8), np.empty(PART.size, np.float32)
-        encode_contribution(codec, PART, draw(PART.size, m), nothing, body)
+        encode_contribution(codec, PART, Delta(draw(PART.size, m), nothing), body)
         decode_contribution(codec, PART, body, delta)
         bodies.append(body)
         deltas.append(read_only(delta))

@@ -7,7 +7,7 @@ import pytest
 
 from atoll.config import Outer
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.codec import body_nbytes, decode_contribution, encode_contribution, make_codec
+from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec, buffer_name
@@ -26,7 +26,7 @@ def contribution(of: FragmentPlan, base: FloatArray, theta: FloatArray, codec: s
     """As it lies before the merge."""
     made, part = make_codec(codec), of.fragments[0]
     body, delta = np.empty(body_nbytes(made, part), np.uint8), np.empty(part.size, np.float32)
-    encode_contribution(made, part, base, theta, body)
+    encode_contribution(made, part, Delta(base, theta), body)
     decode_contribution(made, part, body, delta)
     return delta
 

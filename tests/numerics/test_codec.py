@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Codec, decode_contribution, make_codec, round_to_dtype
+from atoll.numerics.codec import Codec, Delta, decode_contribution, make_codec, round_to_dtype
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.messages import TensorSpec
@@ -117,7 +117,7 @@ def test_encode_delta_is_encode_of_the_difference(codec: Codec, size: int) -> No
     rng = np.random.default_rng(size)
     base, theta = (rng.standard_normal(size).astype(np.float32) for _ in range(2))
     out = np.empty(codec.nbytes(((1, size),)), np.uint8)
-    codec.encode_delta(base, theta, ((1, size),), out)
+    codec.encode_delta(Delta(base, theta), ((1, size),), out)
     assert out.tobytes() == encoded(codec, base - theta).tobytes()
 
 

@@ -175,8 +175,8 @@ for name in ("nesterov", "sgd"):
 for by in [*map(codec.make_codec, choices.CODEC.names()), topk.TopK()]:
     rows = ((4, 2),)
     body = np.zeros(by.nbytes(rows), np.uint8)
-    by.encode(received, rows, body), by.encode_delta(received, y, rows, body)
-    by.encode_delta(y, received, rows, body, received, x.copy())
+    by.encode(received, rows, body), by.encode_delta(codec.Delta(received, y), rows, body)
+    by.encode_delta(codec.Delta(y, received, received, x.copy()), rows, body)
     given = np.frombuffer(body.tobytes(), np.uint8)
     by.check(given, rows), by.decode(given, rows, y)
     by.add_scaled([given, body], rows, np.ones((2, 1)), y)

@@ -10,7 +10,7 @@ from tests.numerics.quantised import ROWS, draw, encode, extremes, round_trip
 
 from atoll.choices import CODEC
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import count_values, decode_contribution
+from atoll.numerics.codec import Delta, count_values, decode_contribution
 from atoll.numerics.fragments import Rows, make_plan
 from atoll.numerics.topk import TopK
 from atoll.protocol.errors import PeerError
@@ -87,7 +87,7 @@ def test_any_number_of_threads_gives_equal_bits(rows: Rows, threads: int) -> Non
     found = []
     for by in (TOPK, TopK(threads)):
         body, rest, decoded = np.empty(by.nbytes(rows), np.uint8), np.empty_like(base), np.empty_like(base)
-        by.encode_delta(base, theta, rows, body, fed, rest)
+        by.encode_delta(Delta(base, theta, fed, rest), rows, body)
         by.check(body, rows)
         by.decode(body, rows, decoded)
         assert rest.tobytes() == (((base - theta) + fed) - decoded).tobytes()
@@ -101,7 +101,7 @@ def test_with_feedback_nothing_is_lost_over_many_rounds() -> None:
     for n in range(200):
         delta, decoded = draw(size, n), np.empty(size, np.float32)
         body = np.empty(TOPK.nbytes(rows), np.uint8)
-        TOPK.encode_delta(delta, np.zeros_like(delta), rows, body, rest, rest)
+        TOPK.encode_delta(Delta(delta, np.zeros_like(delta), rest, rest), rows, body)
         TOPK.decode(body, rows, decoded)
         given, taken = given + delta, taken + decoded
     np.testing.assert_allclose(taken, given - rest, atol=200 * 2.0**-22 * 32)
@@ -113,7 +113,7 @@ def test_a_block_that_is_not_finite_is_marked_and_refused(broken: float) -> None
     values, rows = draw(3000, 3), ((3, 1000),)
     values[1500] = broken
     body, rest = np.empty(TOPK.nbytes(rows), np.uint8), np.empty_like(values)
-    TOPK.encode_delta(values, np.zeros_like(values), rows, body, None, rest)
+    TOPK.encode_delta(Delta(values, np.zeros_like(values), None, rest), rows, body)
     with pytest.raises(PeerError, match=r"block 1 of tensor 0 has a scale that is not finite, .* \(topk\)"):
         TOPK.check(body, rows)
     assert np.isfinite(rest).all()

@@ -47,8 +47,8 @@ sync_every = 4
 overlap = 1
 cut_every = 20
 """
-FEW, ENOUGH, MORE = 120, 300, 360
-"""Steps: of a run that spends them, of one that is ended before, and of one that is given more."""
+FEW, ENOUGH, MORE = 80, 300, 60
+"""Steps: of a run that spends them, of one that is ended before, and how many more it is given."""
 TOKENS, MORE_TOKENS, MANY_TOKENS = 4_000, 8_000, 10_000_000
 
 
@@ -177,7 +177,7 @@ def resume(run: Run, *words: object) -> None:
 
 
 def more_steps(run: Run) -> None:
-    resume(run, "--steps", MORE)
+    resume(run, "--steps", head_of(run.out).settings.steps + MORE)
 
 
 def more_tokens(run: Run) -> None:

@@ -26,7 +26,7 @@ from atoll.digests import compute_digest
 from atoll.fabric.address import parse_address
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import encode
-from atoll.numerics.codec import body_nbytes, encode_contribution, make_codec
+from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
@@ -272,7 +272,7 @@ class Rogue:
         part = self._plan.fragments[fragment]
         delta = self.attack.numbers(1e-4 * self._dice.standard_normal(part.size).astype(np.float32)).astype(np.float32)
         data = np.zeros(body_nbytes(self._codec, part), np.uint8)
-        encode_contribution(self._codec, part, delta, np.zeros_like(delta), data)
+        encode_contribution(self._codec, part, Delta(delta, np.zeros_like(delta)), data)
         data = np.resize(data, max(0, data.size + self.attack.size))
         mark, machine = compute_digest(data.data), self.machine
         try:

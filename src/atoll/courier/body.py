@@ -26,7 +26,7 @@ from atoll.fabric.wire import SMALL_BYTES, digest_aside
 from atoll.mailbox.box import Mailbox, can_spare
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import body_nbytes, encode_contribution, largest_body, make_codec, round_to_dtype
+from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, largest_body, make_codec, round_to_dtype
 from atoll.numerics.fragments import Fragment
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError, Unreachable
@@ -55,7 +55,7 @@ def load_kernels() -> None:
     """They are loaded at their first use: a second of work, many seconds on a busy machine."""
     one, rows = np.zeros(1, dtype=np.float32), ((1, 1),)
     for codec in map(make_codec, CODEC.names()):
-        codec.encode_delta(one, one, rows, np.zeros(codec.nbytes(rows), dtype=np.uint8))
+        codec.encode_delta(Delta(one, one), rows, np.zeros(codec.nbytes(rows), dtype=np.uint8))
     round_to_dtype(one, "bfloat16")
 
 
@@ -156,7 +156,8 @@ class FragmentTransfers:
 
     def _encode(self, fragment: int, slot: int, data: ByteArray) -> str:
         part = self._box.plan.fragments[fragment]
-        encode_contribution(self._codec, part, self._box.base(fragment), self._box.outgoing(slot, fragment), data)
+        delta = Delta(self._box.base(fragment), self._box.outgoing(slot, fragment))
+        encode_contribution(self._codec, part, delta, data)
         return compute_digest(data.data)
 
     async def _upload(

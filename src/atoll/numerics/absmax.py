@@ -25,13 +25,13 @@ import msgspec
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
-from atoll.numerics.codec import check_length, count_values, grouped
+from atoll.numerics.codec import Delta, check_length, count_values, grouped
 from atoll.numerics.fragments import Rows
 from atoll.numerics.kernels import ABSMAX_BLOCK, PART, in_parts, read_only
 from atoll.protocol.errors import PeerError
 
 
-class Segment(NamedTuple):
+class TensorBlocks(NamedTuple):
     """One tensor's rows, and where its values and its bytes are."""
 
     values: slice
@@ -59,23 +59,13 @@ class Absmax(msgspec.Struct, frozen=True):
         return sum(count * self.row_bytes(width) for count, width in rows)
 
     def encode(self, values: FloatArray, rows: Rows, out: ByteArray) -> None:
-        self.encode_delta(values, values[:0], rows, out)
+        self.encode_delta(Delta(values, values[:0]), rows, out)
 
-    def encode_delta(
-        self,
-        base: FloatArray,
-        theta: FloatArray,
-        rows: Rows,
-        out: ByteArray,
-        feedback: FloatArray | None = None,
-        rest: FloatArray | None = None,
-    ) -> None:
+    def encode_delta(self, delta: Delta, rows: Rows, out: ByteArray) -> None:
+        base, theta, feedback, rest = delta.as_inputs()
         assert base.size == count_values(rows) and out.size == self.nbytes(rows), "arrays and rows are of one fragment"
-        given, against, fed = (read_only(one) for one in (base, theta, base[:0] if feedback is None else feedback))
-        left = base[:0].copy() if rest is None else rest
-        assert all(one.size in (0, base.size) for one in (against, fed, left)), "every array is one whole fragment"
         for values, data, width, row_bytes, blocks in self._segments(rows):
-            part = (given[values], against[values], fed[values], left[values], out[data], width, row_bytes, self.bits)
+            part = (base[values], theta[values], feedback[values], rest[values], out[data], width, row_bytes, self.bits)
             self._run(partial(kernels.absmax_encode, *part), blocks)
 
     def check(self, data: ByteArray, rows: Rows) -> None:
@@ -105,11 +95,11 @@ class Absmax(msgspec.Struct, frozen=True):
     def _run(self, work: Callable[[int, int], None], blocks: int) -> None:
         in_parts(work, blocks, PART // ABSMAX_BLOCK, self.threads)
 
-    def _segments(self, rows: Rows) -> Iterator[Segment]:
+    def _segments(self, rows: Rows) -> Iterator[TensorBlocks]:
         value = byte = 0
         for count, width in rows:
             values, data, per_row = count * width, count * self.row_bytes(width), -(-width // ABSMAX_BLOCK)
-            yield Segment(
+            yield TensorBlocks(
                 slice(value, value + values),
                 slice(byte, byte + data),
                 width,

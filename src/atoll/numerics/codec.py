@@ -35,6 +35,32 @@ CHUNK = 65_536
 BUFFERS = "bf16"
 
 
+class Delta(NamedTuple):
+    """t = (base − θ) + feedback, and where what a body leaves out of it goes. Every array is one whole fragment."""
+
+    base: FloatArray
+    theta: FloatArray
+    feedback: FloatArray | None = None
+    rest: FloatArray | None = None
+
+    @property
+    def has_feedback(self) -> bool:
+        return self.feedback is not None or self.rest is not None
+
+    def cut_out(self, values: slice) -> Delta:
+        feedback, rest = (None if one is None else one[values] for one in (self.feedback, self.rest))
+        return Delta(self.base[values], self.theta[values], feedback, rest)
+
+    def as_inputs(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """For kernels: an array of length 0 stands for one that is not given."""
+        nothing = self.base[:0]
+        given = (self.base, self.theta, nothing if self.feedback is None else self.feedback)
+        base, theta, feedback = map(kernels.read_only, given)
+        rest = nothing.copy() if self.rest is None else self.rest
+        assert all(one.size in (0, base.size) for one in (theta, feedback, rest)), "they are of one fragment"
+        return base, theta, feedback, rest
+
+
 class Codec(Protocol):
     @property
     def name(self) -> str: ...
@@ -45,16 +71,8 @@ class Codec(Protocol):
 
     def encode(self, values: FloatArray, rows: Rows, out: ByteArray) -> None: ...
 
-    def encode_delta(
-        self,
-        base: FloatArray,
-        theta: FloatArray,
-        rows: Rows,
-        out: ByteArray,
-        feedback: FloatArray | None = None,
-        rest: FloatArray | None = None,
-    ) -> None:
-        """Δ = base − θ, with feedback where there is one; `rest`, if given, is filled with what the body leaves out."""
+    def encode_delta(self, delta: Delta, rows: Rows, out: ByteArray) -> None:
+        """Its `rest`, if given, is filled with what the body leaves out."""
         ...
 
     def check(self, data: ByteArray, rows: Rows) -> None:
@@ -100,26 +118,18 @@ def largest_body(codec: Codec, plan: FragmentPlan) -> int:
     return max(body_nbytes(codec, part) for part in plan.fragments)
 
 
-def encode_contribution(
-    codec: Codec,
-    part: Fragment,
-    base: FloatArray,
-    theta: FloatArray,
-    out: ByteArray,
-    feedback: FloatArray | None = None,
-    rest: FloatArray | None = None,
-) -> None:
-    """Δ = base − θ of a whole fragment."""
+def encode_contribution(codec: Codec, part: Fragment, delta: Delta, out: ByteArray) -> None:
+    """Of a whole fragment."""
     for by, rows, _, values, data, buffers in _body_parts(codec, part):
-        if buffers:
-            delta = base[values] - theta[values]
-            delta.view(np.uint32)[:] &= np.uint32(0xFFFF0000)
-            by.encode(delta, rows, out[data])
-            if rest is not None:
-                rest[values] = 0.0
-        else:
-            fed, left = (None if one is None else one[values] for one in (feedback, rest))
-            by.encode_delta(base[values], theta[values], rows, out[data], fed, left)
+        some = delta.cut_out(values)
+        if not buffers:
+            by.encode_delta(some, rows, out[data])
+            continue
+        moved = some.base - some.theta
+        moved.view(np.uint32)[:] &= np.uint32(0xFFFF0000)
+        by.encode(moved, rows, out[data])
+        if some.rest is not None:
+            some.rest[:] = 0.0
 
 
 def decode_contribution(codec: Codec, part: Fragment, data: ByteArray, out: FloatArray) -> None:
@@ -160,24 +170,16 @@ def _body_parts(codec: Codec, part: Fragment) -> Iterator[BodyPart]:
 # ---- for the codecs -------------------------------------------------------------------------------------------------
 
 
-def encode_in_steps(
-    codec: Codec,
-    base: FloatArray,
-    theta: FloatArray,
-    rows: Rows,
-    out: ByteArray,
-    feedback: FloatArray | None,
-    rest: FloatArray | None,
-) -> None:
+def encode_in_steps(codec: Codec, delta: Delta, rows: Rows, out: ByteArray) -> None:
     """`Codec.encode_delta` with feedback as it is defined, for codecs that do not do it in one pass."""
-    total = base - theta
-    if feedback is not None:
-        total += feedback
+    total = delta.base - delta.theta
+    if delta.feedback is not None:
+        total += delta.feedback
     codec.encode(total, rows, out)
-    if rest is not None:
+    if delta.rest is not None:
         decoded = np.empty_like(total)
         codec.decode(out, rows, decoded)
-        np.subtract(total, decoded, out=rest)
+        np.subtract(total, decoded, out=delta.rest)
 
 
 Group = tuple[tuple[Any, ...], FloatArray, int, bool]

@@ -489,7 +489,8 @@ def topk_encode(
     first: int,
     last: int,
 ) -> None:
-    """Blocks `first` to `last` of t = (base − θ) + feedback, as `absmax_encode` has it."""
+    """Blocks `first` to `last` of t = (base − θ) + feedback. As in `absmax_encode`, t is made in place: a call for each
+    block costs a third of the speed."""
     values, sizes = np.empty(TOPK_BLOCK, np.float32), np.empty(TOPK_BLOCK, np.int32)
     words = values.view(np.int32)
     block_bytes = 2 + 2 * topk_count(TOPK_BLOCK)

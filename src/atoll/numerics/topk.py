@@ -22,7 +22,7 @@ import msgspec
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
-from atoll.numerics.codec import add_decoded, check_length, count_values
+from atoll.numerics.codec import Delta, add_decoded, check_length, count_values
 from atoll.numerics.fragments import Rows
 from atoll.numerics.kernels import PART, TOPK_BLOCK, TOPK_PERCENT, in_parts, read_only
 from atoll.protocol.errors import PeerError
@@ -47,23 +47,13 @@ class TopK(msgspec.Struct, frozen=True):
         return sum(self.row_bytes(count * width) for count, width in rows)
 
     def encode(self, values: FloatArray, rows: Rows, out: ByteArray) -> None:
-        self.encode_delta(values, values[:0], rows, out)
+        self.encode_delta(Delta(values, values[:0]), rows, out)
 
-    def encode_delta(
-        self,
-        base: FloatArray,
-        theta: FloatArray,
-        rows: Rows,
-        out: ByteArray,
-        feedback: FloatArray | None = None,
-        rest: FloatArray | None = None,
-    ) -> None:
+    def encode_delta(self, delta: Delta, rows: Rows, out: ByteArray) -> None:
+        base, theta, feedback, rest = delta.as_inputs()
         assert base.size == count_values(rows) and out.size == self.nbytes(rows), "arrays and rows are of one fragment"
-        given, against, fed = (read_only(one) for one in (base, theta, base[:0] if feedback is None else feedback))
-        left = base[:0].copy() if rest is None else rest
-        assert all(one.size in (0, base.size) for one in (against, fed, left)), "every array is one whole fragment"
         for values, data in self._tensors(rows):
-            part = (given[values], against[values], fed[values], left[values], out[data])
+            part = (base[values], theta[values], feedback[values], rest[values], out[data])
             self._run(partial(kernels.topk_encode, *part), values)
 
     def check(self, data: ByteArray, rows: Rows) -> None:

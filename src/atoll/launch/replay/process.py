@@ -40,7 +40,7 @@ from atoll.mailbox.channel import (
     decode_to_courier,
 )
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, encode_contribution
+from atoll.numerics.codec import Codec, Delta, body_nbytes, decode_contribution, encode_contribution
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import effects as fx
 from atoll.protocol import tape
@@ -329,7 +329,7 @@ class ReplayedProcess:
         act, part = self._reading, self._box.plan.fragments[frame.fragment]
         codec, values = self._replay.codec, self._box.outgoing(frame.slot, frame.fragment)
         encoded = np.empty(body_nbytes(codec, part), dtype=np.uint8)
-        encode_contribution(codec, part, self._box.base(frame.fragment), values, encoded)
+        encode_contribution(codec, part, Delta(self._box.base(frame.fragment), values), encoded)
         delta = np.empty(part.size, dtype=np.float32)
         decode_contribution(codec, part, encoded, delta)
         if self._replay.settings.adopt == "carry":

@@ -11,7 +11,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray, HalfBits
-from atoll.numerics.codec import check_length, count_values, encode_in_steps, grouped
+from atoll.numerics.codec import Delta, check_length, count_values, encode_in_steps, grouped
 from atoll.numerics.fragments import Rows
 from atoll.numerics.kernels import PART, in_parts, read_only
 
@@ -27,23 +27,15 @@ class Bf16(msgspec.Struct, frozen=True):
         given, halves = read_only(values), _halves(out, values)
         in_parts(lambda a, b: kernels.bf16_encode(given[a:b], halves[a:b]), given.size, PART, self.threads)
 
-    def encode_delta(
-        self,
-        base: FloatArray,
-        theta: FloatArray,
-        rows: Rows,
-        out: ByteArray,
-        feedback: FloatArray | None = None,
-        rest: FloatArray | None = None,
-    ) -> None:
-        assert base.shape == theta.shape, "both are one whole fragment"
-        if feedback is not None or rest is not None:
-            encode_in_steps(self, base, theta, rows, out, feedback, rest)
+    def encode_delta(self, delta: Delta, rows: Rows, out: ByteArray) -> None:
+        if delta.has_feedback:
+            encode_in_steps(self, delta, rows, out)
             return
-        left, right, halves = read_only(base), read_only(theta), _halves(out, base)
+        base, theta, _, _ = delta.as_inputs()
+        halves = _halves(out, base)
 
         def work(a: int, b: int) -> None:
-            kernels.bf16_encode_delta(left[a:b], right[a:b], halves[a:b])
+            kernels.bf16_encode_delta(base[a:b], theta[a:b], halves[a:b])
 
         in_parts(work, base.size, PART, self.threads)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
-from atoll.numerics.codec import add_decoded, check_length, count_values, encode_in_steps, grouped
+from atoll.numerics.codec import Delta, add_decoded, check_length, count_values, encode_in_steps, grouped
 from atoll.numerics.fragments import Rows
 from atoll.numerics.kernels import PART, in_parts, read_only
 
@@ -26,19 +26,11 @@ class Fp32(msgspec.Struct, frozen=True):
     def encode(self, values: FloatArray, rows: Rows, out: ByteArray) -> None:
         np.copyto(out.view(np.float32), values)
 
-    def encode_delta(
-        self,
-        base: FloatArray,
-        theta: FloatArray,
-        rows: Rows,
-        out: ByteArray,
-        feedback: FloatArray | None = None,
-        rest: FloatArray | None = None,
-    ) -> None:
-        if feedback is None and rest is None:
-            np.subtract(base, theta, out=out.view(np.float32))
+    def encode_delta(self, delta: Delta, rows: Rows, out: ByteArray) -> None:
+        if delta.has_feedback:
+            encode_in_steps(self, delta, rows, out)
         else:
-            encode_in_steps(self, base, theta, rows, out, feedback, rest)
+            np.subtract(delta.base, delta.theta, out=out.view(np.float32))
 
     def check(self, data: ByteArray, rows: Rows) -> None:
         check_length(self, data, rows)
