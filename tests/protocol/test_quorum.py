@@ -1,6 +1,6 @@
 """The rule that closes a round, as a pure function, and the quorum it asks for."""
 
-from atoll.protocol.syncer.closing import effective_quorum, judge, judge_all
+from atoll.protocol.syncer.closing import judge, judge_all, lowered_quorum
 
 
 def test_below_quorum_a_round_waits_for_events_only() -> None:
@@ -34,11 +34,10 @@ def test_after_the_grace_window_a_round_takes_those_that_are_there() -> None:
     assert verdict.close and verdict.reason == "grace window over with 2 of 3"
 
 
-def test_the_quorum_stands_until_patience_is_over_and_is_never_below_one() -> None:
-    assert effective_quorum(4, live=2, waited_s=4.9, patience_s=5) == 4
-    assert effective_quorum(4, live=2, waited_s=5.0, patience_s=5) == 2
-    assert effective_quorum(4, live=0, waited_s=9.0, patience_s=5) == 1
-    assert effective_quorum(2, live=6, waited_s=9.0, patience_s=5) == 2
+def test_a_lowered_quorum_is_never_below_one_nor_above_k() -> None:
+    assert lowered_quorum(4, stepping=2) == 2
+    assert lowered_quorum(4, stepping=0) == 1
+    assert lowered_quorum(2, stepping=6) == 2
 
 
 def test_a_synchronous_round_waits_for_all_and_never_closes_empty() -> None:

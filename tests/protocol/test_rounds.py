@@ -181,6 +181,29 @@ def test_one_that_steps_but_never_comes_by_a_version_does_not_stop_a_run_for_goo
     assert world.now - start >= 10.0, "the quorum stands until then"
 
 
+def test_nor_does_it_where_the_quorum_was_lowered_already() -> None:
+    """Three learners, K = 3: one is dead, one cannot fetch, so of the two that step only one is ever ready."""
+    world = World(3, fragments=2, sync_every=4, quorum=3, patience_s=3.0, stalled_after_s=10.0).run_until(round=8)
+    world.kill("learner-2")
+    lose_downloads(world, "learner-1")
+    before = world.syncer.committed
+    world.run_until(round=before + 8)
+    assert world.members(before + 7) == {"learner-0"}
+
+
+def test_time_in_which_the_syncer_stood_still_lowers_no_quorum() -> None:
+    world = World(2, fragments=2, sync_every=4, quorum=2, patience_s=5.0, lost_after_s=30.0).run_until(round=8)
+    world.kill("learner-1")
+    world.run_until(seconds=1.0)
+    before = world.syncer.committed
+    world.simulated_syncer.stop()
+    world.run_until(seconds=8.0)
+    world.simulated_syncer.wake_up()
+    world.run_until(seconds=3.0)
+    assert world.syncer.committed <= before + 1, "patience counts the time in which the syncer was there"
+    world.run_until(round=before + 4)
+
+
 def test_a_quorum_stands_where_its_second_learner_is_only_slow() -> None:
     """A step of 12 s is longer than `stalled_after_s`, and than many steps of the other."""
     world = World(2, fragments=2, sync_every=2, overlap=1, quorum=2, step_s=[0.5, 12.0], stalled_after_s=13.0)

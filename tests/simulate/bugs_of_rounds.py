@@ -123,7 +123,7 @@ mutant("the quorum is one short", (closing, "judge", _one_less))
 mutant("the grace window is not closed when all are there", (closing, "judge", _grace_goes_on))
 mutant(
     "a quorum that cannot be had is waited for",
-    (closing, "effective_quorum", lambda plain: lambda quorum, live, waited_s, patience_s: quorum),
+    (closing, "lowered_quorum", lambda plain: lambda quorum, stepping: quorum),
 )
 mutant("there is no pace", (Pace, "is_due", always(True)))
 mutant("a new term begins at step 0 of the run", (Pace, "go_on_from", nothing))

@@ -165,11 +165,13 @@ class Timing:
 
     def _least_quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> int:
         members, settings = syncer.machine.members, syncer.machine.settings
+        quorum = settings.quorum
         if (short := syncer.machine.rounds.closing._short_since) is not None:
-            lowered = now >= short + settings.patience_s
-            return max(1, min(settings.quorum, len(members.stepping_learners()))) if lowered else settings.quorum
+            if now < short + settings.patience_s:
+                return quorum
+            quorum = max(1, min(quorum, len(members.stepping_learners())))
         short = round_.short_since
-        return settings.quorum if short is None or now < short + members.longest_stall_s() else 1
+        return quorum if short is None or now < short + members.longest_stall_s() else 1
 
     def _forget_lost_quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         """Between two looks too: the next quorum has a grace window of its own."""

@@ -151,8 +151,8 @@ class RunStore:
             return
         try:
             if self._out.model.exists():
-                self._out.model.unlink(missing_ok=True)
-                LocalDisk().sync(self._out.path)
+                self._disk.remove(self._out.model)
+                self._disk.sync(self._out.path)
         except OSError as error:
             raise not_written(error, self._out.model) from error
         self._model_gone = True

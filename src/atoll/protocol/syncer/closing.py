@@ -6,7 +6,7 @@ An asynchronous round closes when all four hold:
    it that no version contains, on a base at or past the version that holds its last contribution to it, and has made a
    step since it last declined this fragment (`KnownLearner.is_ready`). A learner *steps* if it is recovered and not
    muted, stalled or stopped. If fewer than K learners step for `patience_s`, as many as there are suffice
-   (`effective_quorum`). If K step, but fewer are ready for `longest_stall_s`, those suffice for this round.
+   (`lowered_quorum`). If fewer of these are ready for `longest_stall_s`, those suffice for this round.
 2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`). A
    round is due only in its turn: no earlier round gathers.
 3. Grace: the grace window is over (`window_s`), or every live learner is ready.
@@ -174,19 +174,16 @@ class RoundClosing:
         return sum(one.name in names and _may_yet_copy(one, round_) for one in self.state.members.stepping_learners())
 
     def _current_quorum(self, now: float, round_: Round, ready: int, wakes: list[float]) -> int:
-        if self._short_since is None:
-            return self._quorum_of_ready(now, round_, ready, wakes)
-        patience_s, until = self.state.settings.patience_s, self._short_since + self.state.settings.patience_s
-        wakes.append(until)
-        waited_s = patience_s if now >= until else 0.0  # a difference could round to less than what was waited for
-        return effective_quorum(
-            self.state.settings.quorum, len(self.state.members.stepping_learners()), waited_s, patience_s
-        )
-
-    def _quorum_of_ready(self, now: float, round_: Round, ready: int, wakes: list[float]) -> int:
-        """K learners step. One of them may never be ready, since it cannot fetch a version, and its steps look healthy.
-        So K is lowered for a round that was due for as long as a learner that makes no steps would have had."""
-        quorum = self.state.settings.quorum
+        """K, or as many as step once too few of them did for `patience_s`. One of these may never be ready, since it
+        cannot fetch a version, and its steps look healthy: so as many as are ready suffice for a round that was due for
+        as long as a learner that makes no steps would have had."""
+        quorum, settings = self.state.settings.quorum, self.state.settings
+        if self._short_since is not None:
+            until = self._short_since + settings.patience_s
+            wakes.append(until)
+            if now < until:
+                return quorum
+            quorum = lowered_quorum(quorum, len(self.state.members.stepping_learners()))
         if ready >= quorum or round_.due_at is None:
             round_.short_since = None
             return quorum
@@ -195,6 +192,11 @@ class RoundClosing:
         until = round_.short_since + self.state.members.longest_stall_s()
         wakes.append(until)
         return quorum if now < until else max(1, ready)
+
+    def put_off(self, now: float, seconds: float) -> None:
+        """The syncer stood still for so long: nobody could report meanwhile."""
+        if self._short_since is not None:
+            self._short_since = min(now, self._short_since + seconds)
 
     def _grace_ends(self, round_: Round) -> float | None:
         if round_.quorum_at is None or round_.due_at is None:
@@ -243,9 +245,9 @@ def count_learners(count: int) -> str:
     return "1 learner" if count == 1 else f"{count} learners"
 
 
-def effective_quorum(quorum: int, live: int, waited_s: float, patience_s: float) -> int:
-    """K; after `patience_s` with fewer live learners, max(1, min(K, live))."""
-    return quorum if waited_s < patience_s else max(1, min(quorum, live))
+def lowered_quorum(quorum: int, stepping: int) -> int:
+    """After `patience_s` with fewer learners that step: max(1, min(K, stepping))."""
+    return max(1, min(quorum, stepping))
 
 
 def judge(now: float, *, ready: int, live: int, quorum: int, grace_ends: float | None) -> Verdict:

@@ -57,6 +57,7 @@ class Liveness:
             learner.last_heard = min(now, learner.last_heard + seconds) if learner.last_heard else 0.0
         for round_ in self.state.open_rounds.values():
             round_.put_off(now, seconds)
+        self.rounds.closing.put_off(now, seconds)
 
     def _watch_steps(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
         if learner.stopped or (self.state.settings.synchronous and learner.offer >= self.state.committed):

@@ -187,6 +187,7 @@ class Syncer:
                     self.rounds.pulls_sent(now, number, attempt)
             case fx.StoodStill(seconds):
                 self.liveness.stood_still(now, seconds)
+                self.peers.put_off(now, seconds)
             case fx.Tick():
                 pass
 

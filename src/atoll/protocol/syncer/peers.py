@@ -191,6 +191,12 @@ class Peers:
             return ""
         return f"not done within {self.state.settings.sync_every} rounds and {now - recovery.asked_at:.1f} s"
 
+    def put_off(self, now: float, seconds: float) -> None:
+        """The syncer stood still for so long: no peer could come or answer meanwhile."""
+        for recovery in self.open.values():
+            recovery.since = min(now, recovery.since + seconds)
+            recovery.asked_at = min(now, recovery.asked_at + seconds)
+
     def _ask_next_peer(self, now: float, recovery: Recovery, wakes: list[float]) -> None:
         """Another peer, if there is one; time to come for those that may be one soon; nobody."""
         if recovery.tries >= TRIES:
