@@ -41,7 +41,7 @@ from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.claims import above_others
-from atoll.protocol.syncer.weights import limit_of, limited
+from atoll.protocol.syncer.weights import limit_of, limit_weights
 from atoll.syncer.parameters import Overflow, Parameters
 from atoll.workloads.text import Text
 from atoll.workloads.training import learning_rate
@@ -313,7 +313,7 @@ class Syncer:
                 run.suspects.setdefault(name, f"step {t}: {one.suspect}")
         factors = [one.factors for one in judged] if self.case.robust else []
         try:
-            self.parameters.stage_merge(fragment, deltas, limited(weights, limits), factors)
+            self.parameters.stage_merge(fragment, deltas, limit_weights(weights, limits), factors)
         except (Overflow, ValueError):
             return  # the round is passed over
         self.parameters.commit_version(fragment, self.parameters.committed_buffers()[fragment].version + 1, t)

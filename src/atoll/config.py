@@ -25,7 +25,7 @@ import tomli_w
 
 from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.limits import MOST
+from atoll.protocol.limits import MAX_COUNTER
 from atoll.protocol.settings import Settings
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ConfigError(f"outer learning rate {self.lr} must be a number above 0, such as 0.7")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"outer momentum {self.momentum} must be at least 0 and below 1, such as 0.5")
-        if not 1 < self.norm_limit < MOST:
+        if not 1 < self.norm_limit < MAX_COUNTER:
             raise ConfigError(f"norm_limit = {self.norm_limit} must be above 1: it is a multiple of the usual norm")
-        if not self.lr < MOST:
+        if not self.lr < MAX_COUNTER:
             raise ConfigError(f"lr = {self.lr} of the outer optimizer steps past every number: 0.6 is the default")
 
     def make(self) -> OuterOptimizer:

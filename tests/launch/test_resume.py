@@ -158,7 +158,9 @@ def test_a_run_goes_on_behind_claims_that_were_removed(tmp_path: Path) -> None:
     shutil.rmtree(run.dir.journal / "terms")
     plan_resume(run.dir)
     run_store = RunStore(run.dir, acquire(run.dir.journal))
-    assert run_store.term == 2 and run_store.recovered is not None and run_store.recovered.history.committed == 5
+    assert (
+        run_store.term == 2 and run_store.found_on_disk is not None and run_store.found_on_disk.history.committed == 5
+    )
     run_store.close()
 
 
@@ -169,8 +171,8 @@ def test_a_run_goes_on_before_garbage_behind_its_last_record(tmp_path: Path) -> 
         segment.write(b"what another program wrote to the wrong file" * 10)
     plan_resume(run.dir)
     run_store = RunStore(run.dir, acquire(run.dir.journal))
-    assert run_store.recovered is not None and run_store.recovered.history.committed == 5
-    assert "ended in 440 bytes" in run_store.recovered.remarks[0]
+    assert run_store.found_on_disk is not None and run_store.found_on_disk.history.committed == 5
+    assert "ended in 440 bytes" in run_store.found_on_disk.remarks[0]
     run_store.close()
     assert verify_run(run.dir.path).ok
 
@@ -384,8 +386,8 @@ def test_a_new_run_can_be_served_and_cut_and_comes_back(tmp_path: Path) -> None:
     new, found = new_run(old, 4, tmp_path / "new")
     for term in (2, 3):
         run_store = RunStore(new, acquire(new.journal))
-        assert run_store.term == term and run_store.recovered is not None
-        assert run_store.recovered.history.run == found.run and run_store.recovered.history.committed == 4
+        assert run_store.term == term and run_store.found_on_disk is not None
+        assert run_store.found_on_disk.history.run == found.run and run_store.found_on_disk.history.committed == 4
         run_store.close()
 
 

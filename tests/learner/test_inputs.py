@@ -14,7 +14,7 @@ from torch import nn
 
 from atoll.learner.step_stats import EVERY, InputDigest
 from atoll.mailbox.channel import StepReport
-from atoll.protocol.limits import MOST
+from atoll.protocol.limits import MAX_COUNTER
 
 
 class Anything(nn.Module):
@@ -39,7 +39,7 @@ BATCH = torch.arange(12.0).view(3, 4)
 
 
 def test_equal_batches_have_equal_numbers_and_others_have_others() -> None:
-    assert 0 <= number(BATCH) == number(BATCH.clone()) < MOST
+    assert 0 <= number(BATCH) == number(BATCH.clone()) < MAX_COUNTER
     others = [BATCH + 1, BATCH.double(), BATCH[:2], BATCH.int(), torch.zeros(3, 4)]
     assert len({number(BATCH), *map(number, others)}) == 1 + len(others)
 

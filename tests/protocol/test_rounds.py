@@ -362,7 +362,7 @@ def test_a_standstill_puts_off_no_window_that_opened_after_it() -> None:
 def test_a_round_moves_only_from_stage_to_stage_as_the_table_says() -> None:
     round_ = Round(number=0, fragment=0, opened_at=0.0)
     round_.enter_stage("pulling")
-    round_.again(1.0)
+    round_.gather_again(1.0)
     assert (round_.stage, round_.attempt) == ("gathering", 2)
     with pytest.raises(AssertionError, match="a round that is gathering cannot be merging next"):
         round_.enter_stage("merging")

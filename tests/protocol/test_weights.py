@@ -10,7 +10,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import median_of_sorted
-from atoll.protocol.syncer.weights import describe_cuts, limit_of, limited, weight
+from atoll.protocol.syncer.weights import describe_limited, limit_of, limit_weights, weight
 
 weights = st.lists(st.floats(1e-6, 1e18), min_size=1, max_size=40)
 limits = st.floats(1.0, 50.0)
@@ -19,7 +19,7 @@ CLOSE = 1 + 1e-9
 
 def alike(weights: list[float], limit: float) -> list[float]:
     """All within the same limit."""
-    return limited(weights, [limit] * len(weights))
+    return limit_weights(weights, [limit] * len(weights))
 
 
 def others(weights: list[float], place: int) -> float:
@@ -77,7 +77,7 @@ def test_by_default_learners_of_up_to_twice_the_tokens_are_not_touched(fleet: li
 def test_nobody_has_more_than_half_of_three_or_more_whatever_is_allowed(
     weights: list[float], limits: list[float]
 ) -> None:
-    merged = limited(weights, limits[: len(weights)])
+    merged = limit_weights(weights, limits[: len(weights)])
     if len(weights) > 2:
         assert max(merged) <= sum(merged) / 2 * CLOSE
 
@@ -87,17 +87,17 @@ def test_a_boast_is_cut_to_a_share(count: int) -> None:
     honest = [1.0] * (count - 1)
     merged = alike([*honest, 1e30], 2.0)
     assert merged == [*honest, 2.0]
-    text = describe_cuts([f"l{n}" for n in range(count)], [*honest, 1e12], merged)
+    text = describe_limited([f"l{n}" for n in range(count)], [*honest, 1e12], merged)
     assert text == f"weight limited by the median of the others: l{count - 1} from 1e+12 to 2"
-    assert describe_cuts(["a"], [1.0], [1.0]) == ""
+    assert describe_limited(["a"], [1.0], [1.0]) == ""
 
 
 def test_a_learner_counts_like_the_others_until_enough_of_it_was_seen() -> None:
     settings = Settings(weight_limits={"large": 6.0})
     assert [limit_of("a", seen, settings) for seen in (0, 31, 32, 1000)] == [1.0, 1.0, 2.0, 2.0]
     assert [limit_of("large", seen, settings) for seen in (0, 1000)] == [6.0, 6.0]
-    assert limited([1.0, 1.0, 1.0, 1.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0])[-1] == 1.0
-    assert limited([1.0, 1.0, 1.0, 1.0, 5.0], [1.0, 1.0, 1.0, 1.0, 6.0])[-1] == 4.0, "half is the most"
+    assert limit_weights([1.0, 1.0, 1.0, 1.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0])[-1] == 1.0
+    assert limit_weights([1.0, 1.0, 1.0, 1.0, 5.0], [1.0, 1.0, 1.0, 1.0, 6.0])[-1] == 4.0, "half is the most"
 
 
 @pytest.mark.parametrize("limit", [0.5, 0.0, -1.0, float("inf"), float("nan")])

@@ -339,4 +339,4 @@ def _of_the_term_before(plain: Plain) -> Any:
     return broken
 
 
-mutant("only what is of the term before is taken", (contributions, "not_its_own", _of_the_term_before))
+mutant("only what is of the term before is taken", (contributions, "meant_for_another", _of_the_term_before))

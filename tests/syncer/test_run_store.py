@@ -61,7 +61,7 @@ class Reigning:
         self.out = RunDir(path) if path.exists() else RunDir.create(path)
         self.run_store = RunStore(self.out, acquire(self.out.journal), **given)  # type: ignore[arg-type]
         self.dice = np.random.default_rng(self.run_store.term)
-        found = self.run_store.recovered
+        found = self.run_store.found_on_disk
         if found is None:
             settings = Settings(learners=1, fragments=2, sync_every=4)
             begun = BegunRecord("r1", settings, msgspec.to_builtins(OUTER), TENSORS, plan().fingerprint)
@@ -156,7 +156,7 @@ def test_a_run_that_was_written_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert two.history.versions == one.history.versions == [4, 4]
     assert two.history.began == [(2, 8, (4, 4))]
     assert msgspec.structs.replace(two.history.state(), term=1, began=[]) == one.history.state()
-    assert two.run_store.recovered is not None and two.run_store.recovered.cut == 5
+    assert two.run_store.found_on_disk is not None and two.run_store.found_on_disk.cut == 5
 
 
 def test_many_terms_of_a_few_rounds_are_one_run(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_new_term_writes_down_what_it_found_before_anything_else(tmp_path: Pat
 def test_the_first_term_of_a_run_has_nothing_to_come_back_to(tmp_path: Path) -> None:
     out = RunDir.create(tmp_path / "run")
     run_store = RunStore(out, acquire(out.journal))
-    assert run_store.recovered is None and run_store.term == 1
+    assert run_store.found_on_disk is None and run_store.term == 1
     assert [record for _, record in read(out.journal, disk=LocalDisk())] == []
     run_store.close()
 
@@ -223,8 +223,8 @@ def test_a_cut_says_where_the_journal_stood_when_it_was_opened(tmp_path: Path) -
         buffer.readers -= 1
     reign.run_store.close()
     again = Reigning(tmp_path / "run")
-    assert again.run_store.recovered is not None
-    assert (again.run_store.recovered.cut, again.run_store.recovered.rounds) == (2, 3)
+    assert again.run_store.found_on_disk is not None
+    assert (again.run_store.found_on_disk.cut, again.run_store.found_on_disk.rounds) == (2, 3)
     assert again.bits() == reign.bits() != as_it_was
 
 
@@ -282,8 +282,8 @@ def test_with_the_newest_cut_damaged_the_one_before_it_gives_the_same(tmp_path: 
     data[3] ^= 1
     path.write_bytes(data)
     again = Reigning(tmp_path / "run")
-    assert again.run_store.recovered is not None and again.run_store.recovered.cut == 6
-    assert again.run_store.recovered.remarks[0].startswith("cut 8 is passed over: ")
+    assert again.run_store.found_on_disk is not None and again.run_store.found_on_disk.cut == 6
+    assert again.run_store.found_on_disk.remarks[0].startswith("cut 8 is passed over: ")
     assert again.bits() == reign.bits()
 
 

@@ -21,7 +21,7 @@ from atoll.courier.body import FragmentTransfers, load_kernels
 from atoll.courier.states import StateEffect, StateTransfers
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.tasks import lasting
-from atoll.mailbox.box import Layout, Mailbox, cut_alike
+from atoll.mailbox.box import Layout, Mailbox, same_layout
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
@@ -95,7 +95,7 @@ class Courier:
             self._tasks = tasks
             watch = tasks.create_task(lasting("watch for the parent", self._watch_parent))
             self._kernels = tasks.create_task(asyncio.to_thread(load_kernels))
-            self._loop.add_reader(self._channel.sock, self._called, self._readable)
+            self._loop.add_reader(self._channel.sock, self._run_callback, self._readable)
             try:
                 await self._over.wait()
             finally:  # also where it is cancelled: nothing new begins while its tasks end
@@ -111,7 +111,7 @@ class Courier:
         if self._broken is not None:
             raise self._broken
 
-    def _called(self, back: Callable[..., None], *told: object) -> None:
+    def _run_callback(self, back: Callable[..., None], *told: object) -> None:
         """By the loop, which would only log an error: half a courier would live on."""
         try:
             back(*told)
@@ -125,7 +125,7 @@ class Courier:
         try:
             self._frames.extend(self._channel.receive())
             while self._frames and not self._copying_base:
-                self._frame(decode_to_courier(self._frames.popleft()))
+                self._handle_frame(decode_to_courier(self._frames.popleft()))
         except AtollError as error:
             self._frames.clear()
             self._channel.send(StopOrder(str(error), final=True, failed=True, mistake=error.exit_code == 2))
@@ -135,7 +135,7 @@ class Courier:
         elif not self._copying_base:
             self._leave("its training process died")
 
-    def _frame(self, frame: ToCourier) -> None:
+    def _handle_frame(self, frame: ToCourier) -> None:
         match frame:
             case Start():
                 self._start = frame
@@ -162,7 +162,7 @@ class Courier:
             case CopyMade():
                 self._copied(frame)
             case VersionTaken(slot, adopted, epoch):
-                self._took(slot, adopted, epoch)
+                self._take_adoption(slot, adopted, epoch)
             case SlotFreed(slot, incoming):
                 assert self._bodies is not None
                 self._bodies.freed(slot, incoming)
@@ -228,7 +228,7 @@ class Courier:
         counters = (frame.t, frame.steps, frame.tokens, frame.base, frame.total, frame.position)
         self._handle(fx.Copied(frame.round, frame.fragment, *counters))
 
-    def _took(self, slot: int, adopted: fx.Adopted, epoch: int) -> None:
+    def _take_adoption(self, slot: int, adopted: fx.Adopted, epoch: int) -> None:
         assert self._bodies is not None
         if epoch != self._epoch:
             self._bodies.freed(slot, incoming=True)
@@ -249,7 +249,7 @@ class Courier:
         elif self._box is not None:
             self._box.base_version[adopted.fragment] = -1  # all was forgotten meanwhile
         if not self._over.is_set():
-            self._called(self._readable)
+            self._run_callback(self._readable)
 
     def _adopted(self, adopted: fx.Adopted) -> None:
         self._unsure.discard(adopted.fragment)
@@ -293,7 +293,7 @@ class Courier:
         if self._box is None or self._plan is None or self._settings is None:
             return False
         same_plan = self._plan.fingerprint == welcome.fingerprint
-        return same_plan and cut_alike(self._plan, self._settings, welcome.settings)
+        return same_plan and same_layout(self._plan, self._settings, welcome.settings)
 
     def _lost(self, reason: str) -> None:
         self._held.clear()
@@ -318,7 +318,7 @@ class Courier:
             self._wake.cancel()
             self._wake = None
         if self._machine.wake_at is not None:
-            self._wake = self._loop.call_at(self._machine.wake_at, self._called, self._handle, fx.Tick())
+            self._wake = self._loop.call_at(self._machine.wake_at, self._run_callback, self._handle, fx.Tick())
 
     def _carry_out(self, effect: fx.LearnerEffect) -> None:
         assert self._machine is not None

@@ -20,7 +20,7 @@ from msgspec import Meta
 from atoll.digests import Buffer, compute_digest
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
-from atoll.protocol.limits import ALLOWED, MOST, Count, Direction, Name, Real, Seconds, clipped, is_name
+from atoll.protocol.limits import ALLOWED, MAX_COUNTER, Count, Direction, Name, Real, Seconds, clipped, is_name
 from atoll.protocol.messages import OLDEST, PROTOCOL, FromLearner, FromSyncer, Hello
 
 KIB = 1024
@@ -193,7 +193,7 @@ def check_hello(message: FromLearner) -> Hello:
         raise PeerError(f"learner = '{SYNCER}' is the syncer's own name: choose another")
     counts = (("t", message.t), ("incarnation", message.incarnation), ("term", message.term))
     for what, count in (*counts, ("tokens_total", message.tokens_total)):
-        if not 0 <= count < MOST:
+        if not 0 <= count < MAX_COUNTER:
             raise PeerError(f"{what} = {count} is no count that a run reaches")
     return message
 

@@ -31,7 +31,7 @@ from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.model import BufferRule, describe, merged, view_piece
 from atoll.learner.offload import DeviceCopy, make_offload, shaped
 from atoll.learner.saved_state import fill_box, settings_of
-from atoll.mailbox.box import Mailbox, cut_alike
+from atoll.mailbox.box import Mailbox, same_layout
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
@@ -331,7 +331,7 @@ class SharedMailbox:
             raise PlanError("the run cuts its model another way than this version of Atoll: install the same version")
         if self.box is not None and self.boundary is not None:
             same_plan = self.box.plan.fingerprint == plan.fingerprint
-            if same_plan and cut_alike(plan, self.boundary.settings, frame.settings):
+            if same_plan and same_layout(plan, self.boundary.settings, frame.settings):
                 self.boundary.settings = frame.settings
                 return False
             self.close()

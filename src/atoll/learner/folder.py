@@ -58,7 +58,7 @@ INDEXES = (
     ("GROUP_RANK", ""),
 )
 """Where a scheduler says which of its tasks this is, and how the job is called; without that, the machine."""
-MOST = 1024
+MAX_DEFAULT_NAMES = 1024
 """Default names that are tried."""
 _SECRET = re.compile(r"[0-9a-f]{32}")
 
@@ -107,13 +107,13 @@ def claim_folder(syncer: str, name: str = "", env: Mapping[str, str] = os.enviro
     root = ROOT.absolute() / run_or_address(syncer)
     with suppress(OSError):
         ROOT.mkdir(mode=0o700, exist_ok=True)
-    for one in [name] if name else islice(default_names(env), MOST):
+    for one in [name] if name else islice(default_names(env), MAX_DEFAULT_NAMES):
         if (found := _claim(root / one, one)) is not None:
             found.runs = root.parent
             return found
     if name:
         return _refuse(root / name, name)
-    raise ConfigError(f"{MOST} learners of {root} are here already: name this one with --name")
+    raise ConfigError(f"{MAX_DEFAULT_NAMES} learners of {root} are here already: name this one with --name")
 
 
 def run_or_address(syncer: str) -> str:

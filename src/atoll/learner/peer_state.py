@@ -50,7 +50,7 @@ from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import StateCopyMade, TakeOrder
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
-from atoll.protocol.limits import MOST, clipped
+from atoll.protocol.limits import MAX_COUNTER, clipped
 from atoll.protocol.tape import GaveEntry, TookEntry
 
 PeerOrder = fx.Capture | fx.Await | TakeOrder | fx.Begin
@@ -238,7 +238,7 @@ def take_peer_state(
 def _follow(schedule: LRScheduler) -> None:
     """Most schedules compute a learning rate from the one before: it is the peer's too, where the schedule is."""
     for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=False):
-        if 0 <= (value := float(rate)) < MOST:
+        if 0 <= (value := float(rate)) < MAX_COUNTER:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(value)
             else:
@@ -301,7 +301,7 @@ def _wrong_number(name: str, value: Any) -> str:
     """Counters of steps are what optimizers divide by: below zero they divide by zero."""
     if value is None or isinstance(value, bool):
         return ""
-    if not -MOST < value < MOST:  # nor is NaN
+    if not -MAX_COUNTER < value < MAX_COUNTER:  # nor is NaN
         return "is a number that no optimizer reaches"
     return f"is {value}: below zero" if name == "step" and value < 0 else ""
 

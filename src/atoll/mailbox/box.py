@@ -232,7 +232,7 @@ class Mailbox:
         return self.memory[start : start + 4 * size].view(np.float32)
 
 
-def cut_alike(plan: FragmentPlan, one: Settings, other: Settings) -> bool:
+def same_layout(plan: FragmentPlan, one: Settings, other: Settings) -> bool:
     """Whether shared memory made for one setting serves the other."""
     return Layout.of(plan, one) == Layout.of(plan, other) and one.codec == other.codec
 

@@ -19,7 +19,7 @@ ALLOWED = f"use 1 to {LONGEST} of a-z, A-Z, 0-9, '.', '_' and '-', with a letter
 no file is hidden or taken for an option."""
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}")
 
-MOST = 2**48
+MAX_COUNTER = 2**48
 """Counters stay below it, so that sums of them over a run's learners fit everywhere they are written down."""
 FAR = 1e30
 """The same for what is measured; a loss beyond it is as good as none."""
@@ -27,11 +27,11 @@ LINE = 1000
 MANY = 65536
 """Fragments, tensors, leases or members in one message."""
 
-Number = Annotated[int, Meta(gt=-MOST, lt=MOST)]
+Number = Annotated[int, Meta(gt=-MAX_COUNTER, lt=MAX_COUNTER)]
 """What a peer counts. Which of them may be below zero: protocol/syncer/contributions.py."""
-Count = Annotated[int, Meta(ge=0, lt=MOST)]
+Count = Annotated[int, Meta(ge=0, lt=MAX_COUNTER)]
 Real = Annotated[float, Meta(gt=-FAR, lt=FAR)]
-Seconds = Annotated[float, Meta(ge=0, lt=float(MOST))]
+Seconds = Annotated[float, Meta(ge=0, lt=float(MAX_COUNTER))]
 Name = Annotated[str, Meta(max_length=LONGEST)]
 ChoiceName = Annotated[str, Meta(pattern="^[a-z0-9-]+$", max_length=32)]
 """Of a piece of code that does the arithmetic: a codec, an adoption rule, a plan. The rules only pass it on."""

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.limits import MOST, ChoiceName, Name
+from atoll.protocol.limits import MAX_COUNTER, ChoiceName, Name
 
 USUAL = 24
 """The paper's H and P."""
@@ -115,7 +115,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps"
             )
         for limit in (self.weight_limit, *self.weight_limits.values()):
-            if not 1.0 <= limit < MOST:
+            if not 1.0 <= limit < MAX_COUNTER:
                 raise ConfigError(
                     f"weight_limit = {limit} is not a number of 1 (the median itself) or more: 2 is usual"
                 )
@@ -144,7 +144,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"set it to {2 * self.heartbeat_s} or more"
             )
         for name in self.__struct_fields__:
-            value, most = getattr(self, name), SEEDS if name == "seed" else MOST
+            value, most = getattr(self, name), SEEDS if name == "seed" else MAX_COUNTER
             if isinstance(value, int | float) and not -most < value < most:
                 raise ConfigError(f"{name} is no number that a run reaches: it must be below {most}")
 

@@ -187,17 +187,16 @@ class Timing:
         if syncer.machine.rollback.is_under_way:
             return  # it waits for the merge that is under way, and every round for it
         able = gathering.ready_learners(round_)
-        ready, live = len(able), gathering.count_live(able)
+        ready, awaited = len(able), gathering.count_awaited(able)
         if ready < self._least_quorum(syncer, now, round_):
             return
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
-        window_s = 0.0 if ready >= live else gathering.window_s(round_)
+        window_s = 0.0 if ready >= awaited else gathering.window_s(round_)
         under_way = sum(other.stage != "gathering" for other in syncer.machine.state.open_rounds.values())
         waits = under_way >= rounds.flights.allowed and round_.attempt == 1
         if not waits and now >= since + window_s:
-            said = (
-                f"round {round_.number} gathers with {ready} of {live} learners, {now - since:.2f} s after its quorum"
-            )
+            late = f"{now - since:.2f} s after its quorum"
+            said = f"round {round_.number} gathers with {ready} of {awaited} learners, {late}"
             raise Violation("no round waits without need", said, fragment=round_.fragment)
 
     def watch_commit(self, syncer: SimulatedSyncer, data: Any) -> None:

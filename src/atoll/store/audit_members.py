@@ -24,7 +24,7 @@ from atoll.protocol.history import State
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import GoneRecord, JoinedRecord, MergedRecord, Share
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.weights import limited, under_median
+from atoll.protocol.syncer.weights import limit_weights, under_median
 from atoll.protocol.syncer.weights import weight as weigh_plainly
 
 
@@ -189,7 +189,7 @@ def _check_weights(record: MergedRecord, settings: Settings) -> None:
     found = [share.weight for share in record.members]
     if any(share.limit for share in record.members):
         _check_limits(record, settings)
-        within = limited(plain, [share.limit for share in record.members])
+        within = limit_weights(plain, [share.limit for share in record.members])
     else:
         within = under_median(plain, [settings.weight_limit] * len(plain))
         within = plain if found == plain else within

@@ -133,9 +133,9 @@ def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> WriterLease:
 def _ended_well(out: RunDir, run_store: RunStore) -> bool:
     """Whether the syncer before this standby finished the run: everybody has left and the model is written. Another
     term would only log the end once more, without the learners, which it never met."""
-    if run_store.recovered is None or not run_store.recovered.history.finished:
+    if run_store.found_on_disk is None or not run_store.found_on_disk.history.finished:
         return False
-    history = run_store.recovered.history
+    history = run_store.found_on_disk.history
     facts = facts_of_model(history.run, history.committed, history.versions)
     if any(life.open for life in history.lives.values()) or not facts.items() <= read_model_facts(out.model).items():
         return False
@@ -162,7 +162,7 @@ async def _serve(
         events = EventLog(sink)
         if begin.by_hand:
             events.say("started", "syncer started", {"process": "syncer", "pid": os.getpid()})
-        run = ("" if run_store.recovered else _announced(out)) or secrets.token_hex(4)
+        run = ("" if run_store.found_on_disk else _announced(out)) or secrets.token_hex(4)
         service = SyncerService(
             config, run=run, events=events, run_store=run_store, evaluated=evaluated, pages=begin.pages
         )

@@ -2,8 +2,8 @@
 
 - `RunStore`: the files. Payloads are kept back to the cut before the newest: should the newest be damaged, the one
   before it and the journal still give everything.
-- `CutWriter`: the syncer's part of a cut is recorded at once and written in the background; then the manifest makes
-  the cut complete. Rounds go on meanwhile, and nobody reuses the buffers of the recorded versions. Cut 0, of the first
+- `CutWriter`: the syncer's part of a cut is captured at once and written in the background; then the manifest makes
+  the cut complete. Rounds go on meanwhile, and nobody reuses the buffers of the captured versions. Cut 0, of the first
   parameters, is durable before any effect behind it is carried out: the effect queue waits for it and tries again. Any
   other cut that cannot be written is reported to the state machine with the reason, and costs the run only that cut.
 - `Restorer`: the values of a rollback are read in the background, and held until the journal has them.
@@ -74,9 +74,9 @@ class RunStore:
         self._writing = threading.Lock()
         """Held while the journal is appended to or synced: cuts are written in other threads."""
         lease.beat()
-        self.recovered: Recovered | None = recover(out, disk=self._disk)
+        self.found_on_disk: Recovered | None = recover(out, disk=self._disk)
         lease.beat()
-        after = self.recovered.end if self.recovered else None
+        after = self.found_on_disk.end if self.found_on_disk else None
         self._journal = Journal.begin(out.journal, lease.term, after=after, disk=self._disk)
         self._model_gone = False
         """The model file of an earlier end is deleted."""
@@ -84,15 +84,15 @@ class RunStore:
         """Of the last two cuts, the term and file from which each needs payloads; the newest last."""
         self._needless: tuple[int, int] | None = None
         """Payloads before this term and file may be deleted with the next append."""
-        if self.recovered is not None:
-            end, history = self.recovered.end, self.recovered.history
+        if self.found_on_disk is not None:
+            end, history = self.found_on_disk.end, self.found_on_disk.history
             began = TermRecord(lease.term, end.offset, end.hash, history.committed)
-            lines: list[AnyRecord] = [began, *self._unrecorded_cuts(history.cuts, self.recovered.cut)]
+            lines: list[AnyRecord] = [began, *self._unrecorded_cuts(history.cuts, self.found_on_disk.cut)]
             self._journal.append([(line, None) for line in lines])
             for line in lines:
                 history.apply(line)
-            if self.recovered.cut is not None:
-                self._kept.append(self.recovered.kept)
+            if self.found_on_disk.cut is not None:
+                self._kept.append(self.found_on_disk.kept)
 
     @property
     def secrets(self) -> Path:
@@ -212,7 +212,7 @@ class RunStore:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCut:
+class CapturedCut:
     """The syncer's state at the moment of a cut."""
 
     cut: int
@@ -237,35 +237,35 @@ class CutWriter:
 
     async def write_first(self, cut: fx.TakeCut) -> None:
         """Write and complete cut 0, which has no learner's part. NoRoom: try again later."""
-        await self._write_recorded(self._record_state(cut))
+        await self._write_captured(self._capture_state(cut))
         await asyncio.to_thread(self._run_store.complete_cut, self._run, CompleteCut(cut.cut, (), ()))
 
     def take_cut(self, cut: fx.TakeCut) -> None:
-        self._spawn(self._write_part(self._record_state(cut)))
+        self._spawn(self._write_part(self._capture_state(cut)))
 
     def complete_cut(self, done: CompleteCut) -> None:
         self._spawn(self._write_manifest(done))
 
-    def _record_state(self, cut: fx.TakeCut) -> RecordedCut:
+    def _capture_state(self, cut: fx.TakeCut) -> CapturedCut:
         state = self._run_store.open_cut(cut.history, self._parameters.version_rounds())
         held = self._parameters.committed_buffers()
         parameters = self._parameters
-        return RecordedCut(cut.cut, state, parameters.hold_arrays(), parameters.known_digests(), held)
+        return CapturedCut(cut.cut, state, parameters.hold_arrays(), parameters.known_digests(), held)
 
-    async def _write_part(self, recorded: RecordedCut) -> None:
+    async def _write_part(self, captured: CapturedCut) -> None:
         reason = ""
         try:
-            await self._write_recorded(recorded)
+            await self._write_captured(captured)
         except AtollError as error:
             reason = one_line(error)
-        self._tell(fx.CutKept(recorded.cut, reason))
+        self._tell(fx.CutKept(captured.cut, reason))
 
-    async def _write_recorded(self, recorded: RecordedCut) -> None:
+    async def _write_captured(self, captured: CapturedCut) -> None:
         try:
             write = self._run_store.write_cut
-            await asyncio.to_thread(write, recorded.cut, recorded.state, recorded.arrays, recorded.digests)
+            await asyncio.to_thread(write, captured.cut, captured.state, captured.arrays, captured.digests)
         finally:
-            for buffer in recorded.held:
+            for buffer in captured.held:
                 buffer.readers -= 1
 
     async def _write_manifest(self, done: CompleteCut) -> None:

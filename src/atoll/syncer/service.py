@@ -99,7 +99,7 @@ class SyncerService:
             config.service, lambda: self._run, events.say, secrets=run_store.secrets
         )
         self.meter.notice = access.notice
-        known = NameOwners(run_store.recovered.history.owners if run_store.recovered is not None else None)
+        known = NameOwners(run_store.found_on_disk.history.owners if run_store.found_on_disk is not None else None)
         host, port = config.service.host, config.service.port
         self.server = Server(
             self,
@@ -112,8 +112,8 @@ class SyncerService:
             owners=known,
             names=access.names,
         )
-        if run_store.recovered is not None:
-            self._come_back(run_store.recovered)
+        if run_store.found_on_disk is not None:
+            self._come_back(run_store.found_on_disk)
         else:
             self._announce()
 

@@ -121,7 +121,7 @@ class StateCopy:
 
     held: list[int]
     """The versions in the model when it was ordered."""
-    fact: Captured | None = None
+    made: Captured | None = None
     """Set once it is made."""
     until: float = 0.0
     tickets: set[str] = field(default_factory=set)
@@ -167,7 +167,7 @@ class Helping:
 
     @property
     def wake_times(self) -> list[float]:
-        return [copy.until for copy in self._copies.values() if copy.fact is not None]
+        return [copy.until for copy in self._copies.values() if copy.made is not None]
 
     def hear_request(self, now: float, message: Help | Stream | Release) -> None:
         match message:
@@ -180,13 +180,13 @@ class Helping:
                 self._release_ticket(ticket)
 
     def take_copy(self, now: float, event: Captured) -> None:
-        if (copy := self._copies.get(event.number)) is None or copy.fact is not None:
+        if (copy := self._copies.get(event.number)) is None or copy.made is not None:
             self._do(Dispose(event.number))
         elif event.reason:
             del self._copies[event.number]
             self._decline_all(now, event.reason)
         else:
-            copy.fact, copy.until = event, now + max(KEPT_S, event.size / BYTES_PER_S)
+            copy.made, copy.until = event, now + max(KEPT_S, event.size / BYTES_PER_S)
 
     def _start_stream(self, now: float, ticket: str, offset: int) -> None:
         if any(ticket in copy.tickets for copy in self._copies.values()):
@@ -206,14 +206,14 @@ class Helping:
     def serve_newcomers(self, now: float, *, able: bool) -> None:
         """Give what fits, order what is missing, let go what has lain too long."""
         for number, copy in list(self._copies.items()):
-            if copy.fact is not None and now >= copy.until:
+            if copy.made is not None and now >= copy.until:
                 self._dispose_copy(number)
         if not able:
             self._decline_all(now, "it does not train, or has not recovered itself")
         for ticket, wanted in list(self._asked.items()):
             self._give_or_order(now, ticket, wanted)
         for number, copy in list(self._copies.items()):
-            if copy.fact is not None and not copy.tickets:
+            if copy.made is not None and not copy.tickets:
                 self._dispose_copy(number)
 
     def forget_requests(self) -> None:
@@ -228,18 +228,18 @@ class Helping:
 
     def _give_or_order(self, now: float, ticket: str, wanted: Wanted) -> None:
         fit = [(number, copy) for number, copy in self._copies.items() if copy.serves_newcomer(wanted)]
-        if ready := [(number, copy.fact) for number, copy in fit if copy.fact is not None]:
+        if ready := [(number, copy.made) for number, copy in fit if copy.made is not None]:
             self._give_copy(now, ticket, *ready[0])
         elif not fit and len(self._copies) < COPIES and self._is_current(wanted.versions) and not self._is_copying():
             self._number += 1
             self._copies[self._number] = StateCopy(list(self._versions.held), frozen=wanted.frozen)
             self._do(Capture(self._number, wanted.frozen))
 
-    def _give_copy(self, now: float, ticket: str, number: int, fact: Captured) -> None:
+    def _give_copy(self, now: float, ticket: str, number: int, made: Captured) -> None:
         del self._asked[ticket]
         self._copies[number].tickets.add(ticket)
         self._do(Give(number, ticket))
-        said = Ready(ticket=ticket, size=fact.size, digest=fact.digest, t=fact.t, direct=fact.direct)
+        said = Ready(ticket=ticket, size=made.size, digest=made.digest, t=made.t, direct=made.direct)
         self._say(now, said)
 
     def _is_current(self, wanted: list[int]) -> bool:
@@ -247,7 +247,7 @@ class Helping:
         return len(held) == len(wanted) and all(have >= version for have, version in zip(held, wanted, strict=True))
 
     def _is_copying(self) -> bool:
-        return any(copy.fact is None for copy in self._copies.values())
+        return any(copy.made is None for copy in self._copies.values())
 
     def _decline_all(self, now: float, reason: str) -> None:
         for ticket in list(self._asked):
@@ -258,5 +258,5 @@ class Helping:
         copy = self._copies.pop(number)
         for ticket in sorted(copy.tickets):
             self._do(TakeBack(ticket))
-        if copy.fact is not None:
+        if copy.made is not None:
             self._do(Dispose(number))

@@ -11,7 +11,7 @@ Rules kept here, each with its test:
 from __future__ import annotations
 
 from atoll.protocol.leases import wrong_sources
-from atoll.protocol.limits import MOST, clipped
+from atoll.protocol.limits import MAX_COUNTER, clipped
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
 from atoll.protocol.records import AlarmedRecord, GoneRecord, GrantedRecord, JoinedRecord, OwnedRecord, SourcesRecord
 from atoll.protocol.syncer.claims import beyond_lease
@@ -177,7 +177,7 @@ def _wrong_sizes(message: Register) -> str | None:
     sizes = [samples for _, samples, _ in message.datasets]
     if not 1 <= message.batch <= min(sizes):
         return f"a batch of {message.batch} samples does not fit a dataset of {min(sizes)}"
-    if max(sizes) >= MOST:
+    if max(sizes) >= MAX_COUNTER:
         return f"a dataset of {max(sizes)} samples is none that a run gets through"
     return None
 

@@ -4,17 +4,18 @@ An asynchronous round closes when all four hold:
 
 1. Quorum: at least K learners are ready (`judge`). A learner is ready for a fragment if it is live, has made steps on
    it that no version contains, on a base at or past the version that holds its last contribution to it, and has made a
-   step since it last declined this fragment (`KnownLearner.is_ready`). A learner *steps* if it is recovered and not
-   muted, stalled or stopped. If fewer than K learners step for `patience_s`, as many as there are suffice
-   (`lowered_quorum`). If fewer of these are ready for `longest_stall_s`, those suffice for this round.
+   step since it last declined this fragment (`KnownLearner.is_ready`). A learner is *stepping* if it is live and its
+   training loop has not ended. If fewer than K learners step for `patience_s`, as many as there are suffice
+   (`lowered_quorum`). If fewer of these are ready for `longest_stall_s`, those suffice for this round: for
+   max(`stalled_after_s`, 8 steps of the slowest stepping learner).
 2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`). A
    round is due only in its turn: no earlier round gathers.
-3. Grace: the grace window is over (`window_s`), or every live learner is ready.
+3. Grace: the grace window is over (`window_s`), or every stepping learner is ready.
 4. Fewer than `Flights.allowed` rounds are being pulled or merged (flights.py).
 
 A second attempt needs no pace and no free flight.
 
-A synchronous round closes when every learner that was live at its opening, and still is, has copied the fragment
+A synchronous round closes when every learner that was stepping at its opening, and still is, has copied the fragment
 (`judge_all`). At the end of a run (`LastCycle`) a round takes whoever has steps left.
 
 A learner whose training loop has ended is asked for its last steps, but no round waits for it. If only such learners
@@ -32,6 +33,8 @@ from atoll.protocol.statistics import Average
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
+DEADLINE_RATIO = 4
+"""A pull times out after this many times its usual duration."""
 OWN_STEPS = 1.5
 """After this many of its own step times a learner has surely passed a step boundary."""
 
@@ -69,7 +72,7 @@ class RoundClosing:
         if self.state.settings.synchronous or one.stopped or usual_s is None or answer_s is None:
             return self.deadline_s
         step_s = usual_s if one.step_s.value is None else one.step_s.value
-        answer_by_s = min(self.deadline_s, max(self.state.settings.pull_floor_s, DEADLINE * answer_s))
+        answer_by_s = min(self.deadline_s, max(self.state.settings.pull_floor_s, DEADLINE_RATIO * answer_s))
         return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.state.settings.overlap) * usual_s))
 
     def follow_members(self, now: float) -> bool:
@@ -127,10 +130,10 @@ class RoundClosing:
         elif round_.quorum_at is None:
             round_.quorum_at = now
         self._note_on_time(round_, ready)
-        live = self.count_live(ready)
-        return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
+        awaited = self.count_awaited(ready)
+        return judge(now, ready=len(ready), awaited=awaited, quorum=quorum, grace_ends=self._grace_ends(round_))
 
-    def count_live(self, ready: list[KnownLearner]) -> int:
+    def count_awaited(self, ready: list[KnownLearner]) -> int:
         """Those that step, and those that are ready though their training loop has ended: without the latter, one of
         them would stand in for a learner that still steps, and the round would not wait for that one."""
         return len({one.name for one in (*self.state.members.stepping_learners(), *ready)})
@@ -141,7 +144,7 @@ class RoundClosing:
         quorum_at, due_at = round_.quorum_at or now, round_.due_at or now
         round_.grace_s = max(0.0, now - max(quorum_at, due_at))
         if round_.attempt > 1:
-            return  # its turn is used, and its time since it was due holds the pulls of the first attempt
+            return  # the first attempt used the turn, and due-to-quorum would include its pulls
         self.pace.use_turn()
         if not self.state.draining and not self.state.settings.synchronous:
             self.estimates.quorum_s.add(max(0.0, quorum_at - due_at))
@@ -250,29 +253,26 @@ def lowered_quorum(quorum: int, stepping: int) -> int:
     return max(1, min(quorum, stepping))
 
 
-def judge(now: float, *, ready: int, live: int, quorum: int, grace_ends: float | None) -> Verdict:
+def judge(now: float, *, ready: int, awaited: int, quorum: int, grace_ends: float | None) -> Verdict:
     """Whether a round may freeze its members now. `grace_ends` is None while the round is not due: by its pace, or
-    because an earlier round gathers."""
+    because an earlier round gathers. `awaited`: see `RoundClosing.count_awaited`."""
     if ready < quorum:
         return Verdict(False, f"{ready} of {count_learners(quorum)} reported")
     if grace_ends is None:
         return Verdict(False, "not due yet: by the pace, or an earlier round gathers")
-    if ready >= live:
-        return Verdict(True, "the only live learner reported" if live == 1 else f"all {live} live learners reported")
+    if ready >= awaited:
+        all_of_them = "the only live learner" if awaited == 1 else f"all {awaited} live learners"
+        return Verdict(True, f"{all_of_them} reported")
     if now < grace_ends:
         return Verdict(False, f"grace window open for {grace_ends - now:.3f} s", until=grace_ends)
-    return Verdict(True, f"grace window over with {ready} of {live}")
+    return Verdict(True, f"grace window over with {ready} of {awaited}")
 
 
 def judge_all(*, ready: int, awaited: int) -> Verdict:
-    """The synchronous rule: every learner that was live when the round opened and still is."""
+    """The synchronous rule: every learner that was stepping when the round opened and still is."""
     if ready == 0 or awaited > 0:
         return Verdict(False, f"{ready} of {count_learners(ready + awaited)} reported")
     return Verdict(True, f"{count_learners(ready)} reported, all that were awaited (synchronous)")
-
-
-DEADLINE = 4
-"""A pull times out after this many times its usual duration."""
 
 
 @dataclass(slots=True)
@@ -290,10 +290,10 @@ class Estimates:
         ξ_sync follows the slowest member, so a slow link has its time. The upper limit is there because a learner that
         always answers at the deadline would otherwise make the next deadline longer, round after round.
         """
-        by_all = max(settings.pull_floor_s, DEADLINE * (self.sync_s.value or 0.0))
+        by_all = max(settings.pull_floor_s, DEADLINE_RATIO * (self.sync_s.value or 0.0))
         if answer_s is None:
             return by_all
-        return min(by_all, DEADLINE * max(settings.pull_floor_s, DEADLINE * answer_s))
+        return min(by_all, DEADLINE_RATIO * max(settings.pull_floor_s, DEADLINE_RATIO * answer_s))
 
 
 def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> float:
@@ -302,7 +302,7 @@ def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> f
     slack = τ·ξ_step − (ξ_quorum + ξ_sync);   grace = clamp(γ·slack, 0, cap·ξ_step)
 
     ξ_step is the median of the live learners' averages (`Membership.step_s`); ξ_quorum and ξ_sync are the syncer's own
-    exponential moving averages (`Estimates`). Until they exist, a round waits for all live learners, for at most
+    exponential moving averages (`Estimates`). Until they exist, a round waits for all stepping learners, for at most
     `startup_s`.
     """
     if not settings.grace:
@@ -323,7 +323,7 @@ other. If honest learners differ by more, the run is only paced a little more sl
 class Pace:
     """The run's step, and the pace of rounds: one round per H/P learner steps, however fast the network is.
 
-    The clock is the median number of steps that the live learners have made. It must not jump when learners join or
+    The clock is the median number of steps that the stepping learners have made. It must not jump when learners join or
     leave, so at each such change every learner is placed where the clock stands. A run that fell behind by more than
     one round does not catch up in a burst: that would sync a fragment again long before its H steps.
 
@@ -336,10 +336,10 @@ class Pace:
     interval: float
     """H/P: learner steps from one round to the next."""
     clock: float = 0.0
-    due: float = field(default=0.0)
+    due: float = 0.0
     """The clock at which the next round may freeze."""
     _anchored_at: float = 0.0
-    """The clock when the live learners last changed …"""
+    """The clock when the stepping learners last changed …"""
     _anchors: dict[str, int] = field(default_factory=dict)
     """… and the steps that each of them had made then."""
     _places: dict[str, float] = field(default_factory=dict)
@@ -351,10 +351,10 @@ class Pace:
         self.due = self.interval
 
     def set_members(self, steps: dict[str, int]) -> None:
-        """The live learners have changed."""
+        """The stepping learners have changed."""
         if steps.keys() != self._anchors.keys():
             self._anchored_at, self._anchors = self.clock, dict(steps)
-            # + t − t rounds as move_learner does, so nobody moves by an ulp.
+            # The same order of operations as in move_learner: equal to the bit.
             self._places = {learner: self.clock + t - t for learner, t in steps.items()}
             self._sorted = sorted(self._places.values())
 

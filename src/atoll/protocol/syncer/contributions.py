@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import gt
 
-from atoll.protocol.limits import MOST
+from atoll.protocol.limits import MAX_COUNTER
 from atoll.protocol.messages import Contribution, Progress, Recover, Refused
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.claims import KNOWN_STEPS, above_others, beyond_declared, beyond_rate, beyond_steps
@@ -77,7 +77,7 @@ class Contributions:
             self.same_batches.note_batch(learner, said.inputs)
             self._compare_tokens(learner)
         if not said.seeking:
-            self.peers.gave_up(learner)
+            self.peers.note_gave_up(learner)
         if learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said):
             self._let_in(now, learner)
         same = not self.rounds.closing.follow_members(now)
@@ -104,7 +104,7 @@ class Contributions:
 
     def _keep_tape(self, learner: KnownLearner, said: Progress | Contribution) -> bool:
         """Keep what it says of its tape for the next record. False: no learner says that, and it is gone."""
-        if not 0 <= said.taped < MOST:
+        if not 0 <= said.taped < MAX_COUNTER:
             self.joining.expel_learner(learner, f"its tape goes on at entry {said.taped}")
             return False
         missing = self.state.out.taping.add_entries(learner.name, learner.incarnation, said.taped, said.tape)
@@ -119,8 +119,8 @@ class Contributions:
     def hear_contribution(self, now: float, learner: KnownLearner, given: Contribution, refusal: str | None) -> None:
         """`refusal`: what screening its body found."""
         history = self.state.history
-        if (foreign := not_its_own(learner, given, history.run, history.term)) is not None:
-            self._turn_away(learner, given, foreign)
+        if (foreign := meant_for_another(learner, given, history.run, history.term)) is not None:
+            self._refuse_foreign(learner, given, foreign)
         elif not self._keep_tape(learner, given):
             return
         elif given.probe:
@@ -146,7 +146,7 @@ class Contributions:
             what = f"contribution of {learner.name} to round {round_.number} refused"
             self.strikes.add_strike(now, learner, what, refusal, round=round_.number, claim=claim)
         elif given.steps == 0 or given.tokens == 0:
-            self.rounds.nothing_from(round_, seat, "nothing to give: no steps since its last adoption")
+            self.rounds.note_nothing_to_give(round_, seat, "nothing to give: no steps since its last adoption")
         else:
             seat.give(given)
             round_.answered_at = now
@@ -154,7 +154,7 @@ class Contributions:
             learner.misses = learner.strikes = 0
             learner.helper = ""  # whatever it began with, its numbers are good
 
-    def _turn_away(self, learner: KnownLearner, given: Contribution, reason: str) -> None:
+    def _refuse_foreign(self, learner: KnownLearner, given: Contribution, reason: str) -> None:
         """It is not this channel's to give: no numbers of its own are broken, so it is no strike."""
         if self.rounds.has_given(learner, given.round, given.attempt):
             return
@@ -185,7 +185,7 @@ def wrong_report(learner: KnownLearner, report: Progress, versions: Sequence[int
     places = (report.versions, report.counted, (report.offer, report.aims, report.position))
     if min(map(min, counted)) < 0 or min(map(min, places)) < -1:
         return "a report with counters below zero"
-    if max(map(max, counted)) >= MOST or max(map(max, places)) >= MOST:
+    if max(map(max, counted)) >= MAX_COUNTER or max(map(max, places)) >= MAX_COUNTER:
         return "a report with counters that no run reaches"
     if report.t < learner.t or report.tokens_total < learner.tokens_total:
         return f"its counters went back: step {report.t} after step {learner.t}"
@@ -194,7 +194,7 @@ def wrong_report(learner: KnownLearner, report: Progress, versions: Sequence[int
     return None
 
 
-def not_its_own(learner: KnownLearner, given: Contribution, run: str, term: int) -> str | None:
+def meant_for_another(learner: KnownLearner, given: Contribution, run: str, term: int) -> str | None:
     """Whether a contribution was meant for another run, life or term than that of its connection.
 
     Who was welcomed knows the term: whoever is asked has heard of it.
@@ -223,7 +223,7 @@ def against_the_rules(learner: KnownLearner, round_: Round, given: Contribution,
     if min(given.t, given.steps, given.tokens, given.total, given.position + 1) < 0:
         counters = f"{given.steps} steps, {given.tokens} tokens of {given.total}, step {given.t}"
         return f"its counters are below zero: {counters}, position {given.position}"
-    if max(given.t, given.steps, given.tokens, given.total, given.position) >= MOST:
+    if max(given.t, given.steps, given.tokens, given.total, given.position) >= MAX_COUNTER:
         return "its counters are such as no run reaches"
     if given.tokens > given.total:
         return f"it names {given.tokens} tokens, its process has had {given.total} in all"

@@ -247,7 +247,7 @@ class Assembly:
         self._started_at = self._started_at or now
         live, late_at = self.state.members.live_learners(), self._started_at + self.state.settings.assemble_s
         seen = self.state.members.learners.values()
-        known, drained = sum(not one.closed for one in seen), sum(one.closed and one.was_asked for one in seen)
+        known, drained = sum(not one.closed for one in seen), sum(one.closed and one.was_asked_to_leave for one in seen)
         if self._everybody:
             awaited = self.state.settings.learners
         else:

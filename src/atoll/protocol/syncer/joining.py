@@ -48,7 +48,7 @@ class Joining:
             self.state.out.send(hello.learner, Refused(reason="the run is over", over=True))
             return
         if (wrong := wrong_hello(hello, self.state.history.run, self.state.settings.fragments)) is not None:
-            self._turn_off(before, hello, wrong)
+            self._refuse_hello(before, hello, wrong)
             return
         if before is not None:
             self._take_the_place_of(before, hello)
@@ -66,7 +66,7 @@ class Joining:
         self.state.out.note("joined", text, learner, declared=learner.declared, known_as=known_as)
         self._tell_again(learner)
 
-    def _turn_off(self, before: KnownLearner | None, hello: Hello, wrong: str) -> None:
+    def _refuse_hello(self, before: KnownLearner | None, hello: Hello, wrong: str) -> None:
         """A hello against the rules: refused. The process that had the name lost its connection, and may dial again."""
         if before is not None:
             self._drop_connection(before, hello)
@@ -232,7 +232,7 @@ class RunStart:
         if now >= until:
             text = f"{self._uploader} was asked for the first parameters, and nothing new of them came"
             self.state.out.note("warning", text, self.state.members.learners[self._uploader])
-            self._upload.gave_up(self._uploader, there)
+            self._upload.note_gave_up(self._uploader, there)
             next_uploader, until = self._ask_next(), self._upload.wait_until(now)
         wakes.append(until)
         return next_uploader
@@ -337,7 +337,7 @@ class UploadWait:
         """Somebody is asked, from now on."""
         self.begun, self._since, self._size = False, None, 0
 
-    def gave_up(self, uploader: str, there: set[str]) -> None:
+    def note_gave_up(self, uploader: str, there: set[str]) -> None:
         """Once all have had their chance, it begins anew, with the others first."""
         self.tried = self.tried | {uploader} if there - self.tried - {uploader} else {uploader}
 

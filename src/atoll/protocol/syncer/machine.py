@@ -222,7 +222,7 @@ class Syncer:
                 self._only_counted = self.contributions.hear_report(now, learner, message)
             case msg.Decline(round=number, attempt=attempt, reason=reason):
                 if (seat := self.rounds.find_seat(learner, number, attempt)) is not None:
-                    self.rounds.nothing_from(self.state.open_rounds[number], seat, reason)
+                    self.rounds.note_nothing_to_give(self.state.open_rounds[number], seat, reason)
             case msg.Register():
                 self.accounts.register_data(learner, message)
             case msg.CutSaved():
@@ -236,7 +236,7 @@ class Syncer:
             case msg.Ready():
                 self.peers.pass_on_ready(learner, message)
             case msg.Unable():
-                self.peers.hear_refusal(learner, message)
+                self.peers.hear_unable(learner, message)
             case msg.Leave(reason=reason):
                 self.joining.lose_learner(learner, "left", reason)
 

@@ -124,7 +124,7 @@ class KnownLearner:
         return self.state == "training" and not self.muted and not self.stalled
 
     @property
-    def was_asked(self) -> bool:
+    def was_asked_to_leave(self) -> bool:
         """To leave: by the operator here, or by whoever has its machine."""
         return self.leaving or bool(self.draining)
 

@@ -13,7 +13,7 @@ import msgspec
 from atoll.protocol.clock import SYNCER, Clock, merged
 from atoll.protocol.effects import Discard, Note, Persist, Send, SyncerEffect
 from atoll.protocol.history import History
-from atoll.protocol.limits import MOST, Budgets
+from atoll.protocol.limits import MAX_COUNTER, Budgets
 from atoll.protocol.messages import FromSyncer
 from atoll.protocol.records import AnyRecord, LentRecord, PlayedRecord, Stretch, encode
 from atoll.protocol.syncer.membership import KnownLearner
@@ -62,7 +62,7 @@ class Outbox:
     def merge_clock(self, clock: Mapping[str, int]) -> None:
         """Take in what a learner knows of those that joined. How many rounds are behind us nobody tells us."""
         ours, lives = self.clock, self.history.lives
-        if newer := {name: t for name, t in clock.items() if MOST > t > ours.get(name, -1) and name in lives}:
+        if newer := {name: t for name, t in clock.items() if MAX_COUNTER > t > ours.get(name, -1) and name in lives}:
             self.clock = merged(ours, newer)
 
 

@@ -89,7 +89,7 @@ class Peers:
         if said.again:
             return self._try_another(recovery, said)
         if wrong := said.reason or recovery.wrong_helper(said.peer):
-            self._go_on(recovery, wrong, tell=False)
+            self._continue_without_peer(recovery, wrong, tell=False)
             return None
         newcomer.helper = said.peer
         seconds, ready = round(now - recovery.since, 3), recovery.ready
@@ -109,10 +109,10 @@ class Peers:
         recovery.newcomer.distrusted.add(peer.session)
         return peer
 
-    def gave_up(self, newcomer: KnownLearner) -> None:
+    def note_gave_up(self, newcomer: KnownLearner) -> None:
         """It says that it waits for nobody."""
         if (recovery := self.open.get(newcomer.name)) is not None:
-            self._go_on(recovery, "it asks no more", tell=False)
+            self._continue_without_peer(recovery, "it asks no more", tell=False)
 
     def end_recovery(self, newcomer: KnownLearner, reason: str) -> None:
         """This one seeks no more, or is gone; its peer is free."""
@@ -132,7 +132,7 @@ class Peers:
         helped = Helped(ticket=said.ticket, peer=peer.name, size=said.size, digest=said.digest, direct=direct)
         self.state.out.send(recovery.newcomer.name, helped)
 
-    def hear_refusal(self, peer: KnownLearner, said: Unable) -> None:
+    def hear_unable(self, peer: KnownLearner, said: Unable) -> None:
         recovery = self._find_recovery(said.ticket)
         if recovery is not None and recovery.peer is peer:
             recovery.declined.add(peer.name)
@@ -178,7 +178,7 @@ class Peers:
     def end_all_recoveries(self, reason: str) -> None:
         """Nothing more is trained."""
         for recovery in list(self.open.values()):
-            self._go_on(recovery, reason)
+            self._continue_without_peer(recovery, reason)
 
     def _too_late(self, now: float, recovery: Recovery, wakes: list[float]) -> str:
         assert recovery.peer is not None
@@ -200,13 +200,15 @@ class Peers:
     def _ask_next_peer(self, now: float, recovery: Recovery, wakes: list[float]) -> None:
         """Another peer, if there is one; time to come for those that may be one soon; nobody."""
         if recovery.tries >= TRIES:
-            self._go_on(recovery, f"two tries came to nothing ({recovery.why})")
+            self._continue_without_peer(recovery, f"two tries came to nothing ({recovery.why})")
         elif (peer := self._healthiest_peer(recovery)) is not None:
             self._ask_peer(now, recovery, peer)
         elif now < (until := recovery.since + self._patience_s(recovery)):
             wakes.append(until)
         else:
-            self._go_on(recovery, f"no healthy peer is there{f' ({recovery.why})' if recovery.failed else ''}")
+            self._continue_without_peer(
+                recovery, f"no healthy peer is there{f' ({recovery.why})' if recovery.failed else ''}"
+            )
 
     def _patience_s(self, recovery: Recovery) -> float:
         """How long it waits for a peer that is not there; 0: nobody may come. A fresh inner optimizer warms up; without
@@ -270,7 +272,7 @@ class Peers:
         self._release_peer(recovery, reason)
         recovery.peer, recovery.ticket, recovery.ready = None, "", None
 
-    def _go_on(self, recovery: Recovery, reason: str, *, tell: bool = True) -> None:
+    def _continue_without_peer(self, recovery: Recovery, reason: str, *, tell: bool = True) -> None:
         newcomer = recovery.newcomer
         if tell:
             self.state.out.send(newcomer.name, Fresh(reason=reason))

@@ -27,7 +27,7 @@ from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.flights import Flights
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, Seat, SyncerState
-from atoll.protocol.syncer.weights import describe_cuts, limit_of, limited, weight
+from atoll.protocol.syncer.weights import describe_limited, limit_of, limit_weights, weight
 
 SILENT_BEATS = 1.5
 """Heartbeats after which a member that says nothing is not waited for."""
@@ -169,7 +169,7 @@ class Rounds:
         round_.enter_stage("pulling")
         round_.frozen_at, round_.reason = now, reason
         alive = self.state.members.names_alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
-        round_.live = len({*alive, *(one.name for one in ready)})
+        round_.alive = len({*alive, *(one.name for one in ready)})
         for one in ready:
             deadline_s = self.closing.deadline_of(one)
             round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s)
@@ -211,7 +211,7 @@ class Rounds:
         seat.leave(reason)
         self.state.out.discard(seat.learner, round_.number, round_.attempt)
 
-    def nothing_from(self, round_: Round, seat: Seat, reason: str) -> None:
+    def note_nothing_to_give(self, round_: Round, seat: Seat, reason: str) -> None:
         """It has nothing to give: it is asked again after its next step, not before."""
         self.state.members.learners[seat.learner].declined[round_.fragment] = seat.t
         self.leave_out(round_, seat, reason)
@@ -264,9 +264,9 @@ class Rounds:
         claimed = [weight(seat.answer) for seat in round_.given]
         seen = [self.state.members.learners[name].usual.steps for name in names]
         limits = [limit_of(name, steps, self.state.settings) for name, steps in zip(names, seen, strict=True)]
-        merged = limited(claimed, limits)
+        merged = limit_weights(claimed, limits)
         round_.weights, round_.limits = dict(zip(names, merged, strict=True)), dict(zip(names, limits, strict=True))
-        if text := describe_cuts(names, claimed, merged):
+        if text := describe_limited(names, claimed, merged):
             round_.reason = f"{round_.reason}; {text}"
 
     def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> bool:
@@ -313,7 +313,7 @@ class Rounds:
             self.state.out.note(
                 "again", f"round {round_.number} gathers once more: {reason}", round=round_.number, reason=reason
             )
-            round_.again(now)
+            round_.gather_again(now)
         else:
             self._pass_over(round_, reason)
 
@@ -402,7 +402,7 @@ class Rounds:
             version=version,
             attempt=round_.attempt,
             reason=round_.reason,
-            live=round_.live,
+            live=round_.alive,
             members=members,
             gather_s=round(round_.frozen_at - round_.opened_at, 6),
             sync_s=round(now - round_.frozen_at, 6),
@@ -448,12 +448,12 @@ class Rounds:
             "base": given.base,
             "since": since,
             "overlap": learner.overlaps.pop(round_.fragment, None) if since is not None else None,
-            **self._told_last(learner, seat.incarnation),
+            **self._last_report(learner, seat.incarnation),
             "agreement": None if judged is None else round(judged.agreement, 4),
             "influence": None if judged is None else round(judged.influence, 4),
         }
 
-    def _told_last(self, learner: KnownLearner, incarnation: int) -> dict[str, object]:
+    def _last_report(self, learner: KnownLearner, incarnation: int) -> dict[str, object]:
         """Its last report. Reports are in no record, so this note keeps it should all processes die."""
         if learner.incarnation != incarnation:
             return {"loss": None}

@@ -77,7 +77,7 @@ class Round:
     fragment: int
     opened_at: float
     roster: frozenset[str] = frozenset()
-    """Who was live at the opening; the synchronous rule waits for these."""
+    """Who was stepping at the opening; the synchronous rule waits for these."""
     stage: Stage = "gathering"
     attempt: int = 1
     quorum_at: float | None = None
@@ -91,7 +91,7 @@ class Round:
     """When the last contribution came; misses do not count, or each would stretch the next deadline."""
     merging_at: float = 0.0
     grace_s: float = 0.0
-    live: int = 0
+    alive: int = 0
     """Learners alive and recovered when it was frozen: members, and those that are not ready or muted."""
     reason: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)
@@ -110,8 +110,8 @@ class Round:
         return [seat for seat in self.seats.values() if seat.state == "asked"]
 
     def put_off(self, now: float, seconds: float) -> None:
-        """The syncer stood still for so long: what it waits for has so much more time. What it noticed since then
-        happened now at the latest, or a window would stay open for as long again."""
+        """The syncer stood still for so long: what it waits for has so much more time. Times are moved to at most now,
+        or a window would stay open for as long again."""
         self.frozen_at = min(now, self.frozen_at + seconds)
         for seat in self.seats.values():
             seat.deadline += seconds
@@ -123,7 +123,7 @@ class Round:
         assert stage in STAGES[self.stage], f"a round that is {self.stage} cannot be {stage} next"
         self.stage = stage
 
-    def again(self, now: float) -> None:
+    def gather_again(self, now: float) -> None:
         """Back to gathering, for a second and last attempt."""
         self.enter_stage("gathering")
         self.attempt += 1

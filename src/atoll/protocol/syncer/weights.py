@@ -25,7 +25,7 @@ from atoll.protocol.syncer.claims import KNOWN_STEPS
 
 FEW = 2
 """In a round of so few nobody can tell which of them claims too much."""
-REPORT_CUT = 2.0
+REPORT_LIMITED_RATIO = 2.0
 """Weights cut to less than 1/2 are named in the round's reason."""
 
 
@@ -41,7 +41,7 @@ def limit_of(learner: str, steps_seen: int, settings: Settings) -> float:
     return settings.weight_limit if steps_seen >= KNOWN_STEPS else 1.0
 
 
-def limited(weights: Sequence[float], limits: Sequence[float]) -> list[float]:
+def limit_weights(weights: Sequence[float], limits: Sequence[float]) -> list[float]:
     """Within each one's limit, and nobody above half of three or more."""
     capped = under_median(weights, limits)
     if len(capped) > FEW:
@@ -58,8 +58,8 @@ def under_median(weights: Sequence[float], limits: Sequence[float]) -> list[floa
     return [min(one, limit * middle) for one, limit in zip(weights, limits, strict=True)]
 
 
-def describe_cuts(names: Sequence[str], weights: Sequence[float], capped: Sequence[float]) -> str:
+def describe_limited(names: Sequence[str], weights: Sequence[float], capped: Sequence[float]) -> str:
     """The weights that were cut to less than half, for the round's reason; empty if there are none."""
     all_of = zip(names, weights, capped, strict=True)
-    cut = [f"{name} from {was:.4g} to {now:.4g}" for name, was, now in all_of if REPORT_CUT * now < was]
+    cut = [f"{name} from {was:.4g} to {now:.4g}" for name, was, now in all_of if REPORT_LIMITED_RATIO * now < was]
     return f"weight limited by the median of the others: {', '.join(cut)}" if cut else ""
