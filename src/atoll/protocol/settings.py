@@ -27,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     quorum: int = 1
     """K: the fewest learners a round needs."""
     synchronous: bool = False
-    """Every round takes all live learners, and learners wait for it: Streaming DiLoCo; with one fragment, DiLoCo."""
+    """Every round takes all stepping learners, and they wait for it: Streaming DiLoCo; with one fragment, DiLoCo."""
     grace: bool = True
     """Wait a little after quorum for more learners, inside the slack that the overlap leaves."""
     grace_share: float = 0.5
@@ -55,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     seed: int = 0
     """Of the order in which leases go through the data."""
     startup_s: float = 3.0
-    """Before a step time is known, the most a round waits for all live learners."""
+    """Before a step time is known, the most a round waits for all stepping learners."""
     assemble_s: float = 60.0
     """How long a run waits for those it was meant for: to begin (synchronous), or to end once those there stopped. Also
     how long a synchronous run waits for a learner's first step, how long a newcomer waits for a peer with the frozen
@@ -63,8 +63,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     wait_for_learners_s: float = 0.0
     """How long a run that has its first parameters waits for the rest of its learners before anybody trains."""
     patience_s: float = 5.0
-    """How long a round waits for a quorum that the live learners cannot make, before it asks for fewer. Also how long
-    the last cycle waits for learners (at least), a newcomer for a peer, and the end of a run in a new term for the
+    """How long a round waits for a quorum that the stepping learners cannot make, before it asks for fewer. Also how
+    long the last cycle waits for learners (at least), a newcomer for a peer, and the end of a run in a new term for the
     learners of the term before."""
     heartbeat_s: float = 1.0
     """A learner that has nothing to say still says so this often."""
@@ -78,11 +78,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pull_floor_s: float = 0.75
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
-    """Refusals (contributions, reports, states given to newcomers) since the last accepted contribution that send a
-    learner into quarantine."""
+    """Refusals since the last accepted contribution that send a learner into quarantine (`Strikes`)."""
     weight_limit: float = 2.0
-    """No contribution counts for more than this many times the median of all but the largest; rounds of one or two
-    have no limit. 1 until this syncer process has seen 32 steps of this life."""
+    """A contribution counts for at most this many times the median of all but the largest
+    (protocol/syncer/weights.py)."""
     guard: Literal["off", "alarm", "rollback"] = "alarm"
     """What follows when the scores of the run's evaluator become much worse (guard.py)."""
     weight_limits: Annotated[dict[Name, float], Meta(max_length=1024)] = {}
