@@ -96,13 +96,30 @@ def test_a_place_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) -> 
         keys.write(keys.key, b"x")
 
 
-@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777, 0o1770])
 def test_a_folder_that_others_can_change_is_not_used(keys: KeyDir, mode: int) -> None:
     keys.path.chmod(mode)
     with pytest.raises(ConfigError, match=f"can be changed by others on this machine: chmod 700 {keys.path}"):
         KeyDir.open(keys.path)
-    keys.path.chmod(0o1777)  # a sticky one lets nobody move what is not theirs
+
+
+@pytest.mark.parametrize("name", ["next.crt", "ca.crt", "syncer.crt", "last.json", "operator.crt"])
+def test_a_file_that_another_user_left_in_the_folder_before_it_was_closed_is_not_used(
+    keys: KeyDir, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link would pin such a next.crt, and whoever joins by it would trust the other user's server."""
+    (keys.path / name).touch()
+    lstat = Path.lstat
+
+    def lstat_of_another(self: Path) -> os.stat_result:
+        found = list(lstat(self))
+        found[4] += self.name == name  # the owner
+        return os.stat_result(found)
+
     KeyDir.open(keys.path)
+    monkeypatch.setattr(Path, "lstat", lstat_of_another)
+    with pytest.raises(ConfigError, match=f"{name} belongs to another user of this machine: remove it"):
+        KeyDir.open(keys.path)
 
 
 def test_what_belongs_to_another_user_is_not_used(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@
     RUN/secrets/NAME           of a run without keys: one secret, as Prometheus and curl read it from a file
 
 Both folders have mode 700 and every file in them mode 600. Their .gitignore keeps them out of a repository.
+A folder that others can write to is refused, and so is one that holds a file of another user.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,7 +149,7 @@ def check_private(file: Path) -> None:
     if found.st_mode & OPEN_TO_OTHERS:
         raise ConfigError(f"{file} can be read by others on this machine: chmod 600 {file}")
     if found.st_uid not in trusted():
-        raise ConfigError(f"{file} belongs to another user of this machine: remove it, and make one of your own")
+        raise _belongs_to_another(file)
 
 
 def read_link(said: str, named_by: str = "ATOLL_JOIN") -> str:
@@ -172,10 +172,24 @@ def read_link(said: str, named_by: str = "ATOLL_JOIN") -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """ConfigError where others can put files of their own in the place of ours."""
+    """ConfigError where others can put files of their own, or have done so. A sticky bit protects only files that are
+    there: where next.crt or ca.crt is missing, anybody could add one. Closing the folder leaves such a file in it, so
+    owners are checked too."""
     found = folder.stat()
-    if found.st_uid not in trusted() or (found.st_mode & WRITABLE_BY_OTHERS and not found.st_mode & stat.S_ISVTX):
+    if found.st_uid not in trusted() or found.st_mode & WRITABLE_BY_OTHERS:
         raise ConfigError(f"{folder} can be changed by others on this machine: chmod 700 {folder}")
+    try:
+        files = list(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"cannot look into {folder}: {error.strerror}") from error
+    for file in files:
+        with suppress(FileNotFoundError):  # a draft that was renamed meanwhile
+            if file.lstat().st_uid not in trusted():
+                raise _belongs_to_another(file)
+
+
+def _belongs_to_another(file: Path) -> ConfigError:
+    return ConfigError(f"{file} belongs to another user of this machine: remove it, and make one of your own")
 
 
 def trusted() -> tuple[int, int]:
