@@ -87,7 +87,7 @@ class MemoryDesk:
     def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
         return memoryview(self.initials[fragment])
 
-    async def initial_arrived(self, learner: str, session: str, fragment: int, digest: str) -> None:
+    async def initial_arrived(self, learner: str, session: str, fragment: int, body: memoryview, digest: str) -> None:
         self.note("initial", learner, fragment, digest)
 
     def fragment(self, index: int) -> ServedFragment:

@@ -76,6 +76,15 @@ def test_norms_of_another_plan_or_broken_ones_say_nothing(norms: list[list[float
     assert screen.judge(0, of_norm(1e6)) is None
 
 
+def test_claimed_steps_do_not_make_a_norm_small() -> None:
+    """Steps are the learner's own word: 10^9 of them would let any size in."""
+    screen = NormScreen([4], most_steps=16 * 24)
+    for _ in range(8):
+        assert screen.judge(0, of_norm(0.3 * 24), steps=24) is None
+    assert screen.judge(0, of_norm(0.3 * 24 * 20), steps=24 * 20) is None, "it was away for twenty cycles"
+    assert screen.judge(0, of_norm(0.3 * 24 * 1e6), steps=10**9) is not None
+
+
 def test_each_fragment_has_its_own_usual() -> None:
     assert seasoned(0.3).judge(1, of_norm(1e6, size=2)) is None
 

@@ -14,7 +14,7 @@ from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import NormScreen
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import Contribution, TensorSpec
 from atoll.syncer.contributions import Inbox, Merging
 from atoll.syncer.parameters import Parameters
 
@@ -89,13 +89,14 @@ def test_a_discarded_body_keeps_its_buffer_until_it_is_whole(inbox: Inbox) -> No
 def test_a_body_that_is_read_aside_keeps_its_buffers(inbox: Inbox) -> None:
     inbox.expect_body(KEY, 0)
     fill(inbox, KEY, 1.0)
-    with inbox.hold_buffers(KEY):
-        values = inbox.decode_body(KEY, "mark")
-        inbox.discard(KEY)
-        assert inbox.is_opened(KEY)
-        inbox.expect_body(("b", 4, 1), 0)
-        fill(inbox, ("b", 4, 1), 9.0)
-        assert (values == 1.0).all()
+    held = inbox.hold_buffers(KEY)
+    values = inbox.decode_body(KEY, "mark")
+    inbox.discard(KEY)
+    assert inbox.is_opened(KEY)
+    inbox.expect_body(("b", 4, 1), 0)
+    fill(inbox, ("b", 4, 1), 9.0)
+    assert (values == 1.0).all()
+    inbox.release_buffers(KEY, held)
     assert not inbox.is_opened(KEY)
 
 
@@ -122,6 +123,35 @@ def test_buffers_are_used_again(inbox: Inbox) -> None:
         for learner in ("a", "b"):
             inbox.discard((learner, number, 1))
     assert len(seen) == 2
+
+
+def test_bodies_of_discarded_probes_do_not_pile_up(inbox: Inbox) -> None:
+    """A learner begins to answer each probe and never ends: the fourth body has to wait for one of the first three."""
+    probes = [("a", number, 0) for number in range(4)]
+    for key in probes[:3]:
+        inbox.expect_body(key, 0, probe=True)
+        inbox.receive_body(key)
+    inbox.expect_body(probes[3], 0, probe=True)
+    with pytest.raises(PeerError, match="3 bodies of a that nobody waits for are still being received"):
+        inbox.receive_body(probes[3])
+    inbox.expect_body(("b", 3, 1), 0)
+    inbox.receive_body(("b", 3, 1))
+    inbox.mark_aborted(probes[0])
+    inbox.receive_body(probes[3])
+
+
+async def test_a_message_that_comes_twice_at_once_is_opened_once() -> None:
+    """Two copies in one write are read before the task of the first has started."""
+    large = plan((TensorSpec("one", (256, 256), "float32"), TensorSpec("two", (256, 256), "float32")))
+    parameters, inbox, told, work = Parameters(large, Outer()), Inbox(large, make_codec("fp32")), [], []
+    merging = Merging(parameters, inbox, NormScreen(large), False, told.append, work.append)
+    inbox.expect_body(KEY, 0)
+    fill(inbox, KEY, 1.0)
+    message = Contribution(round=3, attempt=1, fragment=0, base=0, t=1, steps=1, tokens=1, digest="mark")
+    merging.screen_contribution("a", message)
+    merging.screen_contribution("a", message)
+    [await one for one in work]
+    assert len(told) == 1 and told[0].refusal is None
 
 
 LARGE = (TensorSpec("one", (64, 64), "float32"), TensorSpec("two", (64, 64), "float32"))

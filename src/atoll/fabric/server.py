@@ -197,7 +197,7 @@ class Server(Port):
         fragment = int(request.match_info["fragment"])
         into = self._handlers.expect_initial(channel.learner, channel.session, fragment)
         digest = await self._intake.receive(request, channel.learner, ("initial", channel.learner, fragment), into)
-        await self._handlers.initial_arrived(channel.learner, channel.session, fragment, digest)
+        await self._handlers.initial_arrived(channel.learner, channel.session, fragment, into, digest)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:

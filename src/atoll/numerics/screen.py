@@ -7,7 +7,8 @@ Rules kept here:
 - up to twice what was usual earlier in the run is never refused: near a loss of zero norms are tiny, and a hard batch
   or an inner optimizer that starts afresh makes them as large as they once were;
 - model buffers need only be finite: statistics move far at first, and hardly at all later;
-- norms are compared per inner step, because a learner that was disconnected for a while has more steps to give;
+- norms are compared per inner step, because a learner that was disconnected for a while has more steps to give. Steps
+  are the learner's own claim: no more than `most_steps` of them count;
 - only merged contributions count: nobody can shift what is usual by sending what is refused anyway.
 
 This stops broken numbers, not a determined insider.
@@ -50,13 +51,18 @@ class UsualNorms(msgspec.Struct, frozen=True):
 
 class NormScreen:
     def __init__(
-        self, plan: FragmentPlan | Sequence[int], limit: float = 10.0, window: int = 64, least: int = 8
+        self,
+        plan: FragmentPlan | Sequence[int],
+        limit: float = 10.0,
+        window: int = 64,
+        least: int = 8,
+        most_steps: int = 1 << 40,
     ) -> None:
         """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged."""
         self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, FragmentPlan) else list(plan)
         self._buffers = [part.buffers for part in plan.fragments] if isinstance(plan, FragmentPlan) else []
         self.limit = limit
-        self._least = least
+        self._least, self._most_steps = least, most_steps
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
         self._highest = [0.0] * len(self._sizes)
         """Per fragment, the highest running median so far."""
@@ -74,7 +80,7 @@ class NormScreen:
             return f"{_broken(delta)} of {delta.size} values are not finite"
         if self._buffers and (buffers := self._buffers[fragment]).stop > 0:
             norm = math.hypot(_norm(delta[: buffers.start]), _norm(delta[buffers.stop :]))
-        pace = norm / max(steps, 1)
+        pace = norm / min(max(steps, 1), self._most_steps)
         refusal = self._judge_norm(fragment, pace, "norm" if steps <= 1 else "norm per step")
         if refusal is None:
             self._waiting[key] = (fragment, pace)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,8 @@ ContributionKey = tuple[str, int, int]
 """Learner, round, attempt."""
 LARGE = SMALL_BYTES // 4
 """Fragments of more elements than this are decoded and merged in a thread …"""
+STALE = 3
+"""Bodies of one learner that are still being received after they were discarded; more are refused until one ends."""
 PAIRS = 16
 """… and smaller ones too where more pairs of contributions than this are compared."""
 
@@ -46,7 +47,7 @@ class PendingContribution:
     """Set once the body has arrived."""
     receiving: bool = False
     held: bool = False
-    """A thread reads it."""
+    """A thread reads it, or is about to."""
     delta: FloatArray | None = None
     unwanted: bool = False
     """Discarded while it was received or read: its buffers are freed when that ends."""
@@ -76,6 +77,9 @@ class Inbox:
             raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for")
         if pending.receiving or pending.digest is not None:
             raise PeerError(f"the contribution to round {key[1]} is here already")
+        stale = sum(one.unwanted and one.receiving for (name, *_), one in self._pending.items() if name == key[0])
+        if stale >= STALE:
+            raise PeerError(f"{stale} bodies of {key[0]} that nobody waits for are still being received")
         if pending.body is None:
             pending.body = self._bodies.pop() if self._bodies else np.empty(self._largest, dtype=np.uint8)
         pending.receiving = True
@@ -96,13 +100,14 @@ class Inbox:
         pending = self._pending.get(key)
         return pending is not None and (pending.held or pending.delta is not None)
 
-    @contextmanager
-    def hold_buffers(self, key: ContributionKey) -> Iterator[None]:
-        """While a thread reads it its buffers are not reused, even if it is discarded."""
+    def hold_buffers(self, key: ContributionKey) -> PendingContribution | None:
+        """Until they are released its buffers are not reused, even if it is discarded."""
         pending = self._pending.get(key)
         if pending is not None:
             pending.held = True
-        yield
+        return pending
+
+    def release_buffers(self, key: ContributionKey, pending: PendingContribution | None) -> None:
         if pending is not None:
             pending.held = False
             self._free_if_unwanted(key, pending)
@@ -169,11 +174,14 @@ class Merging:
         if not in_range or self._fragments[message.fragment].size <= LARGE:
             self._tell(fx.Delivered(learner, message, self._decode_and_screen(key, message)))
         else:
-            self._spawn(self._screen_in_thread(key, message))
+            # Held from now on, not from when the task starts: a second copy of the message may be read before that.
+            self._spawn(self._screen_in_thread(key, message, self._inbox.hold_buffers(key)))
 
-    async def _screen_in_thread(self, key: ContributionKey, message: Contribution) -> None:
-        with self._inbox.hold_buffers(key):
-            refusal = await asyncio.to_thread(self._decode_and_screen, key, message)
+    async def _screen_in_thread(
+        self, key: ContributionKey, message: Contribution, held: PendingContribution | None
+    ) -> None:
+        refusal = await asyncio.to_thread(self._decode_and_screen, key, message)
+        self._inbox.release_buffers(key, held)
         self._tell(fx.Delivered(key[0], message, refusal))
 
     def _decode_and_screen(self, key: ContributionKey, message: Contribution) -> str | None:

@@ -43,7 +43,7 @@ NAME_FRAGMENT = 512
 TAPE = 16
 """A tape takes this many times its bytes in the journal, as Python objects."""
 MISSES = 3
-"""Pulls of a learner beside those of the rounds in flight: two that it missed, and a probe."""
+"""Pulls of a learner beside those of the rounds in flight: two that it missed, and a probe (`contributions.STALE`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,6 @@ class FirstParameters:
         """The learner and its session."""
         self._here: set[int] = set()
         """Fragments that have arrived."""
-        self._arriving: dict[tuple[str, int], FloatArray] = {}
-        """Bodies on their way, by session, apart from the parameters: one that is no longer asked may still send."""
 
     def ask_learner(self, learner: str, session: str) -> None:
         self._asked = (learner, session)
@@ -133,24 +131,17 @@ class FirstParameters:
     def is_asked(self, learner: str, session: str) -> bool:
         return self._machine.phase == "empty" and (learner, session) == self._asked
 
-    def receive_fragment(self, session: str, fragment: int) -> memoryview:
-        """Where the body is received."""
+    def make_room(self, fragment: int) -> memoryview:
+        """Where a body is received: apart from the parameters, since one that is no longer asked may still send."""
         if fragment >= len(self._parameters.plan.fragments):
             raise PeerError(f"there is no fragment {fragment}")
-        if (session, fragment) not in self._arriving:
-            self._arriving[session, fragment] = np.empty(self._parameters.plan.fragments[fragment].size, np.float32)
-        return self._arriving[session, fragment].view(np.uint8).data
-
-    def take_arrived(self, session: str, fragment: int) -> FloatArray:
-        """The body that has arrived. Nothing writes to it any more."""
-        return self._arriving.pop((session, fragment))
+        return np.empty(self._parameters.plan.fragments[fragment].size, np.float32).view(np.uint8).data
 
     def accept_fragment(self, fragment: int, values: FloatArray, digest: str) -> None:
         self._parameters.put_initial(fragment, values, digest)
         self._here.add(fragment)
         if self.is_complete:
             self._parameters.commit_initial()
-            self._arriving.clear()
 
     def has_fragment(self, fragment: int) -> bool:
         return fragment in self._here

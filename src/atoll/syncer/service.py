@@ -59,6 +59,9 @@ from atoll.syncer.status import Meter, describe_score, manifest
 from atoll.telemetry.events import EventLog, versions
 from atoll.telemetry.status import RunStatus
 
+MOST_CYCLES = 16
+"""Cycles of H steps that a contribution may claim when its norm is judged: a learner that was away gives several."""
+
 
 class SyncerService:
     """The `Handlers` of the fabric's server. Belongs to one event loop."""
@@ -216,7 +219,13 @@ class SyncerService:
         self._inbox = Inbox(model.plan, make_codec(settings.codec))
         # Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny.
         few = 8 * settings.learners
-        self._screen = NormScreen(model.plan, limit=outer_of(history).norm_limit, window=2 * few, least=few)
+        self._screen = NormScreen(
+            model.plan,
+            limit=outer_of(history).norm_limit,
+            window=2 * few,
+            least=few,
+            most_steps=MOST_CYCLES * settings.sync_every,
+        )
         robust = outer_of(history).robust
         self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
         self._cuts = CutWriter(self._run_store, self._parameters, history.run, self._handle, self._spawn)
@@ -320,13 +329,13 @@ class SyncerService:
     def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
         if self._machine is None or not self._first.is_asked(learner, session):
             raise PeerError(f"{learner} was not asked for the first parameters")
-        body = self._first.receive_fragment(session, fragment)
+        body = self._first.make_room(fragment)
         self._handle(fx.Uploading(learner, body.nbytes))
         return body
 
-    async def initial_arrived(self, learner: str, session: str, fragment: int, digest: str) -> None:
+    async def initial_arrived(self, learner: str, session: str, fragment: int, body: memoryview, digest: str) -> None:
         self._find_uploader(learner, session)
-        values = self._first.take_arrived(session, fragment)
+        values = np.frombuffer(body, np.float32)
         small = values.nbytes <= SMALL_BYTES
         finite = is_finite(values) if small else await asyncio.to_thread(is_finite, values)
         channel = self._find_uploader(learner, session)  # again: another may be asked by now
