@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from tests.fabric import test_abuse, test_abuse_learners
 
+from atoll.config import Service
 from atoll.fabric.wire import KIB, MIB, FabricLimits
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.messages import TensorSpec
+from atoll.protocol.settings import Settings
+from atoll.syncer.model import memory_bound
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 TABLES = {
@@ -55,3 +60,21 @@ def shown(name: str, value: float) -> str:
     if name.endswith("_s"):
         return f"{value:g} s"
     return f"{value:,}"
+
+
+@pytest.mark.parametrize(
+    ("model", "size"), [("0.8M parameters", 800_000), ("168M", 168_000_000), ("1B", 1_000_000_000)]
+)
+def test_the_memory_table_is_what_the_bound_gives(model: str, size: int) -> None:
+    plan = make_plan([TensorSpec(f"w{n}", (size // 24,), "float32") for n in range(24)], 24, "balanced")
+    settings, budget = Settings(fragments=24, sync_every=24, codec="bf16"), Service().round_memory_mib
+    assert f"| with 16 learners, `round_memory_mib = {budget}` (default) |" in PAGE
+    most = memory_bound(plan, settings, slots=1, round_memory=budget * MIB)
+    cells = (model, *map(memory, (most.fixed, most.each, most.total_bytes(16))))
+    assert f"| {' | '.join(cells)} |" in PAGE
+
+
+def memory(size: int) -> str:
+    if size < 1024 * MIB:
+        return f"{size / MIB:.0f} MiB"
+    return f"{size / (1024 * MIB):.{1 if size < 10 * 1024 * MIB else 0}f} GiB"
