@@ -245,7 +245,7 @@ class PlayedTraining:
                     assert self.boundary is not None
                     self.boundary.carry_out(frame)
         if self.boundary is not None:
-            self.boundary.idle()
+            self.boundary.serve_orders()
 
     def _make_box(self, frame: Welcomed) -> None:
         if self.box is None:
@@ -261,7 +261,7 @@ class PlayedTraining:
         assert self.boundary is not None
         self.t += 1
         self.parameters["w"] += 0.001
-        self.boundary.count(self.t, 10, 10 * self.t)
+        self.boundary.count_step(self.t, 10, 10 * self.t)
         self.listen()
         self.boundary.adopt_ready(self.t)
         self.boundary.make_copies(self.t)

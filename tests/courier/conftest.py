@@ -222,7 +222,7 @@ class Training:
                         await self._readable.wait()
                 self.listen()
                 if idle and self.boundary is not None:
-                    self.boundary.idle()
+                    self.boundary.serve_orders()
 
     async def join(self) -> None:
         self.hire()
@@ -240,7 +240,7 @@ class Training:
         self.t, self.tokens = self.t + 1, self.tokens + tokens
         for parameter in self.parameters.values():
             parameter += change
-        self.boundary.count(self.t, tokens, self.tokens)
+        self.boundary.count_step(self.t, tokens, self.tokens)
         self.listen()
         self.boundary.adopt_ready(self.t)
         self.boundary.make_copies(self.t)

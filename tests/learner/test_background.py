@@ -80,7 +80,7 @@ class Place:
 
     def step(self) -> None:
         self.t += 1
-        self.boundary.count(self.t, 10)
+        self.boundary.count_step(self.t, 10)
         for frame in self.process.receive():
             self.boundary.carry_out(frame)
         self.boundary.adopt_ready(self.t)

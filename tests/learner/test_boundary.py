@@ -26,7 +26,7 @@ class Place:
         self.t += 1
         for w in self.w.values():
             w += change
-        self.boundary.count(self.t, tokens)
+        self.boundary.count_step(self.t, tokens)
         self.boundary.adopt_ready(self.t)
         self.boundary.make_copies(self.t)
 
@@ -144,18 +144,18 @@ def test_carry_without_a_copy_subtracts_the_base_and_keeps_every_step(place: Pla
 def test_a_hold_waits_from_its_step_until_its_round_is_adopted(place: Place) -> None:
     place.boundary.carry_out(HoldOrder(round=2, fragment=0, step=2))
     place.step()
-    assert not place.boundary.held(place.t)
+    assert not place.boundary.is_held(place.t)
     place.step()
-    assert place.boundary.held(place.t)
+    assert place.boundary.is_held(place.t)
     place.adopts(0, version=1, value=1.0, round=0)
     place.boundary.adopt_ready(place.t)
-    assert place.boundary.held(place.t), "an older round does not end it"
+    assert place.boundary.is_held(place.t), "an older round does not end it"
     place.adopts(1, version=1, value=1.0, round=3)
     place.boundary.adopt_ready(place.t)
-    assert place.boundary.held(place.t), "another fragment does not end it"
+    assert place.boundary.is_held(place.t), "another fragment does not end it"
     place.adopts(0, version=2, value=1.0, round=2)
     place.boundary.adopt_ready(place.t)
-    assert not place.boundary.held(place.t)
+    assert not place.boundary.is_held(place.t)
 
 
 def test_letting_go_ends_a_hold(place: Place) -> None:
@@ -163,7 +163,7 @@ def test_letting_go_ends_a_hold(place: Place) -> None:
     place.step()
     place.boundary.carry_out(fx.LetGo(0))
     place.boundary.carry_out(fx.LetGo(5))
-    assert not place.boundary.held(place.t)
+    assert not place.boundary.is_held(place.t)
 
 
 def test_a_cancelled_order_frees_its_slot_and_leaves_the_others(place: Place) -> None:
@@ -199,7 +199,7 @@ def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
     place.boundary.carry_out(ForgetOrder(epoch=1, reset=False))
     assert place.courier.told() == [SlotFreed(1, incoming=False), SlotFreed(2, incoming=True)]
     assert counters(place.box) == ([0, 0], [0, 0], [-1, -1]), "they belong to the life before"
-    assert not place.boundary.held(place.t)
+    assert not place.boundary.is_held(place.t)
     place.adopts(0, version=0, value=5.0)
     place.step()
     assert place.courier.told() == [VersionTaken(0, Adopted(0, 0, t=2, dropped=10, missed=10), epoch=1)]
@@ -221,7 +221,7 @@ def test_orders_of_a_dead_courier_are_dropped_without_a_word_to_the_next(place: 
     place.boundary.drop_orders()
     place.step()
     assert place.courier.told() == []
-    assert not place.boundary.held(place.t)
+    assert not place.boundary.is_held(place.t)
     place.reads(slot=0, round=0, step=1)
     place.step()
     [copy] = place.courier.told()
@@ -285,7 +285,7 @@ def test_while_idle_everything_is_served_at_once(place: Place) -> None:
     place.step()
     place.adopts(1, version=1, value=5.0, step=50)
     place.reads(slot=1, round=0, step=50)
-    place.boundary.idle(over=True)
+    place.boundary.serve_orders(over=True)
     assert [type(frame) for frame in place.courier.told()] == [VersionTaken, CopyMade]
     assert place.w["w1"].tolist() == [5.0]
 
@@ -294,13 +294,13 @@ def test_while_idle_the_same_values_are_not_copied_again_and_again(place: Place)
     place.boundary.carry_out(fx.Own())
     place.step()
     place.reads(slot=0, round=0, step=2)
-    place.boundary.idle(over=True)
+    place.boundary.serve_orders(over=True)
     place.courier.told()
     place.reads(slot=1, round=0, step=2)
-    place.boundary.idle(over=True)
+    place.boundary.serve_orders(over=True)
     assert place.courier.told() == []
     place.adopts(0, version=1, value=5.0)
-    place.boundary.idle(over=True)
+    place.boundary.serve_orders(over=True)
     assert [type(frame) for frame in place.courier.told()] == [VersionTaken, CopyMade]
 
 
@@ -308,7 +308,7 @@ def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
     """Synchronous orders come before the run's parameters are all adopted; a copy at step 0 would hold nothing."""
     place.boundary.carry_out(fx.Own())
     place.reads(slot=0, round=0, step=1)
-    place.boundary.idle()
+    place.boundary.serve_orders()
     assert place.courier.told() == []
     place.step()
     assert [type(frame) for frame in place.courier.told()] == [CopyMade]
@@ -357,7 +357,7 @@ def test_a_split_parameter_is_adopted_piece_by_piece() -> None:
     assert box.base(0).tolist() == [0, 1, 2, 3] and box.base(1).tolist() == [4, 5, 6, 7]
     box.incoming(0, 1)[:] = [40, 50, 60, 70]
     boundary.carry_out(AdoptOrder(0, 1, 1, 0, "overwrite", 0.5, 0))
-    boundary.count(1, 10)
+    boundary.count_step(1, 10)
     boundary.adopt_ready(1)
     assert own.tolist() == [[0, 1], [2, 3], [40, 50], [60, 70]] and own.requires_grad
     assert counters(box) == ([1, 0], [10, 0], [-1, 1])

@@ -75,7 +75,7 @@ def test_more_rounds_are_not_started_where_they_would_only_wait_for_each_other()
     flights = world.syncer.rounds.flights
     assert flights.is_short and flights.gap_s == pytest.approx(0.55, rel=0.02)
     assert flights.wanted <= 7 and (flights.round_s.value or 99) < 3.5
-    assert world.syncer.effective_h == pytest.approx(26.4, abs=1)
+    assert world.syncer.steps_between_syncs.median == pytest.approx(26.4, abs=1)
 
 
 def test_a_run_that_was_short_of_bandwidth_finds_out_when_it_is_not_any_more() -> None:
@@ -84,7 +84,7 @@ def test_a_run_that_was_short_of_bandwidth_finds_out_when_it_is_not_any_more() -
     world.merge_s = 0.0
     world.run_until(seconds=600)
     assert not world.syncer.rounds.flights.is_short
-    assert world.syncer.effective_h == pytest.approx(24, abs=1)
+    assert world.syncer.steps_between_syncs.median == pytest.approx(24, abs=1)
 
 
 def test_memory_that_is_allowed_limits_the_rounds_and_is_named() -> None:
@@ -107,7 +107,7 @@ def test_a_step_that_becomes_slower_needs_fewer_rounds_under_way() -> None:
         learner.step_s = 1.0
     world.run_until(seconds=1500)
     assert world.syncer.rounds.flights.allowed == 2 < before
-    assert world.syncer.effective_h == pytest.approx(24, abs=1)
+    assert world.syncer.steps_between_syncs.median == pytest.approx(24, abs=1)
 
 
 def test_the_overlap_is_measured_from_reading_to_adoption() -> None:

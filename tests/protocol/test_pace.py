@@ -10,17 +10,17 @@ from atoll.protocol.syncer.closing import Pace
 @pytest.mark.parametrize("step_s", [[1.0] * 4, [1.0, 1.25, 0.77, 2.0]])
 def test_the_effective_h_stays_at_h(fragments: int, every: int, step_s: list[float]) -> None:
     world = World(4, fragments=fragments, sync_every=every, step_s=step_s, quorum=1).run_until(seconds=12 * every)
-    assert world.syncer.effective_h == pytest.approx(every, abs=max(1.0, 0.15 * every))
+    assert world.syncer.steps_between_syncs.median == pytest.approx(every, abs=max(1.0, 0.15 * every))
 
 
 def test_a_single_learner_on_a_network_without_latency_keeps_h() -> None:
     world = World(1, fragments=6, sync_every=12, quorum=1, grace=False).run_until(seconds=400)
-    assert world.syncer.effective_h == 12
+    assert world.syncer.steps_between_syncs.median == 12
 
 
 def test_latency_within_the_overlap_does_not_stretch_h() -> None:
     world = World(3, fragments=6, sync_every=6, overlap=2, latency_s=0.1).run_until(seconds=300)
-    assert world.syncer.effective_h == pytest.approx(6, abs=1)
+    assert world.syncer.steps_between_syncs.median == pytest.approx(6, abs=1)
 
 
 def test_after_a_stall_there_is_no_burst_of_rounds() -> None:

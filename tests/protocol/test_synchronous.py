@@ -32,7 +32,7 @@ def test_every_round_has_every_learner(fragments: int, every: int, overlap: int,
     ).run_until(round=20)
     assert all(world.members(number) == set(world.learners) for number in range(20))
     assert not world.said("passed")
-    assert world.syncer.effective_h == every
+    assert world.syncer.steps_between_syncs.median == every
 
 
 @pytest.mark.parametrize("overlap", [0, 2])

@@ -4,7 +4,7 @@ It takes frames from the training process over a local socket and messages from 
 to `protocol.learner`, and carries out what comes back. Everything but the work on large fragments (body.py) is done on
 one event loop. While an adopted version is copied into the base, further frames of the training process wait: the state
 machine hears of them in their order. When the training process is gone, so is the courier, and the syncer is told
-why. A courier that finds itself in the wrong ends at once: the training process starts another.
+why. A courier whose state is inconsistent exits: the training process starts another.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Courier:
         self._states: StateTransfers | None = None
         self._plan: FragmentPlan | None = None
         self._settings: Settings | None = None
-        """Those that the shared memory was cut by."""
+        """Those that the shared memory was laid out by."""
         self._held: deque[FromSyncer] = deque(maxlen=4096)
         """Messages that wait for the shared memory."""
         self._frames: deque[bytes] = deque()
@@ -112,7 +112,7 @@ class Courier:
             raise self._broken
 
     def _run_callback(self, back: Callable[..., None], *told: object) -> None:
-        """By the loop, which would only log an error: half a courier would live on."""
+        """asyncio would only log an error and leave half a courier: end it instead."""
         try:
             back(*told)
         except Exception as error:
@@ -289,7 +289,7 @@ class Courier:
             self._box.set_count("incarnation", message.incarnation)
 
     def _fits(self, welcome: Welcome) -> bool:
-        """Whether the shared memory is cut as this run asks. If not, the training process makes it anew."""
+        """Whether the shared memory is laid out as this run asks. If not, the training process makes it anew."""
         if self._box is None or self._plan is None or self._settings is None:
             return False
         same_plan = self._plan.fingerprint == welcome.fingerprint
@@ -422,7 +422,7 @@ class Courier:
         self._over.set()
 
     async def _watch_parent(self) -> None:
-        """A worker forked off the training process may keep its socket open; its pid does not lie."""
+        """A worker forked off the training process may keep its socket open, so watch the parent pid as well."""
         while True:
             await asyncio.sleep(PARENT_CHECK_S)
             if os.getppid() != self._parent:

@@ -95,7 +95,7 @@ class ClusterWorld(World):
         own = ledger.by_learner()
         shares = tuple(own[name].merged_share() if name in own else None for name in self.chips)
         whole = ledger.totals().merged_share()
-        return PlayedRounds(self.committed, self.now, inside, self.syncer.effective_h, whole, shares)
+        return PlayedRounds(self.committed, self.now, inside, self.syncer.steps_between_syncs.median, whole, shares)
 
     @property
     def committed(self) -> int:

@@ -6,8 +6,7 @@ On a device copies take time, and two threads keep the next boundary out of it: 
 moment it is in host memory, and the one that reads the courier's frames (courier_process.py) starts to bring a version
 the moment it has arrived, so that it is on the device at the next boundary. Both wait without the interpreter's lock.
 
-Adoption takes a new version Θ of a fragment into the model's parameters θ, by one of the rules in adoption/. The inner
-optimizer's moments are never touched.
+Adoption takes a new version Θ of a fragment into the model's parameters θ, by one of the rules in adoption/.
 
 The memory that a learner shares with its courier is made when the run's settings are known, or filled from a snapshot.
 It outlives a courier: the next one finds counters, versions and the base in it. It is made anew when the run's fragment
@@ -129,7 +128,7 @@ class Boundary:
         """Go on after this step."""
         self._t, self._total, self._position = t, total, position
 
-    def count(self, t: int, tokens: int, total: int = 0, position: int = -1) -> None:
+    def count_step(self, t: int, tokens: int, total: int = 0, position: int = -1) -> None:
         self.continue_from(t, total, position)
         self._steps += 1
         self._tokens += tokens
@@ -167,7 +166,7 @@ class Boundary:
                 self._courier.send(self._copying.pop(0)[1])
 
     def _tell_copies(self) -> None:
-        """A thread: the same as soon as a copy is there. An error of the device is the training thread's to meet."""
+        """A thread: tells the courier as soon as a copy is there. The training thread meets errors of the device."""
         self._offload.enter_thread()
         with suppress(RuntimeError):
             while (under_way := self._awaited.get()) is not None:
@@ -179,7 +178,7 @@ class Boundary:
         self._brought[order.slot] = self._offload.bring(order.fragment, order.slot)
 
     def settle(self) -> None:
-        """The same, waiting for those under way."""
+        """Wait for the copies under way, then tell the courier."""
         for transfer, _ in list(self._copying):
             transfer.wait()
         self.send_finished_copies()
@@ -199,7 +198,7 @@ class Boundary:
         self._arriving = waiting
 
     def _take(self, order: AdoptOrder) -> None:
-        """Take a version, book what it drops, and start the fragment's counters anew."""
+        """Take a version, book what it drops, and set the fragment's counters to what is left."""
         f, steps, tokens = order.fragment, 0, 0
         read: list[torch.Tensor] | None = None
         if order.rule == "carry":
@@ -222,10 +221,10 @@ class Boundary:
         adopted = Adopted(f, order.version, self._t, steps, tokens, dropped, missed)
         self._courier.send(VersionTaken(order.slot, adopted, self.epoch))
 
-    def held(self, t: int) -> bool:
+    def is_held(self, t: int) -> bool:
         return any(hold.step <= t for hold in self._holds.values())
 
-    def idle(self, *, over: bool = False) -> None:
+    def serve_orders(self, *, over: bool = False) -> None:
         """Not training: everything that is due is served at once; after the last step (`over`) all of it is."""
         for transfer, order in self._arriving:
             transfer.wait()
@@ -324,7 +323,7 @@ class SharedMailbox:
         self.tensors = describe(self._model, self._buffers)
 
     def apply_welcome(self, frame: Welcomed) -> bool:
-        """The run's settings are known: cut the model as they say. True: the courier is to get other memory."""
+        """The run's settings are known: split the model as they say. True: the courier is to get other memory."""
         self._newest, self.index = frame.versions, frame.index
         plan = make_plan(self.tensors, frame.settings.fragments, frame.settings.plan)
         if plan.fingerprint != frame.fingerprint:

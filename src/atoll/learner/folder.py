@@ -19,7 +19,7 @@ Rules:
   neither of them the other's successor;
 - it stays where it is when the script changes the current folder;
 - what is saved lies by the run and not by the address: another address finds it, and another run on the same address
-  does not touch it. Where an earlier version saved by the address, that folder is used if it is of this run;
+  does not touch it. Where only another folder of this name holds parts of the run, that one is used;
 - where no folder can be made, the learner trains without one; where it cannot be locked, with a secret of its own.
 """
 

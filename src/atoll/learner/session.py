@@ -292,7 +292,7 @@ class RunSession:
         self._inputs.stepped(tally.t)
         self._unmerged.look(tally.t)
         if shared.boundary is not None:
-            shared.boundary.count(tally.t, tokens, tally.tokens, self._feed.position)
+            shared.boundary.count_step(tally.t, tokens, tally.tokens, self._feed.position)
         self._listen()
         if shared.boundary is not None:
             shared.boundary.adopt_ready(tally.t)
@@ -307,7 +307,7 @@ class RunSession:
         """Only a synchronous run ever holds, and a replay."""
         t, shared = self._tally.t, self.shared
         assert shared.boundary is not None
-        while shared.boundary.held(t) and not self.done:
+        while shared.boundary.is_held(t) and not self.done:
             self._courier.wait(0.5)
             self._listen()
             shared.boundary.adopt_ready(t)
@@ -321,7 +321,7 @@ class RunSession:
         self._courier.wait(seconds)
         self._listen()
         if self.shared.boundary is not None:
-            self.shared.boundary.idle()
+            self.shared.boundary.serve_orders()
 
     def _look_up(self) -> None:
         """How far the run is, as the next step is to know it. It does not change while that step is under way, whatever
@@ -465,7 +465,7 @@ class RunSession:
                 break
             self._courier.wait(0.2)
             self._listen()
-            shared.boundary.idle(over=True)
+            shared.boundary.serve_orders(over=True)
             self._tape.tell()
             leaving.look(time.monotonic(), ending=self._done, unmerged=shared.unmerged())
         return leaving

@@ -113,8 +113,7 @@ def remove_idle_time(timeline: Sequence[Event]) -> list[Event]:
 
 
 def find_session_starts(timeline: Iterable[Event]) -> list[int]:
-    """The places of the events with which everything was started again; the first start is none. It was not told where
-    an earlier version of Atoll started a syncer by hand."""
+    """The places of the events with which everything was started again; the first start is none."""
     starts, begun = list[int](), False
     for place, event in enumerate(timeline):
         if starts_everything(event):

@@ -1,6 +1,6 @@
 """Records of the journal: the decisions of a run, small enough to keep for ever.
 
-With `durability = "round"` they are durable before anybody hears of them (syncer/effect_order.py).
+With `durability = "round"` they are durable before anybody hears of them (protocol/syncer/effect_order.py).
 
 A run's state is a fold over its records (history.py). The merged outer gradients are stored beside them; a record names
 their place. Structs are written as arrays without names: a round of four members takes under 300 bytes.
@@ -36,7 +36,7 @@ from atoll.protocol.tape import AnyEntry
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Base of all records."""
+    pass
 
 
 class BegunRecord(Record, frozen=True, tag="begun"):
@@ -75,7 +75,7 @@ class JoinedRecord(Record, frozen=True, tag="joined"):
 
 
 class OwnedRecord(Record, frozen=True, tag="owned"):
-    """From here on the name belongs to whoever holds the token of that name, which is no secret."""
+    """From here on the name belongs to whoever holds the join token of that name; the name is no secret."""
 
     learner: str
     token: str
@@ -100,8 +100,7 @@ class Share(Record, frozen=True):
     position: int = -1
     """How many leased samples it had taken then; −1: it brings its own data."""
     limit: float = 0.0
-    """How many times the median of all but the largest weight it could be (protocol/syncer/weights.py); 0:
-    `weight_limit`."""
+    """How many times the median of all but the largest weight it could be (protocol/syncer/weights.py)."""
     factors: bytes = b""
     """Per tensor of the fragment, as float32, what the filter left of it (0: nothing); empty: all of it."""
 
@@ -125,7 +124,7 @@ class MergedRecord(Record, frozen=True, tag="m"):
     digest: str
     """Of the new version's values."""
     payload: Place | None = None
-    """None where payloads are not kept (durability = "cut")."""
+    """Set when the record is written."""
     progress: float = 0.0
     """How much of the run's budget is spent with it."""
     marks: bytes = b""
@@ -212,8 +211,7 @@ class GoneRecord(Record, frozen=True, tag="gone"):
     """Samples from this position on are issued again; none of them is in any version."""
     reason: str = ""
     missed: tuple[int, ...] = ()
-    """Per fragment, of `dropped`: overwritten by versions that held none of its steps. Empty: an earlier version of
-    Atoll, which did not tell."""
+    """Per fragment, of `dropped`: overwritten by versions that held none of its steps."""
 
 
 class AlarmedRecord(Record, frozen=True, tag="alarmed"):

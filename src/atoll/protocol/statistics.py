@@ -100,6 +100,5 @@ def median(values: Iterable[float]) -> float:
 
 
 def median_of_sorted(values: list[float]) -> float:
-    """The median of values that are in order already."""
     half = len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2

@@ -27,7 +27,7 @@ class Holder(msgspec.Struct, frozen=True):
     pid: int = 0
 
     def __repr__(self) -> str:
-        """A secret is in no log, wherever this is printed."""
+        """Leaves out the proof: it is a secret."""
         return f"Holder({self.session!r}, host={self.host!r}, pid={self.pid})"
 
     @classmethod

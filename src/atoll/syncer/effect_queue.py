@@ -32,8 +32,6 @@ Append = Callable[[Sequence[Entry]], object]
 
 
 class EffectQueue:
-    """The `EffectOrder` of a real syncer: it writes in a thread, and waits while the disk is full."""
-
     def __init__(
         self,
         append: Append,

@@ -135,7 +135,7 @@ class RunStore:
         self._lease.beat()
 
     def append(self, entries: Sequence[Entry]) -> None:
-        """Append and sync, in a thread; one append at a time."""
+        """Append, in a thread, one at a time; fsync with durability = "round", or where `must_be_synced` says so."""
         with self._writing:
             if any(isinstance(record, MergedRecord | RestoredRecord) for record, _ in entries):
                 self._remove_model()

@@ -1,7 +1,4 @@
-"""A share α of the learner's own values stays: θ ← αθ + (1 − α)Θ.
-
-The ledger books all steps that the version does not contain as dropped, although a share of their values stays.
-"""
+"""A share α of the learner's own values stays: θ ← αθ + (1 − α)Θ."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Seeking:
                 self._do(FetchState(message.ticket, message.size, message.digest, message.direct))
 
     def note_outcome(self, now: float, event: StateCame | StateFailed | Taken) -> None:
-        """What became of what it was told to fetch; of anything older nobody wants to know."""
+        """What became of what it was told to fetch; older tickets are ignored."""
         if (helped := self._helped) is None or helped.ticket != event.ticket:
             return
         match event:
@@ -80,7 +80,7 @@ class Seeking:
                 self._report_outcome(now, helped, event)
 
     def _report_outcome(self, now: float, helped: Helped, taken: Taken) -> None:
-        """It is in; it is not to be believed, and another peer's may be; or none could be taken here."""
+        """Taken; refused (ask for another peer); or impossible here."""
         size = helped.size if taken.refused or not taken.reason else 0
         said = Settled(ticket=taken.ticket, peer=helped.peer, size=size, t=taken.t, reason=taken.reason)
         self._say(now, msgspec.structs.replace(said, again=taken.refused))
@@ -117,8 +117,6 @@ BYTES_PER_S = 8 * 2**20
 
 @dataclass(slots=True)
 class StateCopy:
-    """A copy of a peer's state."""
-
     held: list[int]
     """The versions in the model when it was ordered."""
     made: Captured | None = None

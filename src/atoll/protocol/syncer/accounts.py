@@ -40,7 +40,7 @@ class Accounts:
         self.state.out.persist(JoinedRecord(*joined))
 
     def record_owner(self, learner: KnownLearner, token: str) -> None:
-        """Its name is that token's: also a syncer that takes over knows whose it is."""
+        """Record which credential (`token`: its name) owns the learner's name, for later terms."""
         if token and self.state.history.owners.get(learner.name) != token:
             self.state.out.persist(OwnedRecord(learner.name, token))
 
@@ -173,7 +173,7 @@ class Accounts:
 
 
 def _wrong_sizes(message: Register) -> str | None:
-    """A batch lies within one pass, or a handful of leases could not hold a few of them."""
+    """A batch must fit in one dataset."""
     sizes = [samples for _, samples, _ in message.datasets]
     if not 1 <= message.batch <= min(sizes):
         return f"a batch of {message.batch} samples does not fit a dataset of {min(sizes)}"

@@ -19,7 +19,7 @@ Rules kept here, each with its test:
   one that lies.
 
 A learner that makes up steps as well as tokens keeps its tokens per step: its weight is limited (weights.py), and what
-it gives is screened like anybody's. Whoever is trusted with a token to join is not expected to be that determined.
+it gives is screened like anybody's. Whoever is trusted with a credential is not expected to be that determined.
 """
 
 from __future__ import annotations

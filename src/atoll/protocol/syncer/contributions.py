@@ -155,7 +155,7 @@ class Contributions:
             learner.helper = ""  # whatever it began with, its numbers are good
 
     def _refuse_foreign(self, learner: KnownLearner, given: Contribution, reason: str) -> None:
-        """It is not this channel's to give: no numbers of its own are broken, so it is no strike."""
+        """It belongs to another run, life or term: refused, no strike."""
         if self.rounds.has_given(learner, given.round, given.attempt):
             return
         seat = self.rounds.find_seat(learner, given.round, given.attempt)
@@ -197,7 +197,7 @@ def wrong_report(learner: KnownLearner, report: Progress, versions: Sequence[int
 def meant_for_another(learner: KnownLearner, given: Contribution, run: str, term: int) -> str | None:
     """Whether a contribution was meant for another run, life or term than that of its connection.
 
-    Who was welcomed knows the term: whoever is asked has heard of it.
+    The welcome names the term, so an honest answer carries it.
     """
     said, own = (given.run, given.learner, given.incarnation), (run, learner.name, learner.incarnation)
     if said != own:

@@ -1,7 +1,7 @@
 """The order in which a syncer's effects are carried out: nothing is told before it is durable.
 
-The service (syncer/effect_queue.py), the fault simulator and the small-scope search use this class, each with its own
-disk and clock.
+The service, the fault simulator and the small-scope search use this class, each with its own disk and clock. What the
+service adds (syncer/effect_queue.py): a thread, retries on a full disk, and the term check after each write.
 
 - Effects are carried out in the order in which they were decided. Where carrying out one leads to others, they go to
   the end of the queue.
@@ -44,7 +44,7 @@ class EffectOrder:
         self._waiting.extend(effects)
 
     def close(self) -> None:
-        """Nothing more is written or carried out. What waits stays: an end that waits for it never comes."""
+        """Nothing more is written or carried out. `has_waiting` stays true, so `wait_until_empty` never returns."""
         self._closed = True
 
     def carry_out_ready(self, carry_out: Callable[[SyncerEffect], None]) -> None:

@@ -46,8 +46,10 @@ class Trial:
 class Flights:
     def __init__(self, state: SyncerState) -> None:
         self._state = state
-        self.needed = self.wanted = schedule.least_flights(state.settings)
-        """By the time that rounds take; and what of it is of use."""
+        self.needed = schedule.least_flights(state.settings)
+        """Rounds needed to keep the pace."""
+        self.wanted = self.needed
+        """Rounds that measurably help."""
         self.bodies: dict[str, int] = {}
         """The size of a contribution, by codec; empty: not known."""
         self.contribution_bytes = self.budget_bytes = 0
@@ -68,8 +70,9 @@ class Flights:
         self._held_back = False
         """A round that was due had to wait since then."""
         self._hold, self._next_hold = 0, HOLD
+        """Judgements until the next increase is tried; and how many after the next that gains nothing."""
         self._enough = self.wanted
-        """While more do not help: the fewest that are known, or not known yet, to do as well."""
+        """While more rounds do not help: the smallest number not yet shown to be slower."""
 
     @property
     def affordable(self) -> int:

@@ -1,18 +1,14 @@
 """How learners join, come back and leave, and how a run begins.
 
-A killed learner comes back like this: its courier says Leave and the life is closed at once (machine.py routes a Leave
-to `lose_learner` with kind "left", a broken connection with "lost"). If its courier died too, the next hello of another
-process closes the life (`_take_the_place_of`), or `abandon_s` does. The same name says hello again (`greet_learner`),
-as the same life if its session is the same and its account is open, else as a new incarnation; the welcome tells it the
-run's versions and what was merged of it. It fetches the newest versions, takes a peer's inner optimizer if its own is
-gone (peers.py), reports, and may contribute (`Contributions._has_recovered`).
+How a killed learner comes back, step by step: docs/protocol.md. machine.py routes a Leave to `lose_learner` with kind
+"left", which closes the life, and a broken connection with "lost", which does not.
 
 Rules kept here, each with its test:
 - a name belongs to the process that said hello last; whether a second process may say it while the first lives is
   decided before (succession.py);
 - a learner that knows of rounds which the disk lost begins a new life;
 - a learner that comes back is told again what it may have missed;
-- once a run is over, only learners that were part of it are let in;
+- once a run is over, only processes that were part of it are let in;
 - a learner that was away for `abandon_s` is given up: its life is closed, and its unmerged samples are issued again.
 """
 
@@ -126,7 +122,7 @@ class Joining:
         self.state.out.send(learner.name, welcome)
 
     def _tell_again(self, learner: KnownLearner) -> None:
-        """For all we know it did not hear it."""
+        """It may have missed these messages."""
         if self.state.phase == "ending":
             self.state.out.send(learner.name, Ending(reason=self.state.end_reason))
         elif self.state.phase == "finished":
@@ -157,7 +153,7 @@ class Joining:
             self._send_welcome(next_uploader)
 
     def replace_overdue_uploader(self, now: float, wakes: list[float]) -> None:
-        """A run without parameters waits for nobody who sends none."""
+        """Replace an uploader that sends nothing."""
         if (next_uploader := self.run_start.replace_overdue_uploader(now, wakes)) is not None:
             self._send_welcome(next_uploader)
 
@@ -219,7 +215,7 @@ class RunStart:
         return self._ask_next() if self.asks_for_upload(learner) else None
 
     def note_upload(self, now: float, uploader: str, size: int) -> None:
-        """A fragment of so many bytes begins to come; 0: one that was not there before is whole."""
+        """See `UploadWait.note_bytes`."""
         if uploader == self._uploader:
             self._upload.note_bytes(now, size)
 

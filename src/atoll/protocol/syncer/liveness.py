@@ -74,9 +74,8 @@ class Liveness:
     def _probe_muted(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
         if now >= learner.probed_at + PROBE_EVERY_S:
             learner.probed_at = inf  # until it has left
-            copied = (
-                self.state.settings.synchronous and learner.offer >= 0
-            )  # one that waits at a hold makes no new copy
+            # One that waits at a hold makes no new copy.
+            copied = self.state.settings.synchronous and learner.offer >= 0
             number = learner.offer if copied else self.state.gathering_round
             pull = Pull(
                 round=number,

@@ -104,12 +104,8 @@ class Syncer:
         return self.rounds.global_step
 
     @property
-    def effective_h(self) -> float | None:
-        return self.rounds.effective_h
-
-    @property
     def steps_between_syncs(self) -> Spread:
-        """Behind `effective_h`: median, mean and 95th percentile, of late."""
+        """Effective H: median, mean and 95th percentile, of late."""
         return self.rounds.steps_between_syncs
 
     @property

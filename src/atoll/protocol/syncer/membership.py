@@ -28,8 +28,6 @@ STALLED_STEPS = 8
 
 @dataclass(slots=True)
 class KnownLearner:
-    """What the syncer knows of one learner."""
-
     name: str
     session: str
     incarnation: int
@@ -41,7 +39,7 @@ class KnownLearner:
     muted: bool = False
     stopped: bool = False
     leaving: bool = False
-    """It was asked to leave, as it says."""
+    """It reports that it was asked to leave."""
     stalled: bool = False
     last_heard: float = 0.0
     last_step_at: float = 0.0
@@ -125,7 +123,7 @@ class KnownLearner:
 
     @property
     def was_asked_to_leave(self) -> bool:
-        """To leave: by the operator here, or by whoever has its machine."""
+        """By the operator here, or by whoever has its machine."""
         return self.leaving or bool(self.draining)
 
     def may_give(self, fragment: int) -> bool:
@@ -295,7 +293,7 @@ class Membership:
         return [one for one in self._by_name if one.state == "training"]
 
     def stepping_learners(self) -> list[KnownLearner]:
-        """Live, and more steps will come."""
+        """Live, and the training loop has not ended."""
         return [
             one
             for one in self._by_name
@@ -328,8 +326,8 @@ class Membership:
         return sum([one.tokens_before + one.budgeted.tokens for one in self._by_name]) - self._uncounted
 
     def _rate(self, now: float, but: KnownLearner) -> float | None:
-        """Tokens a second that it is believed, by what the others make; 0 while they may yet show it; None: whatever it
-        says, for there is nobody else, or no budget."""
+        """Tokens per second that it may count: by the others' rates; 0 while others may still show theirs; None: no
+        limit."""
         others = [one for one in self._by_name if one is not but and not one.closed] if self.settings.tokens else []
         rates = [rate for one in others if (rate := rate_of(one.budgeted, one.usual)) is not None]
         if rates:

@@ -198,7 +198,7 @@ class Peers:
             recovery.asked_at = min(now, recovery.asked_at + seconds)
 
     def _ask_next_peer(self, now: float, recovery: Recovery, wakes: list[float]) -> None:
-        """Another peer, if there is one; time to come for those that may be one soon; nobody."""
+        """Ask another peer; or wait for one that may come; or go on without."""
         if recovery.tries >= TRIES:
             self._continue_without_peer(recovery, f"two tries came to nothing ({recovery.why})")
         elif (peer := self._healthiest_peer(recovery)) is not None:
@@ -233,7 +233,7 @@ class Peers:
     def _may_come(self, recovery: Recovery) -> bool:
         """Whether somebody may yet turn up: one that is away, about to begin, or does not answer just now. One that
         seeks an inner optimizer itself, out of quarantine, will soon have one, and has the frozen parameters all along:
-        without it the only learner that has them, refused once too often, would cost a newcomer its place."""
+        without it the only learner that has them, refused once too often, would make the newcomer fail."""
         seeks = self.open.values() if not recovery.frozen else [one for one in self.open.values() if one.frozen]
         lacking = {one.newcomer.name for one in seeks}
         others = [one for one in self.state.members.learners.values() if one.name not in lacking]

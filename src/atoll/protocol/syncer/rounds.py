@@ -1,9 +1,7 @@
 """Rounds, from opening to commit.
 
-The stages of a round (`STAGES` in state.py): *gathering* until closing.py freezes its members → *pulling* its fragment
-from them, each with a deadline that starts when the pulls have been sent → *merging*, in the order of round numbers →
-committed, and announced to everyone connected. A round that loses its quorum gathers once more; after a second failure
-it is passed over, and its record says why.
+The stages of a round: `STAGES` in state.py. A round that loses its quorum gathers once more; after a second failure it
+is passed over, and its record says why.
 
 Rules kept here, each with its test:
 - rounds commit in the order of their numbers, also past a round that is passed over; versions go up by one;
@@ -48,11 +46,6 @@ class Rounds:
         self._overlaps = RecentSamples(RECENT)
 
     @property
-    def effective_h(self) -> float | None:
-        """Median learner steps between two syncs of a fragment, of late."""
-        return self._since.spread.median
-
-    @property
     def steps_between_syncs(self) -> Spread:
         """Learner steps between two syncs of a fragment, of late."""
         return self._since.spread
@@ -91,8 +84,8 @@ class Rounds:
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
     def advance_rounds(self, now: float, wakes: list[float]) -> bool:
-        """Move one round on; whether there was one. The next decision is made after a look at who is there by then: a
-        failed round may have muted a learner that another round's quorum counted."""
+        """Advance one round; returns whether one moved. The next decision is made after a look at who is there by then:
+        a failed round may have muted a learner that another round's quorum counted."""
         for round_ in list(self.state.open_rounds.values()):  # rounds are opened by number
             if round_.stage == "gathering":
                 if self._close_if_ready(now, round_, wakes):
@@ -257,7 +250,7 @@ class Rounds:
             weights = round_.weights.items()
             parts = tuple(Part(name, round_.attempt, counts, bases[name]) for name, counts in weights)
             self.state.out.add_effect(Merge(round_.number, round_.fragment, parts))
-        return silent or bool(missed)  # whoever fell mute is to be probed
+        return silent or bool(missed)  # run another pass, so that a learner just muted is probed now
 
     def _weigh_contributions(self, round_: Round) -> None:
         names = [seat.learner for seat in round_.given]
@@ -408,13 +401,13 @@ class Rounds:
             sync_s=round(now - round_.frozen_at, 6),
             merge_s=round(event.merge_s, 6),
             grace_s=round(round_.grace_s, 6),
-            effective_h=self.effective_h,
+            effective_h=self.steps_between_syncs.median,
         )
         for one in event.judged:
             self._note_suspect(self.state.members.learners[one.learner], one)
 
     def _note_suspect(self, learner: KnownLearner, judged: Judged) -> None:
-        """Told when it begins and when it is over."""
+        """Note when a learner becomes suspect, and when it no longer is."""
         learner.agreement, learner.influence = judged.agreement, judged.influence
         before, learner.suspect = learner.suspect, judged.suspect
         if bool(before) == bool(judged.suspect):
@@ -454,7 +447,7 @@ class Rounds:
         }
 
     def _last_report(self, learner: KnownLearner, incarnation: int) -> dict[str, object]:
-        """Its last report. Reports are in no record, so this note keeps it should all processes die."""
+        """Its last report. Reports are in no record, so the event log keeps it if all processes die."""
         if learner.incarnation != incarnation:
             return {"loss": None}
         return {"loss": learner.loss, "total": learner.tokens_total, "busy_s": learner.busy_s}

@@ -10,6 +10,9 @@ Rules kept here, each with its test:
 So one of n equal learners has at most 2 / (n + 1) of a round, whatever it claims, and a minority gains nothing by
 claiming it together. A learner with 1.4 times the others' tokens per step reaches the limit, since w grows with their
 square: allow it more with `weight_limits`.
+
+These weights go to the merge. With `robust` a filter may still multiply them per tensor (`Share.factors`,
+syncer/contributions.py).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from atoll.protocol.syncer.claims import KNOWN_STEPS
 FEW = 2
 """In a round of so few nobody can tell which of them claims too much."""
 REPORT_LIMITED_RATIO = 2.0
-"""Weights cut to less than 1/2 are named in the round's reason."""
+"""Weights limited to less than 1/2 are named in the round's reason."""
 
 
 def weight(given: Contribution | Share) -> float:
@@ -51,7 +54,7 @@ def limit_weights(weights: Sequence[float], limits: Sequence[float]) -> list[flo
 
 
 def under_median(weights: Sequence[float], limits: Sequence[float]) -> list[float]:
-    """Cut each to its limit times the median of all but the largest."""
+    """Each limited to its limit times the median of all but the largest."""
     if len(weights) <= FEW:
         return list(weights)
     middle = median_of_sorted(sorted(weights)[:-1])
@@ -59,7 +62,7 @@ def under_median(weights: Sequence[float], limits: Sequence[float]) -> list[floa
 
 
 def describe_limited(names: Sequence[str], weights: Sequence[float], capped: Sequence[float]) -> str:
-    """The weights that were cut to less than half, for the round's reason; empty if there are none."""
+    """The weights that were limited to less than half, for the round's reason; empty if there are none."""
     all_of = zip(names, weights, capped, strict=True)
-    cut = [f"{name} from {was:.4g} to {now:.4g}" for name, was, now in all_of if REPORT_LIMITED_RATIO * now < was]
-    return f"weight limited by the median of the others: {', '.join(cut)}" if cut else ""
+    told = [f"{name} from {was:.4g} to {now:.4g}" for name, was, now in all_of if REPORT_LIMITED_RATIO * now < was]
+    return f"weight limited by the median of the others: {', '.join(told)}" if told else ""
