@@ -27,7 +27,7 @@ run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
 test: check ## check, then every test but the long ones of `make faults`
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30
 
-integrations: $(INTEGRATIONS) ## the examples with other libraries (transformers, peft): at most 10 minutes
+integrations: $(INTEGRATIONS) ## the examples, also those with transformers and peft: at most 10 minutes
 	$(BIN)/pytest tests/integrations -m integrations --session-timeout 600
 
 check: $(DEV) ## ruff, mypy --strict, the layers of the house

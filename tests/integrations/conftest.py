@@ -1,4 +1,4 @@
-"""Examples with other libraries: no model is downloaded, and a run is started as the system tests start theirs."""
+"""The examples, also those with other libraries: no model is downloaded; runs start as in the system tests."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from safetensors import safe_open
+from tests.integrations.conftest import EXAMPLES
+from tests.integrations.test_examples import load_back
 from tests.system.conftest import Run
-from tests.system.test_examples import EXAMPLES, load_back
 
 pytestmark = pytest.mark.integrations
 

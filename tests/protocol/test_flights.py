@@ -82,7 +82,7 @@ def test_a_run_that_was_short_of_bandwidth_finds_out_when_it_is_not_any_more() -
     world = usual_world(step_s=0.5, body_s=2.0, merge_s=0.7).run_until(seconds=300)
     assert world.syncer.rounds.flights.is_short
     world.merge_s = 0.0
-    world.run_until(seconds=600)
+    world.run_until(seconds=300)
     assert not world.syncer.rounds.flights.is_short
     assert world.syncer.steps_between_syncs.median == pytest.approx(24, abs=1)
 
@@ -105,7 +105,7 @@ def test_a_step_that_becomes_slower_needs_fewer_rounds_under_way() -> None:
     before = world.syncer.rounds.flights.allowed
     for learner in world.learners.values():
         learner.step_s = 1.0
-    world.run_until(seconds=1500)
+    world.run_until(seconds=700)
     assert world.syncer.rounds.flights.allowed == 2 < before
     assert world.syncer.steps_between_syncs.median == pytest.approx(24, abs=1)
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests.system.conftest import Run
+from tests.integrations.conftest import EXAMPLES, Run
 
-pytestmark = pytest.mark.system
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.integrations
 
 
 def load_back(run: Run, script: Path) -> None:
@@ -27,19 +25,11 @@ def load_back(run: Run, script: Path) -> None:
     assert score(model) == pytest.approx(run.summary["validation_loss_end"], abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "again"),
-    [
-        pytest.param("two_optimizers", False, id="two_optimizers"),
-        pytest.param("two_optimizers", True, id="two_optimizers-again", marks=pytest.mark.faults),
-        pytest.param("digits_cnn", True, id="digits_cnn-again", marks=pytest.mark.faults),
-    ],
-)
-def test_an_example_trains_and_its_export_scores_as_the_run_did(run: Run, name: str, again: bool) -> None:
+@pytest.mark.parametrize("name", ["two_optimizers", "digits_cnn"])
+def test_an_example_trains_and_its_export_scores_as_the_run_did(run: Run, name: str) -> None:
     script = EXAMPLES / f"{name}.py"
     assert len(script.read_text().splitlines()) <= 60
     run.train(script, "--learners", "2", "--steps", "80", "--set", "sync_every=8").ended()
     assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
     load_back(run, script)
-    if again:
-        run.check_replay()
+    run.check_replay()
