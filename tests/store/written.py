@@ -172,7 +172,8 @@ class WrittenRun:
         steps, tokens = island.steps[f], island.tokens[f]
         position = island.position if self.history.leases is not None else -1
         weight = tokens * (tokens / steps)
-        return Share(name, island.incarnation, island.t, steps, tokens, weight, island.base[f], island.total, position)
+        counters = (island.t, steps, tokens, weight, island.base[f], island.total, position)
+        return Share(name, island.incarnation, *counters, limit=self.history.settings.weight_limit)
 
     def _adopt(self, island: Island, fragment: int, version: int) -> None:
         island.steps[fragment] = island.tokens[fragment] = 0

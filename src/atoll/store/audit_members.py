@@ -24,7 +24,7 @@ from atoll.protocol.history import State
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import GoneRecord, JoinedRecord, MergedRecord, Share
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.weights import limit_weights, under_median
+from atoll.protocol.syncer.weights import limit_weights
 from atoll.protocol.syncer.weights import weight as weigh_plainly
 
 
@@ -183,17 +183,11 @@ def _check_share(who: str, version: int, share: Share) -> None:
 
 
 def _check_weights(record: MergedRecord, settings: Settings) -> None:
-    """All as the rules make them. Before limits were written down with each share, a round was within the run's limit,
-    or (older still) all as they come: one that alone was made smaller or larger is neither."""
+    """All as the rules make them, within limits that the run allows."""
+    _check_limits(record, settings)
     plain = [weigh_plainly(share) for share in record.members]
-    found = [share.weight for share in record.members]
-    if any(share.limit for share in record.members):
-        _check_limits(record, settings)
-        within = limit_weights(plain, [share.limit for share in record.members])
-    else:
-        within = under_median(plain, [settings.weight_limit] * len(plain))
-        within = plain if found == plain else within
-    if found == within:
+    within = limit_weights(plain, [share.limit for share in record.members])
+    if within == [share.weight for share in record.members]:
         return
     all_of = zip(record.members, plain, within, strict=True)
     share, weight, least = next((share, weight, least) for share, weight, least in all_of if share.weight != least)

@@ -46,14 +46,14 @@ def limit_of(learner: str, steps_seen: int, settings: Settings) -> float:
 
 def limit_weights(weights: Sequence[float], limits: Sequence[float]) -> list[float]:
     """Within each one's limit, and nobody above half of three or more."""
-    capped = under_median(weights, limits)
+    capped = _under_median(weights, limits)
     if len(capped) > FEW:
         top = max(range(len(capped)), key=capped.__getitem__)
         capped[top] = min(capped[top], fsum(capped[:top] + capped[top + 1 :]))
     return capped
 
 
-def under_median(weights: Sequence[float], limits: Sequence[float]) -> list[float]:
+def _under_median(weights: Sequence[float], limits: Sequence[float]) -> list[float]:
     """Each limited to its limit times the median of all but the largest."""
     if len(weights) <= FEW:
         return list(weights)
