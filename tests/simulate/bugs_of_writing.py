@@ -141,8 +141,8 @@ def _uncounted(name: str) -> Any:
     return make
 
 
-mutant("the counters are not reset at an adoption", (connection, "counted", _uncounted("tokens")))
-mutant("what an adoption drops is not counted", (connection, "counted", _uncounted("dropped")))
+mutant("the counters are not reset at an adoption", (connection, "count_adoption", _uncounted("tokens")))
+mutant("what an adoption drops is not counted", (connection, "count_adoption", _uncounted("dropped")))
 mutant("what a version holds is counted as dropped too", (Versions, "tokens_in", always(0)))
 
 

@@ -55,14 +55,14 @@ class Counters:
         if told.t > self.t:
             self._half_told = True  # the report of that step is on its way, with all counters as they are then
         else:
-            self.last = counted(self.last, told)
+            self.last = count_adoption(self.last, told)
 
     def forget_life(self, fragments: int, *, in_a_step: bool) -> None:
-        self.last = forgotten(self.last, fragments)
+        self.last = reset_counters(self.last, fragments)
         self._forgetting |= in_a_step
 
 
-def counted(stepped: Stepped, adopted: Adopted) -> Stepped:
+def count_adoption(stepped: Stepped, adopted: Adopted) -> Stepped:
     """The counters after an adoption."""
     if not stepped.steps:
         return stepped
@@ -74,7 +74,7 @@ def counted(stepped: Stepped, adopted: Adopted) -> Stepped:
     return msgspec.structs.replace(stepped, **rows)
 
 
-def forgotten(stepped: Stepped, fragments: int) -> Stepped:
+def reset_counters(stepped: Stepped, fragments: int) -> Stepped:
     """The counters of another life, which has taken none of its samples yet."""
     zeros = (0,) * fragments
     rows = {"steps": zeros, "tokens": zeros, "dropped": zeros, "missed": zeros}

@@ -3,7 +3,8 @@
 A learner is known by its name; each training process behind that name is an incarnation, told apart by its session. A
 new incarnation joins, takes the run's parameters, and is *recovered* once it has adopted a committed version of every
 fragment and waits for no peer's state: only then may it contribute. Live means: connected, recovered, not muted (it
-reports but does not answer pulls), not stalled (it is there but makes no steps).
+reports but does not answer pulls), not stalled (it is there but makes no steps). Stepping means: live, and its training
+loop has not ended.
 """
 
 from __future__ import annotations

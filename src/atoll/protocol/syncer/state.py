@@ -23,7 +23,7 @@ PHASES: dict[Phase, tuple[Phase, ...]] = {
     "ending": ("finished",),
     "finished": ("running", "empty"),
 }
-"""Phases of a run, and where each leads. *empty*: the first joiner is asked for version 0 (joining.py). *running*: one
+"""Phases of a run, and where each leads. *empty*: one learner is asked for version 0 (joining.py). *running*: one
 round after another (rounds.py). *ending*: the budget is spent or the operator asked; learners stop, then one unpaced
 cycle of P rounds brings their last steps in (ending.py). *finished*: everybody is told; only `--resume` leads back. A
 new term starts an ending run as *running*, without a transition, until its learners are back."""
