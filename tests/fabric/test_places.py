@@ -39,6 +39,21 @@ def test_a_token_has_so_many_and_a_viewers_fewer() -> None:
     assert all.admit(all.take_place(HERE), "join", viewer=False)
 
 
+def test_a_token_leaves_room_for_its_neighbours() -> None:
+    """Behind a proxy, or on one machine, all learners have one address."""
+    limits = FabricLimits()
+    all = ConnectionPlaces(limits)
+    while all.has_room(HERE) and all.admit(all.take_place(HERE), "rogue", viewer=False):
+        pass
+    for _ in range(limits.strangers):  # and as many that show nothing
+        all.take_place(HERE)
+    neighbours = 0
+    while all.has_room(HERE):
+        admitted(all, HERE, "honest")
+        neighbours += 1
+    assert neighbours >= 256
+
+
 def test_the_address_with_the_most_gives_one() -> None:
     all = places()
     few, many = [all.take_place(HERE) for _ in range(4)], [all.take_place(THERE) for _ in range(12)]

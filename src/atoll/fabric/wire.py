@@ -60,10 +60,10 @@ class FabricLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of scores a second of one token, after `score_bytes` at once; more is refused: a score is some 80 bytes."""
     connections: int = 4096
     """Open at once, of all peers together; more are closed unread. A learner may have 17, an idle one costs 10 KiB."""
-    address_connections: int = 2048
+    address_connections: int = 3072
     """The same, of one address: a whole site may be behind one."""
     token_connections: int = 2048
-    """The same, of one token."""
+    """The same, of one token: fewer than of an address, so that it cannot keep its neighbours out."""
     viewer_connections: int = 128
     """The same, of a viewer's token: the other places are learners'."""
     strangers: int = 512
