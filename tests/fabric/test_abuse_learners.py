@@ -553,8 +553,7 @@ async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
 async def test_a_flood_of_large_hellos(fort: Fort) -> None:
     """Each is 0.1 s of work to read. Of one token at one address a dozen are; then it is asked to come again later."""
     await fort.open(msgspec.structs.replace(SHORT, hello_s=5.0))
-    tensors = tuple(TensorSpec(f"blocks.{n}.mlp.weight", (1024, 4096), "float32") for n in range(40_000))
-    large = encode(hello(tensors=tensors))
+    large = encode(hello(tensors=model_of(40_000)))
     before, read, status = await fort.digest(), 0, 0
     while not status:
         try:
@@ -569,6 +568,56 @@ async def test_a_flood_of_large_hellos(fort: Fort) -> None:
     await fort.unharmed(before)
     newcomer = fort.join("newcomer")  # by another token
     await newcomer.until(Welcome)
+
+
+def model_of(tensors: int) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"blocks.{n}.mlp.weight", (1024, 4096), "float32") for n in range(tensors))
+
+
+def head_of(size: int) -> bytes:
+    """Of a frame of so many bytes, masked with zeros: they are sent as they are."""
+    return b"\x82\xff" + struct.pack("!Q", size) + b"\0\0\0\0"
+
+
+@pytest.mark.parametrize("first", [b"", b"no hello"], ids=["the hello", "what comes after it"])
+async def test_messages_that_never_end_fill_no_memory(fort: Fort, first: bytes) -> None:
+    """Each channel sends 200 KiB of 4 MiB. Those that pass the token's 1 MiB are cut off, and no other token waits."""
+    await fort.open(msgspec.structs.replace(SHORT, hello_bytes=1024 * KIB, hello_s=30.0, flush_s=30.0, ping_s=30.0))
+    before, server = await fort.digest(), fort.stage.service.server
+    assert server._listener is not None
+    places, part = server._listener.places, head_of(4096 * KIB - 1) + bytes(200 * KIB)
+    there, transports = len(places), []
+    for _ in range(20):
+        socket = await fort.socket("few", autoclose=False)
+        assert socket._writer is not None
+        if first:
+            await socket.send_bytes(first)
+        socket._writer.transport.write(part)
+        transports.append(socket._writer.transport)
+    async with asyncio.timeout(10):
+        await fort.until(lambda: len(places) - there <= 6)
+    large, slow = encode(hello(tensors=model_of(4000))), await fort.socket("eu")
+    assert slow._writer is not None and len(large) > 200 * KIB
+    slow._writer.transport.write(head_of(len(large)))
+    for at in range(0, len(large), 20_000):  # over a slow link
+        slow._writer.transport.write(large[at : at + 20_000])
+        await asyncio.sleep(0.05)
+    assert "in the run" in await last_words(slow)
+    await fort.unharmed(before)
+    await fort.join("newcomer").until(Welcome)
+    for transport in transports:
+        transport.abort()
+
+
+async def test_a_site_with_a_large_model_comes_at_once(fort: Fort) -> None:
+    """64 learners of one token at one address, 4,000 tensors each: all hellos are read, nobody has to come again."""
+    await fort.open(msgspec.structs.replace(SHORT, hello_s=30.0, strangers=128))
+    large = [encode(hello(f"honest-{n}", f"s{n}", tensors=model_of(4000))) for n in range(64)]
+    sockets = await asyncio.gather(*(fort.socket("join") for _ in large))
+    await asyncio.gather(*(socket.send_bytes(said) for socket, said in zip(sockets, large, strict=True)))
+    assert all("in the run" in words for words in await asyncio.gather(*map(last_words, sockets)))
+    control = fort.stage.service.server._control
+    await fort.until(lambda: not control._unopened._by_token)
 
 
 async def test_who_said_too_much_in_hellos_is_let_in_later(fort: Fort) -> None:

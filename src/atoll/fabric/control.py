@@ -13,12 +13,15 @@ Rules:
 - the hello must come within 5 s, whatever comes before it; a silent peer is pinged and lost after 9 s; a slow one after
   1024 waiting messages; one that sends more than 1000 frames a second, pings too, or 2 MiB, after a few seconds;
 - to read a hello costs as much as it is long: of one token at one address so many bytes of them are read, and so many a
-  second; then it is asked to come again later, before anything of it is read.
+  second; then it is asked to come again later, before anything of it is read;
+- what has come of a channel that is not open yet, a hello or anything else, takes memory: of one token so many bytes,
+  and twice as many of all. One that brings more is cut off, and dials again. The first 32 KiB are the connection's own.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
@@ -29,7 +32,8 @@ from atoll.fabric.authorizer import VISITOR, Authorizer, OpenAuthorizer, Rejecte
 from atoll.fabric.control_channel import ControlChannel, PeerPing, SendQueue, SequenceNumbers, ServerSocket, unnumbered
 from atoll.fabric.handlers import Handlers
 from atoll.fabric.join_tokens import NameOwners
-from atoll.fabric.wire import PROTOCOL_HEADER, FabricLimits, check_hello, decode_from_learner, encode, one_line
+from atoll.fabric.listener import WatchedProtocol
+from atoll.fabric.wire import KIB, PROTOCOL_HEADER, FabricLimits, check_hello, decode_from_learner, encode, one_line
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import Budget, Budgets
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
@@ -37,6 +41,8 @@ from atoll.protocol.succession import Holder, judge_claim, tell_taken
 
 BURST_S = 5.0
 """Seconds' worth of messages that may come at once: what waited behind a link that was down."""
+OWN_BYTES = 32 * KIB
+"""Of a channel that is not open yet are part of what a connection may take."""
 LATER = "more was said in hellos than is read at once: come again in a few seconds"
 
 
@@ -59,6 +65,7 @@ class ControlServer:
         self._sequences = SequenceNumbers(limits.sessions)
         self._hellos = Budgets(limits.hello_bytes, limits.hello_rate)
         """By token and address."""
+        self._unopened = UnopenedBytes(2 * limits.hello_bytes)
 
     def channel(self, learner: str) -> ControlChannel | None:
         """The live one."""
@@ -71,8 +78,7 @@ class ControlServer:
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         limits = self._limits
-        whose, clock = (request[VISITOR].token, request.remote), asyncio.get_running_loop().time
-        if not self._hellos.any_left(whose, clock()):
+        if not self._hellos.any_left(_whose(request), asyncio.get_running_loop().time()):
             raise Rejected(429, LATER)
         socket = ServerSocket(
             compress=False,
@@ -86,19 +92,23 @@ class ControlServer:
             await socket.prepare(request)
         except ValueError:  # of a key that is no text
             raise Rejected(400, "this is no handshake of a WebSocket") from None
-        flood = MessageRate(limits, clock)
+        unopened = UnopenedChannel(self._unopened, request)
         try:
-            first = await self._first(socket, flood)
-            if not self._hellos.any_left(whose, clock()):  # others of it came meanwhile
-                await self._refuse(socket, PeerError(LATER), final=False)
-                return socket
-            self._hellos.spend(whose, clock(), len(first))
-            hello = check_hello(decode_from_learner(first))
+            await self._talk(request, socket, unopened)
+        finally:
+            unopened.end()
+        return socket
+
+    async def _talk(self, request: web.Request, socket: ServerSocket, unopened: UnopenedChannel) -> None:
+        limits = self._limits
+        flood = MessageRate(limits, asyncio.get_running_loop().time)
+        try:
+            hello = await self._hello(request, socket, flood)
         except _Gone:
-            return socket
+            return
         except PeerError as error:
-            await self._refuse(socket, error)
-            return socket
+            await self._refuse(socket, error, final=not isinstance(error, _Later))
+            return
         outbox = SendQueue(limits.send_queue, limits.queue_bytes)
         channel = ControlChannel(
             hello.learner,
@@ -114,7 +124,10 @@ class ControlServer:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(socket, channel, outbox))
             try:
-                if await self._open(channel, hello, request[VISITOR]):
+                opened = await self._open(channel, hello, request[VISITOR])
+                del hello  # it may be large
+                if opened:
+                    unopened.end()
                     await self._read(socket, channel, flood)
                 else:
                     await self._until_closed(socket)
@@ -123,7 +136,14 @@ class ControlServer:
             finally:
                 outbox.close(discard=True)
                 self._shut(channel)
-        return socket
+
+    async def _hello(self, request: web.Request, socket: ServerSocket, flood: MessageRate) -> Hello:
+        first = await self._first(socket, flood)
+        whose, now = _whose(request), asyncio.get_running_loop().time()
+        if not self._hellos.any_left(whose, now):  # others of it came meanwhile
+            raise _Later(LATER)
+        self._hellos.spend(whose, now, len(first))
+        return check_hello(decode_from_learner(first))
 
     async def _open(self, channel: ControlChannel, hello: Hello, visitor: Visitor) -> bool:
         try:
@@ -277,8 +297,60 @@ class MessageRate:
             raise PeerError(f"more than {self._limits.control_rate} bytes of messages a second: this is a flood")
 
 
+class UnopenedBytes:
+    """What has come of channels that are not open yet. A token may have as much of it as is left for all others, so
+    half of all where it is alone, and no token leaves the others nothing."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_token: Counter[str] = Counter()
+
+    def take(self, token: str, size: int) -> bool:
+        if size and self._by_token[token] + size > self._most - self._by_token.total():
+            return False
+        self._by_token[token] += size
+        return True
+
+    def give_back(self, token: str, size: int) -> None:
+        self._by_token[token] -= size
+        if not self._by_token[token]:
+            del self._by_token[token]
+
+
+class UnopenedChannel:
+    def __init__(self, all: UnopenedBytes, request: web.Request) -> None:
+        self._all, self._request, self._token = all, request, request[VISITOR].token
+        self._came = self._taken = 0
+        protocol = request.transport.get_protocol() if request.transport is not None else None
+        self._reads = protocol if isinstance(protocol, WatchedProtocol) else None
+        if self._reads is not None:
+            self._reads.keeps = self._take
+            self._take(self._reads.last_read)  # some of the hello may have come with the request
+
+    def _take(self, size: int) -> bool:
+        """Whether there is room for so many bytes more. If not, it is cut off."""
+        self._came += size
+        more = max(0, self._came - OWN_BYTES - self._taken)
+        if not self._all.take(self._token, more):
+            _abort(self._request)
+            return False
+        self._taken += more
+        return True
+
+    def end(self) -> None:
+        """It is open, or closed. A second time changes nothing."""
+        if self._reads is not None:
+            self._reads.keeps = None
+            self._reads = None
+            self._all.give_back(self._token, self._taken)
+
+
 class _Gone(Exception):
     """No more frames will come."""
+
+
+class _Later(PeerError):
+    """It may come again."""
 
 
 async def _receive(socket: web.WebSocketResponse, liveness: PeerPing | None) -> WSMessage:
@@ -286,6 +358,10 @@ async def _receive(socket: web.WebSocketResponse, liveness: PeerPing | None) -> 
     if liveness is not None:
         liveness.note()
     return frame
+
+
+def _whose(request: web.Request) -> tuple[str, str | None]:
+    return (request[VISITOR].token, request.remote)
 
 
 def _abort(request: web.Request) -> None:

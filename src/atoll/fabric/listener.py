@@ -232,7 +232,10 @@ class WatchedProtocol(asyncio.Protocol):
 
     def __init__(self, inner: Connection, made: Callable[[], None], lost: Callable[[Exception | None], None]) -> None:
         self._inner, self._made, self._lost = inner, made, lost
-        self.data_received = inner.data_received  # type: ignore[method-assign]
+        self.last_read = 0
+        """Bytes of the last read."""
+        self.keeps: Callable[[int], bool] | None = None
+        """Whether a read of so many bytes is handed on; None: all are."""
         self.eof_received = inner.eof_received  # type: ignore[method-assign]
         self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
         self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
@@ -240,6 +243,11 @@ class WatchedProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._made()
         self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.last_read = len(data)
+        if self.keeps is None or self.keeps(len(data)):
+            self._inner.data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost(error)

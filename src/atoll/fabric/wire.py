@@ -73,7 +73,8 @@ class FabricLimits(msgspec.Struct, frozen=True, kw_only=True):
     control_rate: int = 2 * MIB
     """The same in bytes."""
     hello_bytes: int = 32 * MIB
-    """Hellos that are read at once, of one token at one address: eight of the largest, or a thousand others …"""
+    """Hellos that are read at once, of one token at one address: eight of the largest, or a thousand others …
+    Of those that have not come whole, as much of one token, and twice as much of all."""
     hello_rate: int = 1 * MIB
     """… and bytes of them a second after that; meanwhile it is told to come again later."""
     run_bytes: int = 65536 * MIB
