@@ -27,6 +27,7 @@ from atoll.digests import compute_digest
 from atoll.fabric.join_tokens import JoinTokens
 from atoll.fabric.wire import KIB, FabricLimits, decode_from_syncer, encode
 from atoll.numerics.screen import UsualNorms
+from atoll.protocol.limits import Budgets
 from atoll.protocol.messages import (
     OLDEST,
     PROTOCOL,
@@ -685,6 +686,29 @@ async def test_a_tape_without_end_fills_no_disk_and_no_memory(fort: Fort) -> Non
     assert lost["text"] == "eu-1 is gone: it said more of its tape than a learner keeps"
     assert written(fort) - bytes_before < 2 * TAPE_BYTES
     await fort.unharmed(await fort.digest())
+
+
+OF_HELLOS: dict[str, dict[str, Any]] = {
+    "another model": {"tensors": model_of(1)},
+    "no tokens": {"tokens_per_step": -1},
+    "other data and no tokens": {"data": "0" * 32, "tokens_per_step": -1},
+}
+
+
+@pytest.mark.parametrize("what", OF_HELLOS)
+async def test_refused_hellos_under_ever_new_names_fill_no_disk(fort: Fort, what: str) -> None:
+    await fort.open()
+    before, bytes_before = await fort.digest(), written(fort)
+    fort.stage.service._events._room = Budgets(4 * KIB, 1)
+    for number in range(100):
+        socket = await fort.socket("few")
+        await socket.send_bytes(encode(hello(f"n{number}", f"s{number}", **OF_HELLOS[what])))
+        assert "(1000)" in await last_words(socket)
+    assert written(fort) - bytes_before < 10 * KIB
+    assert "makes more events than are written down" in json.dumps(fort.stage.lines)
+    await fort.unharmed(before)
+    assert "in the run" in await opens_with(encode(hello(tensors=model_of(1))), "eu")(fort)
+    assert fort.stage.events("refused")[-1]["learner"] == "eu-1", "another token's are written"
 
 
 @pytest.mark.parametrize("what", ["data that cannot be leased", "a search without end"])

@@ -59,6 +59,8 @@ from atoll.syncer.status import Meter, describe_score, manifest
 from atoll.telemetry.events import EventLog, versions
 from atoll.telemetry.status import RunStatus
 
+NEVER_LET_IN = "whoever was never let in"
+"""Causes refusals that name no learner."""
 MOST_CYCLES = 16
 """Cycles of H steps that a contribution may claim when its norm is judged: a learner that was away gives several."""
 
@@ -281,21 +283,25 @@ class SyncerService:
         try:
             if self._machine is None:
                 self._begin(hello)
-            self._check_model(hello)
+            self._check_model(hello, channel.token)
         except AtollError as error:
             reason = one_line(error)
-            self._events.say("refused", f"{hello.learner} was refused: {reason}", {"learner": hello.learner})
+            self._say_of_hello("refused", f"{hello.learner} was refused: {reason}", hello, channel.token)
             _refuse(channel, reason)
             return
         self._channels[channel.learner] = channel
         self._ending.count_connected(len(self._channels))
         self._handle(fx.Greeted(hello, channel.token))
 
-    def _check_model(self, hello: Hello) -> None:
+    def _check_model(self, hello: Hello, token: str) -> None:
         assert self._model is not None
         self._model.check_learner(hello)
         if text := self._model.describe_other_data(hello):
-            self._events.say("warning", text, {"learner": hello.learner})
+            self._say_of_hello("warning", text, hello, token)
+
+    def _say_of_hello(self, kind: str, text: str, hello: Hello, token: str) -> None:
+        """At the cost of its token: a name that is not let in yet may be any."""
+        self._events.say(kind, text, {"learner": hello.learner}, whose=f"the token {token!r}")
 
     def received(self, channel: ControlChannel, message: FromLearner) -> None:
         if self._channels.get(channel.learner) is not channel:
@@ -457,7 +463,8 @@ class SyncerService:
                 self._ending.finish_run(reason)
             case fx.Note(kind, text, data):
                 self.meter.note_event(time.time(), kind, data, text)
-                self._events.say(kind, text, data)
+                refused = kind == "refused" and "learner" not in data
+                self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")
 
     def _send(self, learner: str, message: FromSyncer) -> None:
         channel = self._channels.get(learner)

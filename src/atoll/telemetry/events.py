@@ -2,7 +2,8 @@
 
 `text` is a sentence for people, the other fields are for programs; the summary, the screen and later the report are
 folds over these lines. Several processes append to the same file; a line is written with one call. What a learner
-causes fills no disk: texts are clipped, and of each learner so many bytes are written at once, and so many a second.
+causes fills no disk: texts are clipped, and of each learner so many bytes are written at once, and so many a second;
+of hellos that are refused, which may come under any name, so many of each token.
 
 | kind | said by | fields beside `text` |
 | --- | --- | --- |
@@ -74,11 +75,12 @@ class EventLog:
         self._room = Budgets(LEARNER_BYTES, LEARNER_RATE)
         self._too_many: set[str] = set()
 
-    def say(self, kind: str, text: str, data: dict[str, object] | None = None) -> None:
+    def say(self, kind: str, text: str, data: dict[str, object] | None = None, *, whose: str = "") -> None:
+        """`whose`: who causes it, where that is not the learner that it names."""
         event: Event = {"at": round(self._clock(), 6), "kind": kind, "text": text, **(data or {})}
         event = {name: clipped(value, TEXT_CHARS) if isinstance(value, str) else value for name, value in event.items()}
         line = msgspec.json.encode(event) + b"\n"
-        who = str(event.get("learner", ""))
+        who = whose or str(event.get("learner", ""))
         if not who or self._room.take(who, event["at"], len(line)):
             self._sink(line)
         elif who not in self._too_many:
