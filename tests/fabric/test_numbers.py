@@ -265,8 +265,9 @@ async def told(fort: Fort, opening: bytes, message: bytes | None) -> int | None:
     await socket.send_bytes(opening)
     async with asyncio.timeout(WAIT_S):
         if message is not None:
-            first = await socket.receive()
-            assert isinstance(decode_from_syncer(first.data), Welcome)
+            # What waited for the disk, for the process that had the name before, may come first.
+            while not isinstance(decode_from_syncer((await socket.receive()).data), Welcome):
+                pass
             await socket.send_bytes(message)
         await socket.send_bytes(b"\xc1")  # no message at all: whatever came before it, this closes the channel
         while (await socket.receive()).type not in ENDS:
