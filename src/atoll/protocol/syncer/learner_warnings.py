@@ -178,7 +178,7 @@ class SameBatches:
         self._common[pair] = self._common.get(pair, 0) + 1
         if self._common[pair] == COMMON:
             text = (
-                f"{one.name} and {other.name} train on the same batches, so one of them works for nothing: take them "
-                "from learner.batches or learner.sampler, or shuffle by learner.seed"
+                "shuffle by learner.seed, or take batches from learner.batches or learner.sampler: "
+                f"{one.name} and {other.name} train on the same batches, so one of them works for nothing"
             )
             self.state.out.note("same_batches", text, one, other=other.name)
