@@ -146,9 +146,18 @@ def test_with_an_alarm_nothing_is_rolled_back() -> None:
     world.run_until(round=16)
     assert not any(isinstance(line, RestoredRecord) for line in world.journal)
     (alarm,) = kinds(world, "alarm")
-    assert "guard=rollback" in alarm.text and alarm.data["over"] is False
+    assert alarm.data["answer"] == "guard=rollback" and alarm.data["over"] is False
+    assert alarm.text.endswith("look for the cause, or let the run be rolled back")
     score(world, 1.0)
     assert kinds(world, "alarm")[-1].data["over"] is True
+
+
+def test_an_alarm_offers_no_rollback_where_there_is_no_good_round_to_go_back_to() -> None:
+    world = trained(8, guard="alarm")
+    score(world, None)
+    (alarm,) = kinds(world, "alarm")
+    assert alarm.data["answer"] == ""
+    assert alarm.text.endswith("there is no earlier round with a good score to go back to: look for the cause")
 
 
 def test_without_a_guard_nothing_is_written_down() -> None:

@@ -24,9 +24,9 @@ async def give(learner: FakeLearner, pull: Pull, delta: float, version: int) -> 
     await learner.until(Announce, lambda one: one.fragment == pull.fragment and one.version == version)
 
 
-async def poisoned(stage: Stage) -> FakeLearner:
+async def poisoned(stage: Stage, guard: str = "rollback") -> FakeLearner:
     """Every value is 0.75 after two rounds, which are scored well, and 100 and less good after two more."""
-    learner, pull = await one_at_work(stage, guard="rollback", fragments=2)
+    learner, pull = await one_at_work(stage, guard=guard, fragments=2)
     for number, (delta, version) in enumerate([(0.25, 1), (0.25, 1), (-99.25, 2), (-99.25, 2)]):
         await give(learner, pull, delta, version)
         if number == 1:
@@ -86,6 +86,13 @@ async def test_without_anything_to_go_back_to_the_run_goes_on_with_an_alarm(stag
     score(stage, 6, 1.5)
     assert (await stage.until("alarm", 3))["over"]
     assert stage.service.figures().alarm == ""
+
+
+async def test_an_alarm_names_the_whole_command_that_lets_the_run_be_rolled_back(stage: Stage) -> None:
+    await poisoned(stage, guard="alarm")
+    score(stage, 4, None)
+    assert (await stage.until("alarm"))["text"].endswith(f"rolled back: atoll set {stage.out.path} guard=rollback")
+    assert stage.service.figures().alarm.endswith(f"atoll set {stage.out.path} guard=rollback")
 
 
 async def test_three_scores_above_the_limit_are_an_alarm_that_the_status_shows(stage: Stage) -> None:

@@ -95,6 +95,10 @@ class RunStore:
                 self._kept.append(self.found_on_disk.kept)
 
     @property
+    def folder(self) -> Path:
+        return self._out.path
+
+    @property
     def secrets(self) -> Path:
         """The folder of the run's own secrets."""
         return self._out.secrets

@@ -13,6 +13,7 @@ of an event from the server to the state machine, and of an effect to the part t
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -462,6 +463,8 @@ class SyncerService:
             case fx.Finished(reason):
                 self._ending.finish_run(reason)
             case fx.Note(kind, text, data):
+                if answer := data.get("answer"):
+                    text += f": atoll set {shlex.quote(str(self._run_store.folder))} {answer}"
                 self.meter.note_event(time.time(), kind, data, text)
                 refused = kind == "refused" and "learner" not in data
                 self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")

@@ -24,6 +24,8 @@ from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 
 REASON = "the run is rolled back"
+ROLL_BACK = "guard=rollback"
+"""The change of settings that answers an alarm; whoever shows the alarm knows which run `atoll set` is to name."""
 
 
 def undone(lines: Iterable[AnyRecord], since: int, fragments: int) -> tuple[Undone, ...]:
@@ -77,14 +79,28 @@ class Rollback:
         found = "not finite" if loss is None else f"{loss:.4g}"
         best = "" if trend.best is None else f", after {trend.best:.4g} at best (the limit is {trend.limit:.4g})"
         text = f"the validation loss is {found} at round {number}{best}: {self._what_follows()}"
-        self.state.out.note("alarm", text, over=False, round=number, loss=loss, best=trend.best, good=trend.good)
+        self.state.out.note(
+            "alarm",
+            text,
+            over=False,
+            round=number,
+            loss=loss,
+            best=trend.best,
+            good=trend.good,
+            answer=ROLL_BACK if self._may_operator_roll_back() else "",
+        )
+
+    def _may_operator_roll_back(self) -> bool:
+        """Whether it is the setting alone that keeps the run from a rollback."""
+        trend, committed = self.state.history.trend, self.state.committed
+        return self.state.settings.guard != "rollback" and guard.target(trend, committed) is not None
 
     def _what_follows(self) -> str:
         trend = self.state.history.trend
         if self._to is not None:
             return f"the run is rolled back to round {self._to}"
-        if self.state.settings.guard != "rollback":
-            return "look for the cause, or let the run be rolled back (atoll set guard=rollback)"
+        if self._may_operator_roll_back():
+            return "look for the cause, or let the run be rolled back"
         if trend.rolled_back:
             return f"it was rolled back to round {trend.good}, and no good score has come since: look for the cause"
         return "there is no earlier round with a good score to go back to: look for the cause"
