@@ -266,6 +266,16 @@ def test_the_closing_names_the_files_that_are_there(tmp_path: Path) -> None:
     assert "events.jsonl, model.safetensors, logs/; on one page" in written(out)
 
 
+def test_the_closing_says_how_much_was_made_where_the_scripts_ended_first(tmp_path: Path) -> None:
+    out = console(200, terminal=False)
+    print_closing(out, summarise([]), [], out=tmp_path, unspent="44 of 1,000 steps")
+    *_, warning, command = written(out).splitlines()
+    assert warning.startswith("Warning: the scripts ended first, after 44 of 1,000 steps. ")
+    assert command == f"It goes on with: atoll train --resume {tmp_path}"
+    print_closing(out := console(200), summarise([]), [], out=tmp_path)
+    assert "It goes on with" not in written(out)
+
+
 def test_the_closing_of_a_run_of_nothing() -> None:
     out = console()
     print_closing(out, summarise([]), story(summarise([])))

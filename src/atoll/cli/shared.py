@@ -17,6 +17,7 @@ from atoll.config import convert, merged, parse_settings
 from atoll.fabric.address import SCHEME, SyncerAddress, parse_address, without_secrets
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.local_secrets import published_secrets
+from atoll.launch.resume import describe_unspent
 from atoll.numerics import kernels
 from atoll.observe.story import last_sample, print_closing, story
 from atoll.observe.summary import summarise
@@ -77,7 +78,8 @@ def close(out: RunDir, console: Console, as_json: bool = False, again: str = "at
     summary = summarise(events)
     write_summary(out, summary, as_json)
     if not as_json:
-        print_closing(console, summary, story(summary, events), last_sample(events), short(out.path), again)
+        told, sample = story(summary, events), last_sample(events)
+        print_closing(console, summary, told, sample, short(out.path), again, describe_unspent(out))
 
 
 def write_summary(out: RunDir, summary: dict[str, Any], as_json: bool) -> None:

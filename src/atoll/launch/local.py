@@ -44,7 +44,7 @@ from atoll.launch.children import (
     read_script_error,
 )
 from atoll.launch.environment import VISIBLE, Assignment, LaunchEnvironment, capture_environment, write_environment
-from atoll.launch.resume import Resume, describe_resume
+from atoll.launch.resume import EVERYONE_ENDED, Resume, describe_resume
 from atoll.launch.script import USAGE
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
@@ -519,7 +519,7 @@ class LocalRun:
             return
         self._ending = True
         if self._done:
-            self._send_order("end every learner has ended")
+            self._send_order(f"end {EVERYONE_ENDED}")
             return
         words = next((f" ({words})" for words in self._failed.values() if words), "")
         self._failure = (

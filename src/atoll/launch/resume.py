@@ -33,6 +33,7 @@ from atoll.protocol.effects import ChangeAsked
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.ending import EVERYONE_STOPPED
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.atomic import make_folder, staged
 from atoll.store.cuts import (
@@ -53,6 +54,9 @@ from atoll.store.journal import Journal, read
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.writer_lease import acquire
 from atoll.syncer.changes import parse_changes
+
+EVERYONE_ENDED = "every learner has ended"
+"""The reason of a run whose last learner ended while the syncer still expected steps."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +151,17 @@ def spent_budget(head: History, settings: Settings) -> str:
     The rules themselves are asked, so that what a resumed syncer would do at once is known before it is started.
     """
     for name, other in (("steps", "tokens"), ("tokens", "steps")):
-        machine = Syncer(History.restore(copy.deepcopy(head.state())))
         only = msgspec.structs.replace(settings, **{other: 0})
-        machine.handle(0.0, ChangeAsked(only, dict(head.outer), "", reopen=True))
-        if machine.progress >= 1.0:
+        if _make_reopened(head, only).progress >= 1.0:
             return f"{getattr(settings, name):,} {name}"
     return ""
+
+
+def _make_reopened(head: History, settings: Settings) -> Syncer:
+    """The state machine of this run, gone on with under these settings."""
+    machine = Syncer(History.restore(copy.deepcopy(head.state())))
+    machine.handle(0.0, ChangeAsked(settings, dict(head.outer), "", reopen=True))
+    return machine
 
 
 def describe_resume(out: RunDir, shown: Path | None = None) -> str:
@@ -165,6 +174,23 @@ def describe_resume(out: RunDir, shown: Path | None = None) -> str:
         return command
     amount, _, budget = spent.partition(" ")
     return f"{command} --{budget} N (more than the {amount} that are done)" if spent else command
+
+
+def describe_unspent(out: RunDir) -> str:
+    """How much of its budget a run made whose scripts ended first: "44 of 1,000 steps". Empty: it spent the budget, has
+    none, or something else ended it."""
+    try:
+        head = read_head(out)
+    except (AtollError, OSError):  # what is wrong with it is said when it is gone on with
+        return ""
+    if head is None or not head.started or head.ended not in (EVERYONE_STOPPED, EVERYONE_ENDED):
+        return ""
+    machine = _make_reopened(head, head.settings)
+    made = {"steps": machine.global_step, "tokens": machine.members.total_tokens()}
+    budgets = {name: getattr(head.settings, name) for name in made}
+    if spent_budget(head, head.settings):
+        return ""
+    return " and ".join(f"{made[name]:,} of {budget:,} {name}" for name, budget in budgets.items() if budget)
 
 
 def _is_spent(out: RunDir, head: History, changes: tuple[str, ...]) -> bool:

@@ -315,8 +315,10 @@ def print_closing(
     sample: str | None = None,
     out: Path | None = None,
     again: str = "atoll train",
+    unspent: str = "",
 ) -> None:
-    """`again`: the command that goes on with it."""
+    """`again`: the command that goes on with it. `unspent`: how much of its budget was made, where its scripts ended
+    first."""
     width = min(console.width, WIDEST)
     console.print()
     console.print(_figures(summary, width))
@@ -331,7 +333,10 @@ def print_closing(
         console.print()
         files = ", ".join(_files_in(out))
         console.print(Text(f"All of it is in {out}: {files}; on one page: atoll report {out}"), soft_wrap=True)
-        if summary["reason"] == INTERRUPTED:
+        if unspent:
+            ended = f"{WARNING}the scripts ended first, after {unspent}. To spend all of it, loop until learner.done."
+            console.print(Text(ended, "yellow"), soft_wrap=True)
+        if unspent or summary["reason"] == INTERRUPTED:
             console.print(Text(f"It goes on with: {again} --resume {out}"), soft_wrap=True)
 
 

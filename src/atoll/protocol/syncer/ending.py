@@ -19,6 +19,9 @@ from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 
+EVERYONE_STOPPED = "every learner has stopped"
+"""The reason of a run whose scripts ended."""
+
 
 class RunEnd:
     def __init__(self, state: SyncerState, rounds: Rounds, peers: Peers, assembly: Assembly) -> None:
@@ -53,7 +56,7 @@ class RunEnd:
             return f"{self.state.settings.steps:,} steps are done"
         if self.tokens_spent():
             return f"the budget of {self.state.settings.tokens:,} tokens is spent"
-        return "every learner has stopped" if self._everyone_stopped(now, wakes) else None
+        return EVERYONE_STOPPED if self._everyone_stopped(now, wakes) else None
 
     def tokens_spent(self) -> bool:
         return 0 < self.state.settings.tokens <= self.state.members.total_tokens()
