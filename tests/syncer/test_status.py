@@ -235,3 +235,14 @@ def test_a_run_that_waits_for_learners_says_for_how_many() -> None:
         "waiting",
         "Waiting for 1 more of 2 learners, up to 30 s; then training begins.",
     )
+
+
+def test_an_alarm_that_is_over_leaves_one_about_something_else() -> None:
+    meter = Meter(CONFIG)
+    meter.note_event(1.0, "alarm", {"over": False}, "the loss is bad")
+    meter.note_event(2.0, "alarm", {"over": False, "about": "numbers"}, "the numbers are not finite")
+    assert meter.make_status(3.0, "r", None).alarm == "the numbers are not finite", "the newest"
+    meter.note_event(4.0, "alarm", {"over": True, "about": "numbers"}, "they are again")
+    assert meter.make_status(5.0, "r", None).alarm == "the loss is bad"
+    meter.note_event(6.0, "alarm", {"over": True}, "it is good again")
+    assert meter.make_status(7.0, "r", None).alarm == ""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -132,13 +133,45 @@ def is_routine(event: Event) -> bool:
     return kind in ROUTINE
 
 
+REPEATED = {"refused", "quarantined", "recovered", "fresh", "passed"}
+"""Kinds that come by the hundred where numbers break again and again …"""
+LINES = 3
+"""… so many of them, per kind and learner, have a line each …"""
+QUIET_S = 30.0
+"""… and then one in so many seconds, which says how many had none."""
+
+
+@dataclass(slots=True)
+class Repeats:
+    """Events of one kind about one learner."""
+
+    lines: int = 0
+    last_at: float = 0.0
+    left_out: int = 0
+    """Since the last line."""
+
+    def has_line(self, at: float) -> bool:
+        if at >= self.last_at + QUIET_S:
+            self.lines = min(self.lines, LINES - 1)
+        if self.lines >= LINES:
+            self.left_out += 1
+            return False
+        self.lines, self.last_at = self.lines + 1, at
+        return True
+
+    def with_count(self, event: Event) -> Event:
+        count, self.left_out = self.left_out, 0
+        return {**event, "text": f"{event.get('text', '')} (and {count:,} more before it)"} if count else event
+
+
 class NotableEvents:
-    """The last few notable events. Scores in a row become one line, the newest."""
+    """The last few notable events. Scores in a row become one line, the newest; what repeats itself has few lines."""
 
     def __init__(self, most: int = 6) -> None:
         self._lines: deque[Event] = deque(maxlen=most)
         self._origin: float | None = None
         """The first parameters: times count from there, as they do in the summary. What comes before has none."""
+        self._repeats: dict[tuple[str, str], Repeats] = {}
 
     def take_events(self, events: Iterable[Event]) -> Iterator[Event]:
         """Notes them, and gives back those that are notable."""
@@ -147,6 +180,12 @@ class NotableEvents:
                 self._origin = event["at"]
             if event["kind"] not in NOTABLE or is_routine(event):
                 continue
+            if event["kind"] in REPEATED:
+                key = (str(event["kind"]), str(event.get("learner", "")))
+                repeats = self._repeats.setdefault(key, Repeats())
+                if not repeats.has_line(event["at"]):
+                    continue
+                event = repeats.with_count(event)
             if event["kind"] == "score" and self._lines and self._lines[-1]["kind"] == "score":
                 self._lines.pop()
             self._lines.append(event)

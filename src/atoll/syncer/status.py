@@ -56,8 +56,8 @@ class Meter:
         self._score: ScoreReport | None = None
         self.alarm = ""
         """Why nothing can be committed; empty: it can."""
-        self._rules_alarm = ""
-        """The alarm that the state machine raised; empty: it is over."""
+        self._rules_alarms: dict[str, str] = {}
+        """The alarms that the state machine raised and that are not over, by what they are about."""
         self.supervised = False
         """`atoll train` starts the learners, and restarts them."""
         self.notice: Callable[[], str] = str
@@ -79,7 +79,9 @@ class Meter:
         elif kind == "ending":
             self._ended = at
         elif kind == "alarm":
-            self._rules_alarm = "" if data["over"] else text
+            self._rules_alarms.pop(data.get("about", ""), None)
+            if not data["over"]:
+                self._rules_alarms[data.get("about", "")] = text
 
     def note_score(self, score: ScoreReport) -> None:
         self._score = score
@@ -147,7 +149,7 @@ class Meter:
             learners=learners,
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
-            alarm=self.alarm or self._rules_alarm,
+            alarm=self.alarm or next(reversed(self._rules_alarms.values()), ""),
             notice=self.notice() or self._nobody_here(phase, learners) or awaited_learners(machine),
             expected=settings.learners,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
@@ -282,6 +284,8 @@ def describe_score(score: ScoreReport) -> tuple[str, dict[str, object]]:
     found += [_told_figure(one_line(name), value) for name, value in score.metrics.items()]
     data: dict[str, object] = {"round": score.round, "loss": score.loss, "cpu_s": score.cpu_s, "sample": score.sample}
     data["final"] = score.final
+    if score.has_loss and score.loss is None:
+        data["not_finite"] = True
     for name in ("metrics", "directions", "unit"):
         if value := getattr(score, name):
             data[name] = value

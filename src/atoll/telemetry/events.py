@@ -20,7 +20,8 @@ of hellos that are refused, which may come under any name, so many of each token
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
 | changed | syncer | what: settings that the operator changed |
-| alarm | syncer | over: no commits, or again; the loss is bad (round, loss, best, good); the dashboard failed |
+| alarm | syncer | over: no commits, or again; the loss is bad (round, loss, best, good); the numbers of every learner
+are not finite (about: numbers); the dashboard failed |
 | restored | syncer | round, committed, versions, fragment_tokens, suspects: the run is rolled back to that round |
 | turned_away | syncer | address (or a learner's name), reason, count: somebody was not let in |
 | renewed | syncer | the syncer shows a new certificate |
@@ -29,7 +30,8 @@ of hellos that are refused, which may come under any name, so many of each token
 | suspect | syncer | learner, agreement, over: what it gives is not trusted, or is again |
 | above | syncer | learner, declared: its steps have far more tokens than the others' |
 | same_batches | syncer | learner, other: both train on the same batches |
-| score | syncer | round, loss, cpu_s, sample, final; where the scorer gives them: metrics, directions, unit |
+| score | syncer | round, loss, cpu_s, sample, final; not_finite (the loss); where the scorer gives them: metrics,
+directions, unit |
 | ending | syncer | |
 | finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code); a syncer by hand says its own start |

@@ -23,7 +23,7 @@ from atoll.protocol.messages import Contribution, Progress, Recover, Refused
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.claims import KNOWN_STEPS, above_others, beyond_declared, beyond_rate, beyond_steps
 from atoll.protocol.syncer.joining import Joining
-from atoll.protocol.syncer.learner_warnings import SameBatches, ShareWatch
+from atoll.protocol.syncer.learner_warnings import NotFiniteWatch, SameBatches, ShareWatch
 from atoll.protocol.syncer.liveness import Liveness
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
@@ -152,6 +152,7 @@ class Contributions:
             round_.answered_at = now
             learner.answer_s.add(now - round_.frozen_at)
             learner.misses = learner.strikes = 0
+            self.strikes.not_finite.note_accepted(learner)
             learner.helper = ""  # whatever it began with, its numbers are good
 
     def _refuse_foreign(self, learner: KnownLearner, given: Contribution, reason: str) -> None:
@@ -282,6 +283,7 @@ class Strikes:
     def __init__(self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, joining: Joining) -> None:
         self.state, self.accounts, self.rounds = state, accounts, rounds
         self.peers, self.joining = peers, joining
+        self.not_finite = NotFiniteWatch(state)
 
     def add_strike(self, now: float, learner: KnownLearner, what: str, reason: str, **data: object) -> None:
         """`what` was refused."""
@@ -299,6 +301,7 @@ class Strikes:
     def quarantine_learner(self, now: float, learner: KnownLearner, when: str, reason: str) -> None:
         text = f"{learner.name} is in quarantine {when}; it recovers from the run"
         self.state.out.note("quarantined", text, learner)
+        self.not_finite.note_quarantine(learner, reason)
         self.rounds.leave_learner_out(learner, "it is in quarantine")
         self.peers.lose_learner(learner, "it is in quarantine")
         self.joining.close_life(learner, f"its numbers are broken: {reason}")

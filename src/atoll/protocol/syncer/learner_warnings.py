@@ -1,4 +1,4 @@
-"""Two warnings: `ShareWatch`, `SameBatches`.
+"""Three warnings: `ShareWatch`, `SameBatches`, `NotFiniteWatch`.
 
 `ShareWatch` raises an alarm when a live learner's work is merged far less than the others'. Every H/2 of its own steps,
 what was merged during a learner's last 2H steps is compared with what was merged or dropped during them: the same work
@@ -182,3 +182,43 @@ class SameBatches:
                 f"{one.name} and {other.name} train on the same batches, so one of them works for nothing"
             )
             self.state.out.note("same_batches", text, one, other=other.name)
+
+
+NOT_FINITE = "not finite"
+"""In the reason of a refusal: what screening says of such numbers."""
+QUARANTINES = 2
+"""In a row: its numbers broke again after it took the run's parameters and another inner optimizer."""
+
+
+class NotFiniteWatch:
+    """Whether the run as a whole diverges: a learner alone recovers from the others, all of them together cannot.
+
+    Rules kept here, each with its test: when every learner that is there went into quarantine `QUARANTINES` times
+    since its last accepted contribution, for numbers that are not finite, an alarm says so, once; it is over when a
+    contribution of each of them has been accepted again, or they are gone.
+    """
+
+    def __init__(self, state: SyncerState) -> None:
+        self.state = state
+        self._quarantines: dict[str, int] = {}
+        """By learner, since its last accepted contribution."""
+        self._alarmed = False
+
+    def note_quarantine(self, learner: KnownLearner, reason: str) -> None:
+        if NOT_FINITE not in reason:
+            return
+        self._quarantines[learner.name] = self._quarantines.get(learner.name, 0) + 1
+        there = self.state.members.connected_learners()
+        if self._alarmed or any(self._quarantines.get(one.name, 0) < QUARANTINES for one in there):
+            return
+        self._alarmed = True
+        text = "the numbers of every learner are not finite: look at the data or lower the learning rate"
+        self.state.out.note("alarm", text, over=False, about="numbers")
+
+    def note_accepted(self, learner: KnownLearner) -> None:
+        if self._quarantines.pop(learner.name, None) is None or not self._alarmed:
+            return
+        if not any(one.name in self._quarantines for one in self.state.members.connected_learners()):
+            self._alarmed = False
+            self._quarantines.clear()
+            self.state.out.note("alarm", "the numbers of the learners are finite again", over=True, about="numbers")
