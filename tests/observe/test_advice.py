@@ -43,3 +43,10 @@ def test_what_the_usual_settings_drop_is_nothing_to_speak_of(events: list[Event]
     assert advise(summary_of(events, overlap=200, missed=0, adopt="carry")) == []
     assert advise(summarise(events)) == []
     assert advise(summarise([])) == []
+
+
+def test_where_much_was_refused_nothing_is_advised_that_would_keep_it(events: list[Event]) -> None:
+    summary = summary_of(events, overlap=80, missed=120)
+    given = sum(one["rounds"] for one in summary["per_learner"].values())
+    assert len(advise(summary | {"refusals": 1})) == 2
+    assert advise(summary | {"refusals": given}) == []

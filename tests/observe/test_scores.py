@@ -57,3 +57,13 @@ def test_what_is_not_finite_is_passed_over_and_the_unit_is_the_scripts_own() -> 
 @pytest.mark.parametrize(("direction", "best"), [("min", (3, 1.0)), ("max", (1, 2.0)), (None, None)])
 def test_of_equal_scores_the_first_is_the_best(direction: str | None, best: tuple[int, float] | None) -> None:
     assert best_score([(1, 2.0), (2, 2.0), (3, 1.0), (4, 1.0)], direction) == best
+
+
+def test_a_last_loss_that_is_not_finite_is_no_older_one() -> None:
+    scores = [{"round": 2, "loss": 1.5}, {"round": 9, "loss": None, "not_finite": True}]
+    found = read_scores(scores)
+    assert found["validation_loss_start"] == found["validation_loss_best"] == 1.5
+    assert found["validation_loss_end"] is None and found["validation_not_finite"] == 1
+    assert read_scores(scores[1:])["validation_not_finite"] == 1
+    alone = read_scores([{"round": 2, "loss": None, "metrics": {"accuracy": 0.5}}])
+    assert alone["validation_loss_end"] is None and alone["validation_not_finite"] == 0, "metrics alone"

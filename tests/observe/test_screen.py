@@ -141,7 +141,7 @@ def test_what_became_of_the_work_is_plain(status: Status) -> None:
         "merged share 90 %",
         "participation 97 %",
         "steps a sync median 24.0 · mean 24.3 · p95 31",
-        "not merged 8 % by overlap · 1 % in missed rounds · 1 % by crashes",
+        "not merged 8 % by overlap · 1 % in missed rounds · 1 % lost",
     ):
         assert words in shown, words
     row = next(line for line in text_of(screen, 80).splitlines() if "learner-3" in line and "training" in line)

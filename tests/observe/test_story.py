@@ -172,3 +172,35 @@ def test_only_kills_that_were_planned_are_called_kills(events: list[Event]) -> N
         print_closing(console, summary | {"kills": kills, "restarts": 1}, [])
         told.append(console.file.getvalue())  # type: ignore[attr-defined]
     assert "1 (1 planned kill)" in told[0] and "kill" not in told[1] and "restarts" in told[1]
+
+
+def test_a_run_whose_numbers_were_not_finite_says_so(events: list[Event]) -> None:
+    events = [event for event in events if event["kind"] not in ("lost", "left", "killed")]
+    text = "the numbers of every learner are not finite: look at the data or lower the learning rate"
+    events[-3:-3] = [
+        {"at": 1009.0, "kind": "quarantined", "learner": "a", "incarnation": 1, "text": ""},
+        {"at": 1009.1, "kind": "alarm", "over": False, "about": "numbers", "text": text},
+        {"at": 1020.0, "kind": "score", "round": 8, "loss": None, "not_finite": True, "text": ""},
+    ]
+    tokens = {"computed": 240, "merged": 60, "dropped": 0, "lost": 180, "in_flight": 0}
+    events[-1] |= {"tokens": tokens, "dropped_by_cause": {"overlap": 0, "missed": 0, "crash": 180}}
+    told = story(summarise(events), events)
+    assert any("75 % were lost in quarantine" in one for one in told), told
+    assert (
+        "Validation loss of the global model went from 5.50 to one that is not finite; the lowest was 2.25 at round 7 "
+        "(atoll export --best)."
+    ) in told
+    assert f"{WARNING}the validation loss was not finite at the end." in told
+    assert told[-1] == f"{WARNING}{text}."
+    over = {"at": 1009.3, "kind": "alarm", "over": True, "about": "numbers", "text": "finite again"}
+    assert story(summarise(events), [*events, over])[-1] == f"{WARNING}for a while: {text}."
+    died = {"at": 1009.3, "kind": "lost", "learner": "b", "incarnation": 2, "reason": "nothing heard", "text": ""}
+    both = [*events[:-1], died, events[-1]]
+    assert any("75 % were lost with a process or in quarantine" in one for one in story(summarise(both), both))
+
+
+def test_losses_that_were_never_finite_are_not_called_unscored(events: list[Event]) -> None:
+    never = {"loss": None, "not_finite": True}
+    events = [event | never if event["kind"] == "score" else event for event in events]
+    told = " ".join(story(summarise(events), events))
+    assert f"{WARNING}the validation loss was never finite." in told and "never scored" not in told

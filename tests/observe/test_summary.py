@@ -37,6 +37,7 @@ BY_HAND: dict[str, Any] = {
     "restarts": 1,
     "kills": 1,
     "refusals": 1,
+    "quarantines": 0,
     "recovery": [
         {"learner": "b", "after": "killed", "at_s": 4.0, "seconds": 3.0},
         {"learner": "b", "after": "restarted", "at_s": 5.0, "seconds": 2.0},
@@ -44,6 +45,7 @@ BY_HAND: dict[str, Any] = {
     "bytes_per_token": 2400 / 240,
     "validation_loss_start": 5.5,
     "validation_loss_end": 2.25,
+    "validation_not_finite": 0,
     "validation_loss_best": 2.25,
     "validation_loss_best_round": 7,
     "loss_unit": "",

@@ -91,8 +91,8 @@ def _figures_of_events(run: RunDir) -> dict[str, Any]:
     for event in EventTail(run.events, most_bytes=TAIL_BYTES).new_events():
         if event["kind"] == "round":
             found["rounds"] = event["round"] + 1
-        elif event["kind"] == "score" and event.get("loss") is not None:
-            found["validation_loss_end"] = event["loss"]
+        elif event["kind"] == "score":
+            found["validation_loss_end"] = event.get("loss")
     return found
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 NONE = "–"
 """Shown where there is no figure yet."""
 
-CAUSES = {"overlap": "by overlap", "missed": "in missed rounds", "crash": "by crashes"}
+CAUSES = {"overlap": "by overlap", "missed": "in missed rounds", "crash": "lost"}
 """Why tokens are in no version."""
 
 EXACT = 17
@@ -37,7 +37,7 @@ def percent(share: float | None) -> str:
 
 
 def causes_of(dropped_by_cause: dict[str, int], computed: int) -> list[str]:
-    """6 % by overlap, 2 % in missed rounds, 0 % by crashes."""
+    """6 % by overlap, 2 % in missed rounds, 0 % lost (with a process, or in quarantine)."""
     return [f"{percent(dropped_by_cause.get(cause, 0) / max(1, computed))} {words}" for cause, words in CAUSES.items()]
 
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, measure, measure_apart, percent, plain, span
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
+from atoll.observe.tail import is_routine
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import USUAL
 from atoll.store.verify import VerifyReport
@@ -34,8 +35,8 @@ ADVICE = "Advice: "
 
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
-    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary), _merging(summary)]
-    told += [_training(summary), _validation(summary), *_metrics(summary)]
+    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary)]
+    told += [_merging(summary, events), _training(summary), _validation(summary), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
     told += [f"{ADVICE}{advice}" for advice in advise(summary)]
     return [sentence for sentence in told if sentence]
@@ -130,17 +131,27 @@ def _gaps(summary: Summary) -> str:
     )
 
 
-def _merging(summary: Summary) -> str:
+def _merging(summary: Summary, events: Sequence[Event]) -> str:
     tokens = summary["tokens"]
     if not tokens["computed"]:
         return ""
     fates = [
-        f"{percent(tokens[fate] / tokens['computed'])} {words}" for fate, words in _fates(tokens) if tokens.get(fate)
+        f"{percent(tokens[fate] / tokens['computed'])} {words}"
+        for fate, words in _fates(tokens, _where_lost(summary, events))
+        if tokens.get(fate)
     ]
     return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
 
 
-def _fates(tokens: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _where_lost(summary: Summary, events: Sequence[Event]) -> str:
+    """The ledger counts together what went with a process and what was thrown away in quarantine."""
+    if not summary.get("quarantines"):
+        return "with a process"
+    gone = any(event["kind"] in ("lost", "left") and not is_routine(event) for event in events)
+    return "with a process or in quarantine" if gone else "in quarantine"
+
+
+def _fates(tokens: dict[str, Any], where_lost: str) -> tuple[tuple[str, str], ...]:
     causes = tokens.get("dropped_by_cause") or {}
     told = ", ".join(
         f"{percent(causes[name] / tokens['computed'])} {words}" for name, words in _CAUSES if name in causes
@@ -148,7 +159,7 @@ def _fates(tokens: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     return (
         ("merged", "were merged into the model (merged share)"),
         ("dropped", f"were dropped when a learner adopted a newer version{f' ({told})' if told else ''}"),
-        ("lost", "were lost with a process"),
+        ("lost", f"were lost {where_lost}"),
         ("rolled_back", "were in versions that were rolled back"),
         ("in_flight", "were on their way when the account ends"),
     )
@@ -180,6 +191,10 @@ def _validation(summary: Summary) -> str:
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if start is None:
         return ""
+    if end is None:
+        best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
+        lowest = f"the lowest was {measure(best)} at round {at:,} (atoll export --best)"
+        return f"Validation loss of the global model went from {measure(start)} to one that is not finite; {lowest}."
     unit = f" {plain(summary['loss_unit'])}" if summary["loss_unit"] else ""
     best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
     last, lower = measure(end), ""
@@ -227,16 +242,25 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         last = f" (the last: {reasons[-1]})" if reasons else ""
         found.append(f"{_number(summary['refusals'], 'contribution')} refused{last}.")
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
-    if start is None and not summary["metrics"]:
+    if summary.get("validation_not_finite") and end is None:
+        found.append(f"the validation loss was {'never finite' if start is None else 'not finite at the end'}.")
+    elif start is None and not summary["metrics"]:
         how = _scorer_failure(events) or (
             "atoll learn SCRIPT --evaluator scores it, with the script's atoll.evaluate"
             if by_hand
             else "a script scores it with atoll.evaluate"
         )
         found.append(f"the global model was never scored, so nothing is known of its validation loss: {how}.")
-    if start is not None and end > start:
+    if start is not None and end is not None and end > start:
         found.append("the validation loss went up.")
-    return found
+    return found + _broken_numbers(events)
+
+
+def _broken_numbers(events: Sequence[Event]) -> list[str]:
+    """The alarm that the numbers of every learner are not finite."""
+    alarms = [event for event in events if event["kind"] == "alarm" and event.get("about") == "numbers"]
+    raised = [event["text"] for event in alarms if not event["over"]]
+    return [f"{'for a while: ' if alarms[-1]['over'] else ''}{text}." for text in raised[-1:]]
 
 
 def _neglected(events: Sequence[Event]) -> list[str]:
@@ -273,6 +297,9 @@ def advise(summary: Summary) -> list[str]:
     causes, computed = summary["tokens"].get("dropped_by_cause") or {}, summary["tokens"]["computed"]
     if not causes or not computed or summary["settings"].get("adopt", "overwrite") == "carry":
         return []
+    given = sum(one["rounds"] for one in summary["per_learner"].values())
+    if summary["refusals"] > MUCH * (summary["refusals"] + given):
+        return []  # refusals are the cause, and what was refused is nothing to keep
     overlap, missed = causes.get("overlap", 0) / computed, causes.get("missed", 0) / computed
     found = [_sync_less_often(summary, overlap)] if overlap > MUCH else []
     found += [_carry(summary, missed)] if missed > MUCH else []
@@ -368,7 +395,7 @@ def _figures(summary: Summary, width: int) -> Table:
         ("bytes per token", decimal(summary["bytes_per_token"], 1)),
         ("refusals", str(summary["refusals"])),
         ("steps", f"{sum(learner['steps'] for learner in learners.values()):,}"),
-        ("validation", _course(summary["validation_loss_start"], summary["validation_loss_end"])),
+        ("validation", _validation_course(summary)),
         ("training loss", _course(summary["training_loss_start"], summary["training_loss_end"])),
         *((plain(name), _course(one["start"], one["end"])) for name, one in summary["metrics"].items()),
     ]
@@ -395,6 +422,13 @@ def _dropped(summary: Summary) -> str:
     if not causes or not computed:
         return NONE
     return ", ".join(percent(causes[name] / computed) for name in ("overlap", "missed"))
+
+
+def _validation_course(summary: Summary) -> str:
+    start, end = summary["validation_loss_start"], summary["validation_loss_end"]
+    if end is None and summary.get("validation_not_finite"):
+        return "not finite" if start is None else f"{measure(start)} → not finite"
+    return _course(start, end)
 
 
 def _course(start: float | None, end: float | None) -> str:

@@ -15,11 +15,14 @@ tokens and for participation, but not for the gaps, effective H and absences.
 | effective_h, _mean, _p95 | learner steps between two syncs of a fragment: median, mean, 95th percentile |
 | overlap, _mean, _p95 | learner steps from reading a contribution to adopting the version that holds it |
 | tokens | by fate: computed = merged + dropped + lost + in_flight. From the ledger; without it, from the events |
-| tokens.dropped_by_cause | overlap + missed = dropped, crash = lost; missing where no ledger told |
+| tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too); missing where no ledger told |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
 | longest_gap_s, median_gap_s | time between two commits |
 | wall_s, total_s | the training part; from the first event to the last |
-| validation_loss_start, _end, _best, _best_round | of the global model, by the evaluator (CPU: evaluator_cpu_s) |
+| validation_loss_start, _end, _best, _best_round | of the global model, by the evaluator (CPU: evaluator_cpu_s); _end
+is null where the last one was not finite |
+| validation_not_finite | scores whose loss was not finite |
+| quarantines | how often a learner was in quarantine |
 | loss_unit, metrics | the scorer's own words; per metric: direction, start, end, best, best_round |
 | training_loss_start, _end | of the learners, the mean over the first and the last cycle of rounds |
 | kills | by a demonstration (`--demo`) or `atoll chaos`; what else killed a process is in the events `exited` |
@@ -120,6 +123,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         "restarts": len(select_kinds(timeline, "restarted")),
         "kills": len(select_kinds(timeline, "killed")),
         "refusals": len(select_kinds(timeline, "refused")),
+        "quarantines": len(select_kinds(timeline, "quarantined")),
         "recovery": recoveries(timeline, part),
         "bytes_per_token": _bytes_per_token(timeline, tokens["computed"]),
         **read_scores(select_kinds(timeline, "score")),
@@ -387,15 +391,21 @@ Score = tuple[int, float]
 def read_scores(scores: Sequence[Event]) -> dict[str, Any]:
     """The summary's fields of what the evaluator found; null where it found nothing."""
     losses = [(int(e["round"]), float(e["loss"])) for e in scores if e.get("loss") is not None]
+    has_loss = bool(losses) or any(e.get("not_finite") for e in scores)  # a scorer may give metrics alone
     best = best_score(losses, "min")
     return {
         "validation_loss_start": losses[0][1] if losses else None,
-        "validation_loss_end": losses[-1][1] if losses else None,
+        "validation_loss_end": _value(scores[-1].get("loss")) if scores else None,
+        "validation_not_finite": len(scores) - len(losses) if has_loss else 0,
         "validation_loss_best": best[1] if best else None,
         "validation_loss_best_round": best[0] if best else None,
         "loss_unit": next((str(e["unit"]) for e in reversed(scores) if e.get("unit")), ""),
         "metrics": _read_metrics(scores),
     }
+
+
+def _value(value: float | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def _read_metrics(scores: Sequence[Event]) -> dict[str, dict[str, Any]]:

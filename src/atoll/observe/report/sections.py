@@ -22,7 +22,7 @@ MOST_FAULTS = 500
 FATES = {
     "merged": "in the model",
     "dropped": "given up when a learner adopted a newer version",
-    "lost": "gone with a process: a crash, or a learner that was given up",
+    "lost": "gone with a process (a crash, or a learner that was given up), or in quarantine",
     "rolled_back": "in versions that were taken back when the validation loss had become worse",
     "in_flight": "on their way when the account ends",
 }
@@ -36,7 +36,6 @@ def summary(run: ReportedRun) -> Html:
     figures, tokens = run.summary, run.summary["tokens"]
     meant = figures["settings"].get("sync_every") or 0
     steps = sum(learner["steps"] for learner in figures["per_learner"].values())
-    start, end = figures["validation_loss_start"], figures["validation_loss_end"]
     first, last = figures["training_loss_start"], figures["training_loss_end"]
     facts = [
         ("goodput", percent(figures["goodput"]), "of learner time went into steps"),
@@ -48,13 +47,20 @@ def summary(run: ReportedRun) -> Html:
         ("tokens", count(tokens["computed"]), f"in {steps:,} steps" if steps else ""),
         ("merged share", percent(figures["merged_share"]), "of fragment-tokens"),
         ("bytes per token", decimal(figures["bytes_per_token"], 1), "in and out of the syncer"),
-        ("validation loss", decimal(end, 3), "never scored" if start is None else f"from {decimal(start, 3)}"),
+        ("validation loss", *_validation(figures)),
         ("training loss", decimal(last, 3), "never told" if first is None else f"from {decimal(first, 3)}"),
         *((plain(name), measure(one["end"]), _metric(one)) for name, one in figures["metrics"].items()),
         ("longest gap", span(figures["longest_gap_s"]), f"median {span(figures['median_gap_s'])}"),
         ("training took", span(figures["wall_s"]), f"restarts {figures['restarts']}, planned kills {figures['kills']}"),
     ]
     return join([cards(facts), *_story(run)])
+
+
+def _validation(figures: dict[str, Any]) -> tuple[str, str]:
+    start, end = figures["validation_loss_start"], figures["validation_loss_end"]
+    not_finite = end is None and figures.get("validation_not_finite")
+    whence = "" if not_finite else "never scored"
+    return "not finite" if not_finite else decimal(end, 3), whence if start is None else f"from {decimal(start, 3)}"
 
 
 def _metric(one: dict[str, Any]) -> str:
