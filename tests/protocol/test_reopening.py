@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import msgspec
@@ -48,6 +49,13 @@ def test_more_steps_open_it_again_and_it_does_not_say_that_it_is_finished() -> N
     assert (machine.history.ended, machine.history.finished, machine.state.end_reason) == ("", False, "")
     assert 0.2 < machine.progress < 0.5, "it goes on where it was"
     assert fx.Finished not in kinds(machine.handle(1.0, fx.Tick()))
+
+
+def test_only_a_run_that_is_opened_again_with_other_settings_says_that_they_changed() -> None:
+    history = read_again(ended(steps=24))
+    for asked, told in ((more(history), []), (more(history, steps=96), ["settings changed: more"])):
+        effects = Syncer(copy.deepcopy(history)).handle(0.0, asked)
+        assert [effect.text for effect in effects if isinstance(effect, fx.Note) and effect.kind == "changed"] == told
 
 
 def test_a_run_that_the_operator_ended_goes_on_with_the_budget_it_has() -> None:

@@ -303,10 +303,12 @@ class Syncer:
         if self.state.is_merging():
             return
         self._asked = None
+        differ = (asked.settings, asked.outer) != (self.state.settings, self.state.history.outer)
         self.state.out.persist(ChangedRecord(asked.settings, asked.outer, asked.what, asked.reopen))
         self.state.out.add_effect(fx.Retune(asked.outer))
         self.state.change_settings()
         if asked.reopen:
             self.end.reopen_run()
             self.assembly.expect_everybody()
-        self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
+        if differ or not asked.reopen:  # a run may be opened again as it is
+            self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
