@@ -127,6 +127,18 @@ async def test_a_mistake_that_the_evaluator_only_met_first_is_the_scripts(tmp_pa
         await local(tmp_path, code, evaluator=True).run()
 
 
+async def test_a_run_without_an_evaluator_says_that_nobody_will_score_it(tmp_path: Path) -> None:
+    told: list[bool] = []
+
+    def watch(status: RunStatus | None) -> None:
+        if status is not None:
+            told.append(status.scorer)
+
+    run = local(tmp_path, "", watch=watch)
+    await run.run()
+    assert told and not any(told)
+
+
 async def test_a_run_that_nobody_joined_falls_short(tmp_path: Path) -> None:
     run = local(tmp_path, "")
     await run.run()

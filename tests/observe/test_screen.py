@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -180,6 +182,23 @@ def test_validation_losses_become_a_sparkline(status: Status) -> None:
         screen.update(status(validation_loss=loss, validation_round=number))
         screen.update(status(validation_loss=loss, validation_round=number))
     assert "1.00 █▅▅▁ at 3" in text_of(screen, 80)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "not scored yet"),
+        ({"term": 2}, "not scored again yet"),
+        ({"scorer": False}, "no scorer"),
+        ({"scorer": False, "metrics": {"accuracy": 0.9}}, "–"),
+    ],
+)
+def test_without_a_score_the_screen_says_whether_one_will_come(
+    status: Status, changes: dict[str, Any], told: str
+) -> None:
+    screen = LiveScreen(console())
+    screen.update(status(validation_loss=None, validation_round=None, **changes))
+    assert re.search(f"validation +{told}", text_of(screen, 120))
 
 
 def test_metrics_stand_under_their_own_names(status: Status) -> None:

@@ -270,6 +270,13 @@ async def test_a_score_is_an_event_and_a_figure(stage: Stage) -> None:
     assert isinstance(status, dict) and (status["validation_loss"], status["validation_round"]) == (2.5, 0)
 
 
+async def test_the_status_says_when_nobody_will_score_the_model(stage: Stage) -> None:
+    await stage.open()
+    assert stage.service.figures().scorer
+    stage.service.unscored()
+    assert not stage.service.figures().scorer
+
+
 async def test_a_score_brings_metrics_in_the_words_of_the_script(stage: Stage) -> None:
     await one_at_work(stage)
     figures = {"metrics": {"accuracy": 0.91, "recall": None}, "directions": {"accuracy": "max"}}

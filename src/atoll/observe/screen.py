@@ -245,7 +245,9 @@ def _overlap(status: RunStatus) -> str:
 
 def _validation(status: RunStatus, scores: Sequence[float]) -> Text:
     if status.validation_loss is None:
-        return Text("not scored yet" if not status.metrics else NONE, "dim")
+        # A later term does not know the scores of those before it.
+        yet = "yet" if status.term <= 1 else "again yet"
+        return Text(NONE if status.metrics else f"not scored {yet}" if status.scorer else "no scorer", "dim")
     return Text.assemble(
         (measure(status.validation_loss), "bold magenta"),
         (f" {sparkline(scores, SPARKS)}", "magenta"),

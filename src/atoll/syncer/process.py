@@ -167,6 +167,8 @@ async def _serve(
             config, run=run, events=events, run_store=run_store, evaluated=evaluated, pages=begin.pages
         )
         service.meter.supervised = supervised
+        if supervised and not evaluated:
+            service.unscored()
         if begin.changes or begin.reopen:
             service.change(begin.changes, reopen=begin.reopen)
         loop = asyncio.get_running_loop()

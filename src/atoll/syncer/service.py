@@ -276,6 +276,7 @@ class SyncerService:
 
     def unscored(self) -> None:
         """No evaluator is left: do not wait for its last score."""
+        self.meter.scorer = False
         self._ending.stop_scoring()
 
     # ---- handlers: learners -------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ class Meter:
         """The alarms that the state machine raised and that are not over, by what they are about."""
         self.supervised = False
         """`atoll train` starts the learners, and restarts them."""
+        self.scorer = True
+        """False: no evaluator is left that would score the model."""
         self.notice: Callable[[], str] = str
         """What the operator should do soon; empty: nothing."""
 
@@ -146,6 +148,7 @@ class Meter:
             loss_unit=self._score.unit if self._score else "",
             metrics=self._score.metrics if self._score else {},
             directions=dict(self._score.directions) if self._score else {},
+            scorer=self.scorer,
             learners=learners,
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,

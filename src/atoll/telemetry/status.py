@@ -111,3 +111,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Other figures of the newest score, by name …"""
     directions: dict[str, str] = {}
     """… and whether small ("min") or large ("max") values of them are better, where it was declared."""
+    scorer: bool = True
+    """False: nobody will score it."""
