@@ -22,6 +22,11 @@ each = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 everywhere = pytest.mark.parametrize("device", DEVICES)
 
 
+def bits_of(values: FloatArray) -> bytes:
+    """Every NaN alike: which one an operation gives is the processor's choice."""
+    return np.where(np.isnan(values), np.float32(np.nan), values).tobytes()
+
+
 def compare(codec: Codec, values: FloatArray, rows: Rows, device: str) -> None:
     size, length = count_values(rows), codec.nbytes(rows)
     body, rest, decoded = np.empty(length, np.uint8), np.empty(size, np.float32), np.empty(size, np.float32)
@@ -31,9 +36,9 @@ def compare(codec: Codec, values: FloatArray, rows: Rows, device: str) -> None:
     there, left = torch.empty(length, dtype=torch.uint8, device=device), torch.empty(size, device=device)
     codecs.encode(codec, total, rows, there, left)
     assert there.cpu().numpy().tobytes() == body.tobytes()
-    assert left.cpu().numpy().tobytes() == rest.tobytes()
+    assert bits_of(left.cpu().numpy()) == bits_of(rest)
     codecs.decode(codec, there, rows, left)
-    assert left.cpu().numpy().tobytes() == decoded.tobytes()
+    assert bits_of(left.cpu().numpy()) == bits_of(decoded)
 
 
 @each
@@ -60,7 +65,7 @@ def test_of_equal_values_both_keep_the_first(device: str) -> None:
 
 @each
 @everywhere
-@pytest.mark.parametrize("values", extremes(), ids=str)
+@pytest.mark.parametrize("values", extremes(), ids=lambda values: f"{values[0]:.3g}, …")
 def test_equal_bits_of_extremes(codec: Codec, device: str, values: FloatArray) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         compare(codec, values, ((1, values.size),), device)

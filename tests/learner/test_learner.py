@@ -107,8 +107,10 @@ class TestAlone:
         with Learner(small()) as learner:
             with pytest.raises(ValueError, match="tokens = -1 is below zero"):
                 learner.step(tokens=-1)
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match=r"tokens is a whole number.*here it is a float"):
                 learner.step(tokens=1.5)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=r"here it is a Tensor. As in learner.step\(len\(batch\), loss\)"):
+                learner.step(torch.tensor(0.5))  # type: ignore[arg-type]
             learner.step(tokens=torch.tensor(3))  # type: ignore[arg-type]
             assert learner.steps == 1 and learner._tally.tokens == 3
 

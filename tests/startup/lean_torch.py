@@ -3,9 +3,6 @@
 Every optimizer of torch imports `torch._dynamo` (1.5 s), to call two functions of it that do nothing unless something
 is compiled. Here that import gives a stand-in with these two. Whoever asks it for anything else, or imports one of its
 submodules, gets the real package, which takes the place of the stand-in.
-
-`import torch` loads `torch._meta_registrations` (0.5 s), which says how operators work on tensors without memory. Only
-the compiler needs it: it is loaded together with that.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-NAME, META = "torch._dynamo", "torch._meta_registrations"
+NAME = "torch._dynamo"
 
 
 class StandIn(ModuleType):
@@ -43,8 +40,8 @@ class Finder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in (NAME, META):
-            return importlib.machinery.ModuleSpec(name, Finder, is_package=name == NAME)  # type: ignore[arg-type]
+        if name == NAME:
+            return importlib.machinery.ModuleSpec(name, Finder, is_package=True)  # type: ignore[arg-type]
         if name.startswith(f"{NAME}."):
             load_real()
             importlib.import_module(name)
@@ -53,8 +50,7 @@ class Finder:
 
     @staticmethod
     def create_module(spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        stand_in = {NAME: StandIn, META: ModuleType}.get(spec.name)
-        return sys.modules[spec.name] if stand_in is None else stand_in(spec.name)
+        return StandIn(spec.name) if spec.name == NAME else sys.modules[spec.name]
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
@@ -69,6 +65,4 @@ def load_real() -> ModuleType:
     if Finder in sys.meta_path:
         sys.meta_path.remove(Finder)  # type: ignore[arg-type]
         sys.modules.pop(NAME, None)
-        sys.modules.pop(META, None)
-        importlib.import_module(META)
     return importlib.import_module(NAME)

@@ -185,7 +185,10 @@ class Learner:
         _refuse_mistakes(self.model, self.optimizer)  # ranks may have come together since, parameters been replaced
         self._inside = True
         if self.alone:
-            say("alone: no run is named, so nothing is merged (join one by atoll train, or by ATOLL_JOIN and its link)")
+            say(
+                "alone: no run is named, so nothing is merged (join one by atoll train, or by ATOLL_JOIN and a link); "
+                "learner.batches and learner.sampler make one pass, learner.done stays False"
+            )
         else:
             self._session = RunSession(
                 self._joining,
@@ -210,7 +213,13 @@ class Learner:
         """Call after every optimizer step, with the tokens (or samples) it trained on."""
         if not self._inside:
             raise RuntimeError("learner.step() outside of 'with atoll.Learner(...) as learner:'")
-        tokens = operator.index(tokens)
+        try:
+            tokens = operator.index(tokens)
+        except TypeError:
+            raise TypeError(
+                f"learner.step(tokens, loss): tokens is a whole number, the tokens or samples the step trained on; "
+                f"here it is a {type(tokens).__name__}. As in learner.step(len(batch), loss)"
+            ) from None
         if tokens < 0:
             raise ValueError(f"tokens = {tokens} is below zero")
         if 0 < self._joining.tokens_per_step < tokens:

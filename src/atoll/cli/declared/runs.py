@@ -40,7 +40,13 @@ RUNS = (
         (
             argument("script", "Your training script; without one, a small GPT.", Path),
             option("--learners", "M: how many learners.", int, shown=LEARNERS, panel=RUN),
-            option("--steps", "End when the middle learner has made this many steps.", int, shown=STEPS, panel=RUN),
+            option(
+                "--steps",
+                "End at so many steps of the median stepping learner.",
+                int,
+                shown=STEPS,
+                panel=RUN,
+            ),
             option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
             option("--out", "The run's folder.", Path, metavar="DIR", shown="atoll-runs/DATE-TIME", panel=RUN),
             flag("--force", "Replace a run that lies there.", panel=RUN),
@@ -123,7 +129,11 @@ RUNS = (
             ),
             option("--learners", "M: how many learners the run is meant for.", int, shown=LEARNERS, panel=RUN),
             option(
-                "--steps", "End when the middle learner has made this many steps.", int, shown="no limit", panel=RUN
+                "--steps",
+                "End at so many steps of the median stepping learner.",
+                int,
+                shown="no limit",
+                panel=RUN,
             ),
             option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
             option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
