@@ -91,7 +91,7 @@ USAGE_ERRORS = {
     "atoll.Learner(torch.nn.Linear(1, 1)).batches(torch.utils.data.DataLoader([0]), 1)": (
         "TypeError: learner.batches takes a dataset, not a DataLoader"
     ),
-    "atoll.Learner(torch.nn.Linear(1, 1), 3)": "TypeError: 'optimizer' is a int: give torch optimizers",
+    "atoll.Learner(torch.nn.Linear(1, 1), 3)": "TypeError: 'optimizer' is of type int: give torch optimizers",
     "atoll.Learner(torch.nn.Linear(1, 1)).stpe": "AttributeError: 'Learner' object has no attribute 'stpe'",
 }
 CALLS = [
@@ -113,15 +113,15 @@ def test_a_wrong_call_ends_at_the_scripts_line_and_the_supervisor_is_told(tmp_pa
 WRONG_CALLS: list[tuple[Callable[[nn.Module], object], str]] = [
     (
         lambda model: atoll.Learner(model.parameters()),  # type: ignore[arg-type]
-        "'model' is a generator: give the torch.nn.Module itself",
+        "'model' is of type generator: give the torch.nn.Module itself",
     ),
     (
         lambda model: atoll.evaluate(model.state_dict(), lambda model: 0.0),  # type: ignore[arg-type]
-        "'model' is a OrderedDict: give the torch.nn.Module itself",
+        "'model' is of type OrderedDict: give the torch.nn.Module itself",
     ),
     (
         lambda model: atoll.evaluate(model, 0.5),  # type: ignore[arg-type]
-        "'score' is a float: give the function that scores a model, without calling it",
+        "'score' is of type float: give the function that scores a model, without calling it",
     ),
     (
         lambda model: atoll.Learner(model, quorum=2),  # type: ignore[call-arg]

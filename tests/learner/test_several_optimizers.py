@@ -111,7 +111,7 @@ class TestToldAtOnce:
 
     def test_a_schedule_is_told_to_register(self) -> None:
         script = Script()
-        with pytest.raises(TypeError, match=r"'optimizer/1' is a StepLR.*learner\.register"):
+        with pytest.raises(TypeError, match=r"'optimizer/1' is of type StepLR.*learner\.register"):
             Learner(script.model, [script.first, script.extras["trunk"]])  # type: ignore[list-item]
 
     def test_what_has_no_state_is_not_registered(self) -> None:

@@ -39,7 +39,7 @@ def evaluate(
     check_model(model)
     if not callable(score):
         raise TypeError(
-            f"'score' is a {type(score).__name__}: give the function that scores a model, without calling it"
+            f"'score' is of type {type(score).__name__}: give the function that scores a model, without calling it"
         )
     directions = dict(directions or {})
     _check_words(directions, unit)

@@ -46,7 +46,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 def check_model(model: object) -> None:
     """TypeError says what was given in place of a model."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"'model' is a {type(model).__name__}: give the torch.nn.Module itself")
+        raise TypeError(f"'model' is of type {type(model).__name__}: give the torch.nn.Module itself")
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

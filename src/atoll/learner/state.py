@@ -259,8 +259,8 @@ def optimizers_by_path(optimizers: Optimizers) -> dict[str, Optimizer]:
     for path, one in found.items():
         if not isinstance(one, Optimizer):
             raise TypeError(
-                f"{path!r} is a {type(one).__name__}: give torch optimizers, one, a list of them, or a dict by name; "
-                f"a schedule or whatever else has a state is registered, learner.register(name, it)"
+                f"{path!r} is of type {type(one).__name__}: give torch optimizers, one, a list of them, or a dict by "
+                f"name; a schedule or whatever else has a state is registered, learner.register(name, it)"
             )
     return found
 
