@@ -27,11 +27,13 @@ from atoll.protocol.records import (
     AlarmedRecord,
     ChangedRecord,
     CutDoneRecord,
+    EndedRecord,
     JoinedRecord,
     MergedRecord,
     PassedRecord,
     Share,
 )
+from atoll.protocol.syncer.rounds import NOTHING_LEFT
 from atoll.store.cuts import folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
@@ -54,6 +56,7 @@ def test_a_whole_run_is_well_and_every_figure_of_it_is_counted(tmp_path: Path) -
         "records": 30,
         "rounds": 13,
         "passed": 1,
+        "empty": 0,
         "terms": 2,
         "learners": 2,
         "incarnations": 3,
@@ -85,6 +88,19 @@ def test_a_whole_run_is_well_and_every_figure_of_it_is_counted(tmp_path: Path) -
         "rebuilt_rounds": 12,
     }
     assert report.document()["ok"] is True and dict(verification_rows(report))["cuts"] == "0, 4, 9"
+
+
+def test_rounds_of_the_last_cycle_that_collected_nothing_are_not_passed_over(tmp_path: Path) -> None:
+    """The summary does not count them as passed over either."""
+    run = with_rounds(tmp_path / "run", 4)
+    run.pass_over(NOTHING_LEFT)
+    run.write(EndedRecord("24 steps are done", step=run.history.step))
+    run.pass_over(NOTHING_LEFT)
+    run.pass_over()
+    report = well(run)
+    assert [report.facts[name] for name in ("rounds", "passed", "empty")] == [7, 2, 1]
+    told = dict(verification_rows(report))["rounds"]
+    assert told == "7, 2 of them passed over, 1 at the end with nothing left to collect"
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 5])

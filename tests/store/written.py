@@ -185,9 +185,9 @@ class WrittenRun:
         settings = self.history.settings
         return (self.history.committed + 1) * settings.sync_every / settings.fragments
 
-    def pass_over(self) -> None:
+    def pass_over(self, reason: str = "0 of 1 contributions came") -> None:
         number = self.history.committed
-        self.write(PassedRecord(number, number % P, "0 of 1 contributions came", step=self.step))
+        self.write(PassedRecord(number, number % P, reason, step=self.step))
 
     def set_guard(self, guard: str) -> None:
         settings = msgspec.convert({**msgspec.to_builtins(self.history.settings), "guard": guard}, Settings)

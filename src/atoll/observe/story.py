@@ -441,10 +441,11 @@ def verification_rows(report: VerifyReport) -> list[tuple[str, str]]:
     fates = [f"{count(tokens)} {fate.replace('_', ' ')}" for fate, tokens in facts["tokens"].items()]
     causes = [f"{count(tokens)} {CAUSES[cause]}" for cause, tokens in facts["dropped_by_cause"].items()]
     shares = [f"{name} {percent(one['merged_share'])}" for name, one in facts["per_learner"].items()]
+    empty = f", {facts['empty']:,} at the end with nothing left to collect" if facts["empty"] else ""
     return [
         ("run", facts["run"] or "has not begun"),
         ("records", f"{facts['records']:,} of {facts['terms']} terms"),
-        ("rounds", f"{facts['rounds']:,}, {facts['passed']:,} of them passed over"),
+        ("rounds", f"{facts['rounds']:,}, {facts['passed']:,} of them passed over{empty}"),
         ("contributions", f"{facts['contributions']:,} of {facts['learners']:,} learners"),
         ("tokens", ", ".join(fates) or "none"),
         ("not merged", ", ".join(causes) or "none"),

@@ -48,6 +48,7 @@ from atoll.protocol.records import (
     TermRecord,
 )
 from atoll.protocol.syncer.rollback import undone
+from atoll.protocol.syncer.rounds import NOTHING_LEFT
 from atoll.store.audit_members import BadRun, MemberAudit
 from atoll.store.cuts import CutState
 
@@ -83,6 +84,9 @@ class JournalAudit:
         self.recent = RecentRounds(self.fragments)
         self.term, self.terms = term, 1
         self.passed = 0
+        """Rounds that were passed over …"""
+        self.empty = 0
+        """… and those of the last cycle for which nobody had steps left."""
         self.alarms = 0
         self.alarm = ""
         """The first of them, as the syncer said it."""
@@ -128,7 +132,10 @@ class JournalAudit:
                 self._check_merged(record)
             case PassedRecord():
                 self._check_round(record)
-                self.passed += 1
+                if self.history.ended and record.reason == NOTHING_LEFT:
+                    self.empty += 1
+                else:
+                    self.passed += 1
             case ScoredRecord(round):
                 if not 0 <= round <= self.history.committed:
                     raise BadRun(f"round {round} is scored, with {self.history.committed} rounds committed")

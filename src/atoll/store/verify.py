@@ -264,6 +264,7 @@ class RunVerification:
             "records": self._records,
             "rounds": audit.history.committed if audit else 0,
             "passed": audit.passed if audit else 0,
+            "empty": audit.empty if audit else 0,
             "terms": audit.terms if audit else 0,
             "learners": audit.members.learners if audit else 0,
             "incarnations": audit.members.incarnations if audit else 0,
