@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -155,6 +156,18 @@ async def test_a_body_of_the_process_that_had_the_name_before_is_no_part_of_vers
         await service.initial_arrived("a", first.session, 0, body, "")
     await second.upload(2.0)
     await second.until(Started)
+
+
+async def test_bodies_of_processes_that_came_and_went_leave_no_memory_behind(stage: Stage) -> None:
+    """Each begins to send the first parameters, and is followed by another process of its name."""
+    service = await stage.open()
+    kept = []
+    for process in range(5):
+        learner = stage.join("a", process=process)
+        await learner.until(Welcome)
+        kept.append(weakref.ref(service.expect_initial("a", learner.session, 0).obj))
+        await learner.link.close()
+    assert [one() for one in kept] == [None] * 5
 
 
 async def test_nobody_else_may_send_first_parameters(stage: Stage) -> None:
