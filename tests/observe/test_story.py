@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from atoll.observe.story import WARNING, last_sample, print_closing, story
+from atoll.observe.story import WARNING, describe_no_rounds, last_sample, print_closing, story
 from atoll.observe.summary import summarise
 from atoll.telemetry.events import Event
 
@@ -157,6 +157,16 @@ def test_a_run_of_nothing_still_has_a_story() -> None:
     told = story(summarise([]))
     assert told[0].startswith("0 learners made 0 steps")
     assert any("no round was committed" in sentence for sentence in told)
+
+
+def test_a_run_without_a_step_asks_for_the_call(events: list[Event]) -> None:
+    summary = summarise(events)
+    assert describe_no_rounds(summary) == ""
+    idle = {**summary, "rounds": 0, "tokens": {**summary["tokens"], "computed": 0}}
+    asked = "no learner made a step: does the script call learner.step() after every optimizer step?"
+    assert describe_no_rounds(idle) == asked
+    assert asked in " ".join(story(idle, events))
+    assert describe_no_rounds({**summary, "rounds": 0}).startswith("no round was committed")
 
 
 def test_the_last_sample_is_the_newest(events: list[Event]) -> None:

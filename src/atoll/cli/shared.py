@@ -72,7 +72,7 @@ def compile_kernels(console: Console) -> None:
             kernels.warm()
 
 
-def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> None:
+def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> dict[str, Any]:
     """The summary, written down and shown."""
     events = list(parse(out.events.read_bytes().splitlines(keepends=True)))
     summary = summarise(events)
@@ -80,6 +80,7 @@ def close(out: RunDir, console: Console, as_json: bool = False, again: str = "at
     if not as_json:
         told, sample = story(summary, events), last_sample(events)
         print_closing(console, summary, told, sample, short(out.path), again, describe_unspent(out))
+    return summary
 
 
 def write_summary(out: RunDir, summary: dict[str, Any], as_json: bool) -> None:

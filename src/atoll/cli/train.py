@@ -27,6 +27,7 @@ from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.numerics import kernels
 from atoll.observe import dashboard
 from atoll.observe.screen import EventTail, choose_screen
+from atoll.observe.story import describe_no_rounds
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import BegunRecord
@@ -295,9 +296,9 @@ def _train(
         asyncio.run(standby.run(run) if standby is not None else run.run())
     for words in tracking.trouble:
         console.print(f"note: {words}", soft_wrap=True, highlight=False, markup=False)
-    close(out, console, as_json)
-    if run.shortfall:
-        raise RunFailed(run.shortfall)
+    summary = close(out, console, as_json)
+    if shortfall := run.shortfall or describe_no_rounds(summary):
+        raise RunFailed(shortfall)
 
 
 def _follow(

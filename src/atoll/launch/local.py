@@ -154,6 +154,8 @@ class LocalRun:
             """By process, what its script failed with last."""
             self._here: set[str] = set()
             """Learners that joined since they were started last."""
+            self._stepping: set[str] = set()
+            """Learners that made a step, ever."""
             self._first_tokens: int | None = None
             self._stepped = self._scored = self._joined = False
             """Since this supervisor started."""
@@ -270,9 +272,14 @@ class LocalRun:
 
     async def _wait_for_scripts(self) -> None:
         """Scripts may have something to do after the run. The evaluator has not: its last score was waited for.
-        Nor has a learner that was restarted and has not joined again."""
+        Nor has a learner that was restarted and has not joined again, nor one that never stepped: only learner.step
+        tells a script that the run has ended."""
         if self._scorer is not None:
             self._scorer.kill_all()
+        for name in self._here - self._stepping:
+            if name in self._learners and self._learners[name].running:
+                self._learners[name].kill_all()
+                self._log_warning(self._learners[name], f"{name} was killed: its script never called learner.step()")
         for name in self._learners.keys() - self._here:
             if self._learners[name].restarts and self._learners[name].running:
                 self._learners[name].kill_all()
@@ -345,6 +352,7 @@ class LocalRun:
         self._scored = self._scored or status.validation_round is not None
         self._joined = self._joined or bool(status.learners)
         self._here |= {one.learner for one in status.learners if one.state not in AWAY}
+        self._stepping |= {one.learner for one in status.learners if one.step}
 
     # ---- for those that do things to it ---------------------------------------------------------------------------
 

@@ -29,10 +29,10 @@ import msgspec
 
 from atoll.digests import compute_digest
 from atoll.protocol import records
-from atoll.protocol.effects import ChangeAsked
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effects import ChangeAsked
 from atoll.protocol.syncer.ending import EVERYONE_STOPPED
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.atomic import make_folder, staged

@@ -221,8 +221,8 @@ def _end_and_best(metric: dict[str, Any]) -> str:
 def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     settings, learners = summary["settings"], summary["per_learner"]
     found = []
-    if summary["rounds"] == 0:
-        found.append("no round was committed: the model is what it was at the start.")
+    if nothing := describe_no_rounds(summary):
+        found.append(nothing if nothing.endswith("?") else f"{nothing}.")
     by_hand = not any(e["kind"] == "started" and e["process"] != "syncer" for e in events)
     meant, joined = int(settings.get("learners") or 0), len(learners)
     if joined < meant:
@@ -254,6 +254,15 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     if start is not None and end is not None and end > start:
         found.append("the validation loss went up.")
     return found + _broken_numbers(events)
+
+
+def describe_no_rounds(summary: Summary) -> str:
+    """Why such a run came to nothing; empty: it committed a round."""
+    if summary["rounds"]:
+        return ""
+    if summary["per_learner"] and not summary["tokens"]["computed"]:
+        return "no learner made a step: does the script call learner.step() after every optimizer step?"
+    return "no round was committed: the model is what it was at the start"
 
 
 def _broken_numbers(events: Sequence[Event]) -> list[str]:

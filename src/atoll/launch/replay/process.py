@@ -42,8 +42,8 @@ from atoll.mailbox.channel import (
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Codec, Delta, body_nbytes, decode_contribution, encode_contribution
 from atoll.numerics.fragments import FragmentPlan
-from atoll.protocol import effects as fx
 from atoll.protocol import tape
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import Range
 from atoll.protocol.settings import Settings
 
