@@ -63,7 +63,7 @@ from atoll.numerics.codec import (
     round_to_dtype,
 )
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.effects import Stepped
+from atoll.protocol.learner.effects import Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.store.rundir import RunDir
 from atoll.syncer.contributions import Merging

@@ -25,7 +25,6 @@ import numpy as np
 from atoll.config import Outer
 from atoll.numerics import kernels
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import History
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import (
@@ -39,6 +38,7 @@ from atoll.protocol.records import (
     StartedRecord,
 )
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effects import CompleteCut
 from atoll.store.disk import LocalDisk
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire

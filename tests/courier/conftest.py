@@ -32,8 +32,8 @@ from atoll.mailbox.channel import (
     decode_to_training,
 )
 from atoll.numerics.fragments import make_plan
-from atoll.protocol import effects as fx
-from atoll.protocol.effects import Saved, Stepped
+from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.effects import Saved, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire

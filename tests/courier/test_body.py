@@ -16,8 +16,8 @@ from atoll.digests import compute_digest
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.fragments import make_plan
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 

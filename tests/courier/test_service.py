@@ -12,7 +12,8 @@ from atoll.courier import service
 from atoll.courier.service import Courier
 from atoll.mailbox.channel import CopyMade, CourierChannel, Goodbye, RunProgress, StopOrder, decode_to_training
 from atoll.numerics.fragments import assemble_tensors
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Tick
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Refused
 
@@ -72,13 +73,13 @@ async def test_a_training_process_that_reads_nothing_is_told_the_newest_only(sta
     waiting = len(courier._channel._waiting)
     for committed in range(1, 1000):
         courier._carry_out(fx.Inform(committed / 1000, 2 * committed, committed))
-        courier._handle(fx.Tick())
+        courier._handle(Tick())
     assert len(courier._channel._waiting) == waiting
     frames = []
     while courier._channel.clogged:
         frames += near.receive()
         courier._channel.flush()
-    courier._handle(fx.Tick())
+    courier._handle(Tick())
     while new := near.receive():
         frames += new
     told = [frame for frame in map(decode_to_training, frames) if isinstance(frame, RunProgress)]

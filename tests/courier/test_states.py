@@ -14,8 +14,8 @@ from tests.courier.test_service import base, flat, stepping
 
 from atoll.courier.states import MOST_MORE, StateTransfers
 from atoll.mailbox.channel import CourierChannel, Start
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import TensorSpec
 
 

@@ -32,8 +32,8 @@ from atoll.fabric.wire import (
     decode_from_syncer,
     encode,
 )
-from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.settings import Settings
 from atoll.store.rundir import RunDir

@@ -14,7 +14,7 @@ from atoll.learner.boundary import Boundary
 from atoll.learner.courier_process import CourierProcess
 from atoll.learner.offload import CpuOffload
 from atoll.mailbox.channel import AdoptOrder, CopyMade, CourierChannel, ReadOrder, RunProgress, decode_to_courier
-from atoll.protocol import effects as fx
+from atoll.protocol.learner import effects as fx
 
 PATIENCE_S = 20.0
 

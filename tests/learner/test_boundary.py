@@ -7,8 +7,8 @@ from tests.learner.small import Remembers, boxed
 from atoll.learner.boundary import Boundary
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import BASE, AdoptOrder, CopyMade, ForgetOrder, HoldOrder, ReadOrder, SlotFreed, VersionTaken
-from atoll.protocol import effects as fx
-from atoll.protocol.effects import Adopted
+from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.effects import Adopted
 
 
 class Place:

@@ -12,8 +12,8 @@ import torch
 
 from atoll.learner.data import Drawn, Feed, NamedDataset, collect
 from atoll.numerics.permutation import permuted
-from atoll.protocol.effects import Registered
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner.effects import Registered
 from atoll.protocol.messages import Range
 
 TEXT = torch.arange(100)

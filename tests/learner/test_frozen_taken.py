@@ -16,8 +16,8 @@ from atoll.learner.peer_state import PeerStates
 from atoll.learner.snapshot import write
 from atoll.learner.unmerged import FrozenRule, UnmergedTensors
 from atoll.mailbox.channel import StateCopyMade, TakeOrder
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner import effects as fx
 from atoll.store.rundir import UNMERGED
 
 

@@ -35,8 +35,8 @@ from atoll.mailbox.channel import (
     Welcomed,
 )
 from atoll.numerics.fragments import make_plan
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.settings import Settings
 
 

@@ -18,8 +18,8 @@ from atoll.learner.learner import Learner
 from atoll.learner.loading import DrawCounter, seed_of
 from atoll.mailbox.channel import StepReport, StopOrder, ToCourier, ToTraining
 from atoll.numerics.permutation import permuted
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import Range
 
 LENGTH = 4000

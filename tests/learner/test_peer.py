@@ -14,8 +14,8 @@ from atoll.learner import peer_state as module
 from atoll.learner.peer_state import PeerStates
 from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import StateCopyMade, TakeOrder, ToCourier
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
+from atoll.protocol.learner import effects as fx
 
 
 class Post:

@@ -34,7 +34,7 @@ from atoll.mailbox.channel import (
     encode_frame,
 )
 from atoll.numerics.fragments import make_plan
-from atoll.protocol import effects as fx
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import InformedEntry
 

@@ -15,8 +15,8 @@ from atoll.learner import saved_state
 from atoll.learner.saved_state import Saver, list_parts, part_name, read_run
 from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, read
-from atoll.protocol.effects import Saved
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner.effects import Saved
 from atoll.store.cuts import digest_file
 
 WAIT_S = 60.0

@@ -17,8 +17,8 @@ from atoll.learner.snapshot import Snapshot, encode, ranged
 from atoll.learner.state import capture
 from atoll.mailbox.box import reserve
 from atoll.mailbox.channel import StateCopyMade
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.limits import LINE
 
 Lie = Callable[[dict[str, Any]], None]

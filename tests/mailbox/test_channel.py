@@ -23,8 +23,8 @@ from atoll.mailbox.channel import (
     decode_to_training,
 )
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import PeerError
+from atoll.protocol.learner.effects import Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine as Machine
 from atoll.protocol.messages import PROTOCOL, Contribution, Hello, Lease, Progress, Range, Recover, Register, Welcome
 from atoll.protocol.records import (
@@ -24,6 +25,7 @@ from atoll.protocol.records import (
     SourcesRecord,
 )
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.accounts import AHEAD, LEASE_BATCHES, MOST_AHEAD, Accounts
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
@@ -41,9 +43,9 @@ class Desk:
         rules = Settings(**{"learners": 2, "fragments": 2, "sync_every": 4, **settings})
         state = SyncerState(History(BegunRecord("run", rules, {}, (), "plan")))
         self.out, self.members, self.accounts = state.out, state.members, Accounts(state)
-        self.done: list[fx.SyncerEffect] = []
+        self.done: list[syncer_fx.SyncerEffect] = []
 
-    def take(self) -> list[fx.SyncerEffect]:
+    def take(self) -> list[syncer_fx.SyncerEffect]:
         effects = self.out.take_effects()
         self.done.extend(effects)
         return effects
@@ -67,7 +69,9 @@ class Desk:
         return self.leases(learner)
 
     def leases(self, learner: KnownLearner) -> list[Lease]:
-        sends = [effect for effect in self.take() if isinstance(effect, fx.Send) and effect.learner == learner.name]
+        sends = [
+            effect for effect in self.take() if isinstance(effect, syncer_fx.Send) and effect.learner == learner.name
+        ]
         return [send.message for send in sends if isinstance(send.message, Lease)]
 
     def took(self, learner: KnownLearner, position: int) -> list[Lease]:
@@ -88,11 +92,11 @@ class Desk:
 
     def records(self, kind: type[AnyRecord]) -> list[Any]:
         self.take()
-        return [r for e in self.done if isinstance(e, fx.Persist) for r in e.records if isinstance(r, kind)]
+        return [r for e in self.done if isinstance(e, syncer_fx.Persist) for r in e.records if isinstance(r, kind)]
 
     def notes(self, kind: str) -> list[str]:
         self.take()
-        return [effect.text for effect in self.done if isinstance(effect, fx.Note) and effect.kind == kind]
+        return [effect.text for effect in self.done if isinstance(effect, Note) and effect.kind == kind]
 
 
 def spans(*leases: Lease) -> list[tuple[int, int]]:
@@ -175,9 +179,9 @@ def test_every_lease_is_written_down_before_it_is_told_of() -> None:
     written: set[int] = set()
     told: set[int] = set()
     for effect in desk.done:
-        if isinstance(effect, fx.Persist):
+        if isinstance(effect, syncer_fx.Persist):
             written |= {record.lease for record in effect.records if isinstance(record, GrantedRecord)}
-        elif isinstance(effect, fx.Send) and isinstance(effect.message, Lease):
+        elif isinstance(effect, syncer_fx.Send) and isinstance(effect.message, Lease):
             assert {one.lease for one in effect.message.ranges} <= written - told, "and told once"
             told |= {one.lease for one in effect.message.ranges}
     assert told == written == set(range(len(written))) and len(written) > 12
@@ -347,11 +351,11 @@ def test_a_life_is_written_down_before_anybody_is_told_its_number() -> None:
     written: set[tuple[str, int]] = set()
     told: set[tuple[str, int]] = set()
     for _, effect in world.log:
-        if isinstance(effect, fx.Persist):
+        if isinstance(effect, syncer_fx.Persist):
             joined = [record for record in effect.records if isinstance(record, JoinedRecord)]
             assert not written & {(one.learner, one.incarnation) for one in joined}, "no number is given twice"
             written |= {(one.learner, one.incarnation) for one in joined}
-        elif isinstance(effect, fx.Send) and isinstance(effect.message, Welcome | Recover):
+        elif isinstance(effect, syncer_fx.Send) and isinstance(effect.message, Welcome | Recover):
             assert (effect.learner, effect.message.incarnation) in written
             told.add((effect.learner, effect.message.incarnation))
     assert {("learner-0", 2), ("learner-1", 2), ("learner-2", 2)} <= told
@@ -359,8 +363,8 @@ def test_a_life_is_written_down_before_anybody_is_told_its_number() -> None:
 
 def test_every_life_is_closed_once() -> None:
     world = eventful()
-    world.inject(fx.Over())
-    world.inject(fx.Over())
+    world.inject(syncer_fx.Over())
+    world.inject(syncer_fx.Over())
     joined = [(one.learner, one.incarnation) for one in world.journal if isinstance(one, JoinedRecord)]
     gone = [(one.learner, one.incarnation) for one in world.journal if isinstance(one, GoneRecord)]
     assert sorted(gone) == sorted(joined) and len(set(gone)) == len(gone) >= 6
@@ -372,15 +376,15 @@ def test_what_was_on_its_way_when_the_run_was_over_is_passed_over() -> None:
     """Seed 14101: a link was held up until after the end. Its accounts and leases were closed by then, and an honest
     report was refused for the samples it named."""
     world = World(1).run_until(round=2)
-    register = fx.Received("learner-0", Register(datasets=TEXT, epochs=0, batch=BATCH))
+    register = syncer_fx.Received("learner-0", Register(datasets=TEXT, epochs=0, batch=BATCH))
     world.inject(register)
     machine = world.learners["learner-0"].machine
-    machine.handle(world.now, fx.Disconnected("it says the rest when it leaves"))
+    machine.handle(world.now, learner_fx.Disconnected("it says the rest when it leaves"))
     said = machine.make_goodbye("x")[0]
-    report = fx.Received("learner-0", msgspec.structs.replace(said, position=BATCH))
+    report = syncer_fx.Received("learner-0", msgspec.structs.replace(said, position=BATCH))
     world.inject(report)
     assert not world.said("refused") and world.syncer.members.learners["learner-0"].position == BATCH
-    world.inject(fx.Over())
+    world.inject(syncer_fx.Over())
     assert world.inject(report) == [] and world.inject(register) == []
     assert not world.said("refused") and not world.said("unbalanced")
 
@@ -428,7 +432,7 @@ def test_away_counts_from_the_start_of_a_term_for_those_that_never_came_back_in_
     came_back = world.now
     world.run_until(seconds=30.0)
     (gone,) = [record for record in world.journal if isinstance(record, GoneRecord)]
-    at = next(at for at, e in world.log if isinstance(e, fx.Persist) and gone in e.records)
+    at = next(at for at, e in world.log if isinstance(e, syncer_fx.Persist) and gone in e.records)
     assert gone.learner == "learner-1" and came_back + 20.0 <= at <= came_back + 21.0
 
 
@@ -446,8 +450,8 @@ def test_a_lease_that_is_meant_for_another_life_is_passed_over() -> None:
     machine = Machine("a", "s", ())
     settings = Settings(fragments=1, sync_every=4)
     welcome = Welcome(run="r", incarnation=5, settings=settings, fingerprint="", versions=(0,), gathering=0)
-    machine.handle(0.0, fx.Arrived(welcome))
+    machine.handle(0.0, learner_fx.Arrived(welcome))
     ranges = (Range(7, 0, 0, 0, 64),)
     for incarnation, taken in ((4, False), (6, False), (5, True), (0, False)):
-        effects = machine.handle(0.0, fx.Arrived(Lease(ranges=ranges, incarnation=incarnation)))
-        assert (fx.Supply(ranges) in effects) == taken
+        effects = machine.handle(0.0, learner_fx.Arrived(Lease(ranges=ranges, incarnation=incarnation)))
+        assert (learner_fx.Supply(ranges) in effects) == taken

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from atoll.protocol.effects import Copied, Drop, LearnerEffect, Upload
 from atoll.protocol.learner.copies import Copies
+from atoll.protocol.learner.effects import Copied, Drop, LearnerEffect, Upload
 from atoll.protocol.messages import Pull
 
 

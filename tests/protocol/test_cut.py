@@ -8,29 +8,31 @@ import msgspec
 import pytest
 from tests.protocol.world import SimulatedLearner, World
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History, State
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.messages import Announce, CutSaved, Lease, Register
+from atoll.protocol.syncer import effects as syncer_fx
 
 
 class CutWorld(World):
     """Remembers what was on disk when a cut was taken, and who saved when."""
 
     def __init__(self, learners: int = 3, **settings: Any) -> None:
-        self.taken: list[tuple[float, fx.TakeCut, bytes, list[records.AnyRecord]]] = []
+        self.taken: list[tuple[float, syncer_fx.TakeCut, bytes, list[records.AnyRecord]]] = []
         self.saves: list[tuple[float, str, int]] = []
         super().__init__(learners, **{"fragments": 2, "sync_every": 4, "cut_every": 4, "latency_s": 0.1, **settings})
 
-    def _carry_out(self, effect: fx.SyncerEffect) -> None:
-        if isinstance(effect, fx.TakeCut):
+    def _carry_out(self, effect: syncer_fx.SyncerEffect) -> None:
+        if isinstance(effect, syncer_fx.TakeCut):
             as_it_was = msgspec.msgpack.encode(effect.history)
             self.taken.append((self.now, effect, as_it_was, list(self.journal)))
         super()._carry_out(effect)
 
-    def _do(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
-        if isinstance(effect, fx.Save):
+    def _do(self, learner: SimulatedLearner, effect: learner_fx.LearnerEffect) -> None:
+        if isinstance(effect, learner_fx.Save):
             self.saves.append((self.now, learner.machine.name, effect.cut))
         super()._do(learner, effect)
 
@@ -44,8 +46,8 @@ class CutWorld(World):
     def at_cut(self, cut: int) -> float:
         return next(at for at, effect, _, _ in self.taken if effect.cut == cut)
 
-    def completed(self, cut: int) -> tuple[float, fx.CompleteCut]:
-        found = [(at, e) for at, e in self.log if isinstance(e, fx.CompleteCut) and e.cut == cut]
+    def completed(self, cut: int) -> tuple[float, syncer_fx.CompleteCut]:
+        found = [(at, e) for at, e in self.log if isinstance(e, syncer_fx.CompleteCut) and e.cut == cut]
         assert len(found) == 1, f"cut {cut} was completed {len(found)} times:\n{self.story()}"
         return found[0]
 
@@ -76,29 +78,31 @@ def test_a_cut_stands_right_behind_a_commit_and_before_its_announcement() -> Non
     world = CutWorld().run_until(round=9)
     effects = [effect for _, effect in world.log]
     for cut in (4, 8):
-        place = next(i for i, e in enumerate(effects) if isinstance(e, fx.TakeCut) and e.cut == cut)
+        place = next(i for i, e in enumerate(effects) if isinstance(e, syncer_fx.TakeCut) and e.cut == cut)
         written, committed = effects[place - 2], effects[place - 1]
-        assert isinstance(written, fx.Persist) and written.round == cut - 1
-        assert isinstance(committed, fx.Commit) and committed.round == cut - 1
-        told = [i for i, e in enumerate(effects) if isinstance(e, fx.Send) and _announces(e, cut - 1)]
+        assert isinstance(written, syncer_fx.Persist) and written.round == cut - 1
+        assert isinstance(committed, syncer_fx.Commit) and committed.round == cut - 1
+        told = [i for i, e in enumerate(effects) if isinstance(e, syncer_fx.Send) and _announces(e, cut - 1)]
         assert len(told) == 3 and min(told) > place
 
 
 def test_version_0_is_in_the_first_cut_before_anybody_hears_of_it() -> None:
     world = CutWorld().run_until(round=1)
     effects = [effect for _, effect in world.log]
-    place, cut = next((i, e) for i, e in enumerate(effects) if isinstance(e, fx.TakeCut))
+    place, cut = next((i, e) for i, e in enumerate(effects) if isinstance(e, syncer_fx.TakeCut))
     assert (cut.cut, cut.first) == (0, True)
     started = effects[place + 1]
-    assert isinstance(started, fx.Persist) and isinstance(started.records[0], records.StartedRecord)
+    assert isinstance(started, syncer_fx.Persist) and isinstance(started.records[0], records.StartedRecord)
 
 
 def test_one_cut_is_open_at_a_time() -> None:
     world = CutWorld(cut_every=2, cut_wait_s=25.0)
     world.learners["learner-1"].saves = False
     world.run_until(round=50)
-    moments = [(at, e.cut, type(e)) for at, e in world.log if isinstance(e, fx.TakeCut | fx.CompleteCut)][1:]
-    assert [kind for _, _, kind in moments[:6]] == [fx.TakeCut, fx.CompleteCut] * 3
+    moments = [(at, e.cut, type(e)) for at, e in world.log if isinstance(e, syncer_fx.TakeCut | syncer_fx.CompleteCut)][
+        1:
+    ]
+    assert [kind for _, _, kind in moments[:6]] == [syncer_fx.TakeCut, syncer_fx.CompleteCut] * 3
     assert [cut for _, cut, _ in moments[0:6:2]] == [cut for _, cut, _ in moments[1:6:2]]
     assert world.took()[1] > 4, "those that were due meanwhile are left out"
 
@@ -110,9 +114,9 @@ def test_every_message_behind_a_cut_names_it_and_none_before() -> None:
     world = CutWorld().run_until(round=10)
     newest, named = 0, set()
     for _, effect in world.log:
-        if isinstance(effect, fx.TakeCut):
+        if isinstance(effect, syncer_fx.TakeCut):
             newest = effect.cut
-        elif isinstance(effect, fx.Send):
+        elif isinstance(effect, syncer_fx.Send):
             assert effect.message.cut == newest
             named.add(effect.message.cut)
     assert named == {0, 4, 8}
@@ -130,7 +134,7 @@ def test_what_was_sent_before_a_cut_is_no_marker_though_it_comes_later() -> None
     opened = CutWorld(latency_s=0.4).run_until(round=4).now
     world = CutWorld(latency_s=0.4)
     register = Register(datasets=(("text", 1000, 1.0),), epochs=0, batch=4)
-    world.at(opened - 0.1, lambda: world.inject(fx.Received("learner-0", register)))
+    world.at(opened - 0.1, lambda: world.inject(syncer_fx.Received("learner-0", register)))
     world.run_until(round=4).run_until(seconds=0.35)
     (sent_at, lease), *_ = world.sent(Lease, "learner-0")
     assert sent_at < opened < sent_at + 0.4 < world.now and lease.cut == 0, "it came when the cut was open"
@@ -227,7 +231,7 @@ def test_one_that_could_not_save_is_left_out_with_its_own_reason() -> None:
     world.learners["learner-1"].saves = False
     world.run_until(round=4).run_until(seconds=1.0)
     assert world.syncer.cuts.open is not None
-    world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, reason="its disk is full")))
+    world.inject(syncer_fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, reason="its disk is full")))
     assert world.left_out(4) == {"learner-1": "its disk is full"}
 
 
@@ -235,9 +239,9 @@ def test_a_part_of_another_cut_does_not_count() -> None:
     world = CutWorld(cut_wait_s=50.0)
     world.learners["learner-1"].saves = False
     world.run_until(round=4).run_until(seconds=1.0)
-    world.inject(fx.Received("learner-1", CutSaved(of=3, incarnation=1, t=3, file="file", digest="digest")))
+    world.inject(syncer_fx.Received("learner-1", CutSaved(of=3, incarnation=1, t=3, file="file", digest="digest")))
     assert world.syncer.cuts.open is not None and "learner-1" in world.syncer.cuts.open.awaited
-    world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
+    world.inject(syncer_fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
     assert world.learners_of(4) == set(world.learners)
 
 
@@ -246,9 +250,9 @@ def test_one_that_was_not_asked_is_not_in_the_cut_whatever_it_says() -> None:
     world.learners["learner-1"].saves = False
     world.run_until(round=4).run_until(seconds=0.5)
     world.join("learner-2")
-    world.inject(fx.Received("learner-2", CutSaved(of=4, incarnation=1, t=0, file="file", digest="digest")))
-    world.inject(fx.Received("learner-0", CutSaved(of=4, incarnation=1, t=9, file="again", digest="digest")))
-    world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
+    world.inject(syncer_fx.Received("learner-2", CutSaved(of=4, incarnation=1, t=0, file="file", digest="digest")))
+    world.inject(syncer_fx.Received("learner-0", CutSaved(of=4, incarnation=1, t=9, file="again", digest="digest")))
+    world.inject(syncer_fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
     parts = dict(world.completed(4)[1].saved)
     assert parts.keys() == {"learner-0", "learner-1"} and parts["learner-0"].file == "file", "said once"
 
@@ -297,8 +301,8 @@ def test_going_on_from_a_cut_and_the_journal_behind_it_is_the_run_as_it_is() -> 
 
 def test_a_syncers_part_that_cannot_be_written_ends_the_cut_with_a_warning() -> None:
     world = CutWorld(latency_s=0.4).run_until(round=4)
-    effects = world.inject(fx.CutKept(4, "no room on the disk"))
-    warnings = [e.text for e in effects if isinstance(e, fx.Note) and e.kind == "warning"]
+    effects = world.inject(syncer_fx.CutKept(4, "no room on the disk"))
+    warnings = [e.text for e in effects if isinstance(e, Note) and e.kind == "warning"]
     assert warnings == ["cut 4 came to nothing: no room on the disk"]
     world.run_until(round=7)
     assert 4 not in [complete.cut for complete in world.complete] and world.done() == []
@@ -308,9 +312,9 @@ def test_a_syncers_part_that_cannot_be_written_ends_the_cut_with_a_warning() -> 
 
 def test_a_manifest_that_cannot_be_written_ends_the_cut_too() -> None:
     class Unwritable(CutWorld):
-        def _carry_out(self, effect: fx.SyncerEffect) -> None:
-            if isinstance(effect, fx.CompleteCut) and effect.cut == 4:
-                self._later(0.0, lambda: self._deliver(fx.CutKept(4, "input/output error")))
+        def _carry_out(self, effect: syncer_fx.SyncerEffect) -> None:
+            if isinstance(effect, syncer_fx.CompleteCut) and effect.cut == 4:
+                self._later(0.0, lambda: self._deliver(syncer_fx.CutKept(4, "input/output error")))
             else:
                 super()._carry_out(effect)
 
@@ -321,24 +325,26 @@ def test_a_manifest_that_cannot_be_written_ends_the_cut_too() -> None:
 
 def test_a_cut_is_not_complete_before_the_syncers_part_is_durable() -> None:
     class Slow(CutWorld):
-        def _carry_out(self, effect: fx.SyncerEffect) -> None:
-            if not isinstance(effect, fx.TakeCut) or effect.first:
+        def _carry_out(self, effect: syncer_fx.SyncerEffect) -> None:
+            if not isinstance(effect, syncer_fx.TakeCut) or effect.first:
                 super()._carry_out(effect)
 
     world = Slow().run_until(round=4).run_until(seconds=3.0)
     open_ = world.syncer.cuts.open
     assert open_ is not None and not open_.awaited and not world.complete, "all learners have saved"
-    world.inject(fx.CutKept(4))
+    world.inject(syncer_fx.CutKept(4))
     assert {name for name, _ in world.complete[0].saved} == set(world.learners)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", [fx.TakeCut, fx.CompleteCut])
-def test_after_a_crash_of_the_syncer_the_next_cuts_come(when: str, kind: type[fx.TakeCut | fx.CompleteCut]) -> None:
+@pytest.mark.parametrize("kind", [syncer_fx.TakeCut, syncer_fx.CompleteCut])
+def test_after_a_crash_of_the_syncer_the_next_cuts_come(
+    when: str, kind: type[syncer_fx.TakeCut | syncer_fx.CompleteCut]
+) -> None:
     world = CutWorld()
-    crashes: list[fx.SyncerEffect] = []
+    crashes: list[syncer_fx.SyncerEffect] = []
 
-    def dies(effect: fx.SyncerEffect, moment: str) -> bool:
+    def dies(effect: syncer_fx.SyncerEffect, moment: str) -> bool:
         first = not crashes and isinstance(effect, kind) and effect.cut == 4 and moment == when
         crashes.extend([effect] if first else [])
         return first
@@ -422,7 +428,7 @@ def test_one_whose_connection_breaks_while_a_cut_is_open_is_left_out_though_it_i
     world = CutWorld(cut_wait_s=1000.0).run_until(round=3)
     world.learners["learner-1"].saves = False
     world.run_until(round=4)
-    world.inject(fx.Lost("learner-1", "connection reset"))
+    world.inject(syncer_fx.Lost("learner-1", "connection reset"))
     assert world.syncer.cuts.open is None or "learner-1" not in world.syncer.cuts.open.awaited
 
 
@@ -445,13 +451,15 @@ def test_a_last_cut_that_cannot_be_written_costs_nothing_but_that_cut() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", [fx.TakeCut, fx.CompleteCut])
-def test_a_syncer_that_dies_at_the_last_cut_takes_it_again(when: str, kind: type[fx.TakeCut | fx.CompleteCut]) -> None:
+@pytest.mark.parametrize("kind", [syncer_fx.TakeCut, syncer_fx.CompleteCut])
+def test_a_syncer_that_dies_at_the_last_cut_takes_it_again(
+    when: str, kind: type[syncer_fx.TakeCut | syncer_fx.CompleteCut]
+) -> None:
     """Also of those who had saved for it already."""
     world = CutWorld(cut_every=50).run_until(round=7)
-    crashes: list[fx.SyncerEffect] = []
+    crashes: list[syncer_fx.SyncerEffect] = []
 
-    def dies(effect: fx.SyncerEffect, moment: str) -> bool:
+    def dies(effect: syncer_fx.SyncerEffect, moment: str) -> bool:
         first = not crashes and isinstance(effect, kind) and moment == when
         crashes.extend([effect] if first else [])
         return first
@@ -481,5 +489,5 @@ def without_reports(state: State) -> tuple[object, ...]:
     return (*fields.values(), Ledger.restore(state.ledger).totals().merged)
 
 
-def _announces(send: fx.Send, number: int) -> bool:
+def _announces(send: syncer_fx.Send, number: int) -> bool:
     return isinstance(send.message, Announce) and send.message.round == number

@@ -5,18 +5,19 @@ How the service uses it, with a disk and threads, is in tests/syncer/test_effect
 
 from __future__ import annotations
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.records import BegunRecord, EndedRecord, PassedRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 
 HISTORY = History(BegunRecord("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
 FIRST_CUT = fx.TakeCut(0, HISTORY, first=True)
 
 
-def note(text: str) -> fx.Note:
-    return fx.Note("note", text)
+def note(text: str) -> Note:
+    return Note("note", text)
 
 
 def persist(*numbers: int) -> fx.Persist:
@@ -32,7 +33,7 @@ class Told:
 
     def texts(self) -> list[str]:
         self.order.carry_out_ready(self.effects.append)
-        return [effect.text for effect in self.effects if isinstance(effect, fx.Note)]
+        return [effect.text for effect in self.effects if isinstance(effect, Note)]
 
 
 def test_what_is_decided_during_a_write_waits_for_the_next() -> None:

@@ -16,13 +16,14 @@ import pytest
 
 from atoll.fabric.wire import check_hello, decode_from_learner
 from atoll.fabric.wire import encode as on_the_wire
-from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol import tape
+from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import PeerError
 from atoll.protocol.history import History, State
 from atoll.protocol.records import encode
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 
 P = 4
@@ -97,7 +98,7 @@ class Siege:
             case fx.Persist(records):
                 for record in records:
                     encode(record)
-            case fx.Note(_, text, data):
+            case Note(_, text, data):
                 msgspec.json.encode([text, data])
             case fx.Send(name, message):
                 on_the_wire(message)
@@ -176,7 +177,7 @@ class Siege:
                 self.tell(fx.Delivered(name, self.answer(name, pull), None))
         del self.pulls[:-20]
         if self.syncer.wake_at is not None and self.syncer.wake_at <= self.now:
-            self.tell(fx.Tick())
+            self.tell(Tick())
 
     # ---- the rogue -----------------------------------------------------------------------------------------------
 
@@ -333,7 +334,7 @@ class Siege:
         """A later term reads what was written, and closes what is open."""
         state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.syncer.history.state()), type=State)
         self.syncer = Syncer(History.restore(state))
-        self.tell(fx.Tick())
+        self.tell(Tick())
         self.tell(fx.EndAsked("enough"))
         self.tell(fx.Over())
 

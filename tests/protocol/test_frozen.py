@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from atoll.protocol import effects as fx
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Fresh, Helped, Seek, TensorSpec, Welcome
 from atoll.protocol.settings import Settings

@@ -3,10 +3,10 @@
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
 from atoll.protocol.messages import Pull
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.closing import Estimates, grace_s
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.protocol import effects as fx
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.peer_state import KEPT_S, Helping
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.messages import FromLearner, Help, Ready, Release, Stream, Unable

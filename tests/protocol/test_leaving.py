@@ -7,68 +7,70 @@ import random
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Drain, Leave, Progress, Welcome
 from atoll.protocol.records import BegunRecord, GoneRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.closing import RoundClosing
 from atoll.protocol.syncer.state import Round, SyncerState
 
 
 def test_it_is_told_and_written_down() -> None:
     world = World(2).run_until(round=4)
-    effects = world.syncer.handle(world.now, fx.DrainAsked("learner-0", "this rack goes down"))
-    told = [effect for effect in effects if isinstance(effect, fx.Send)]
+    effects = world.syncer.handle(world.now, syncer_fx.DrainAsked("learner-0", "this rack goes down"))
+    told = [effect for effect in effects if isinstance(effect, syncer_fx.Send)]
     assert [(one.learner, one.message.reason) for one in told] == [("learner-0", "this rack goes down")]
-    notes = [effect for effect in effects if isinstance(effect, fx.Note) and effect.kind == "draining"]
+    notes = [effect for effect in effects if isinstance(effect, Note) and effect.kind == "draining"]
     assert notes[0].data["learner"] == "learner-0" and "this rack goes down" in notes[0].text
 
 
 def test_who_is_not_there_is_not_asked() -> None:
     world = World(2).run_until(round=4)
     world.kill("learner-0")
-    assert not world.syncer.handle(world.now, fx.DrainAsked("learner-0", "x"))
-    assert not world.syncer.handle(world.now, fx.DrainAsked("nobody", "x"))
+    assert not world.syncer.handle(world.now, syncer_fx.DrainAsked("learner-0", "x"))
+    assert not world.syncer.handle(world.now, syncer_fx.DrainAsked("nobody", "x"))
 
 
 def test_a_learner_hands_it_to_its_training_process() -> None:
     machine = LearnerMachine("a", "s", ())
     settings = Settings(fragments=1, sync_every=4)
     welcome = Welcome(run="r", incarnation=1, settings=settings, fingerprint="", versions=(0,), gathering=0)
-    machine.handle(0.0, fx.Arrived(welcome))
-    effects = machine.handle(0.0, fx.Arrived(Drain(reason="this rack goes down")))
-    assert fx.AskToLeave("this rack goes down") in effects
+    machine.handle(0.0, learner_fx.Arrived(welcome))
+    effects = machine.handle(0.0, learner_fx.Arrived(Drain(reason="this rack goes down")))
+    assert learner_fx.AskToLeave("this rack goes down") in effects
 
 
 def test_one_that_comes_back_is_told_again_another_process_is_not() -> None:
     world = World(2).run_until(round=4)
-    world.syncer.handle(world.now, fx.DrainAsked("learner-0", "x"))
+    world.syncer.handle(world.now, syncer_fx.DrainAsked("learner-0", "x"))
     hello = world.learners["learner-0"].machine.hello()
-    world.syncer.handle(world.now, fx.Lost("learner-0", "a bad line"))
-    again = world.syncer.handle(world.now, fx.Greeted(hello))
-    assert any(isinstance(effect, fx.Send) and isinstance(effect.message, Drain) for effect in again)
+    world.syncer.handle(world.now, syncer_fx.Lost("learner-0", "a bad line"))
+    again = world.syncer.handle(world.now, syncer_fx.Greeted(hello))
+    assert any(isinstance(effect, syncer_fx.Send) and isinstance(effect.message, Drain) for effect in again)
     other = LearnerMachine("learner-0", "another session", ()).hello()
-    effects = world.syncer.handle(world.now, fx.Greeted(other))
-    assert not any(isinstance(effect, fx.Send) and isinstance(effect.message, Drain) for effect in effects)
+    effects = world.syncer.handle(world.now, syncer_fx.Greeted(other))
+    assert not any(isinstance(effect, syncer_fx.Send) and isinstance(effect.message, Drain) for effect in effects)
 
 
 def test_one_that_was_asked_is_told_again_also_where_another_process_had_its_name_meanwhile() -> None:
     world = World(2).run_until(round=4)
-    world.syncer.handle(world.now, fx.DrainAsked("learner-0", "this rack goes down"))
+    world.syncer.handle(world.now, syncer_fx.DrainAsked("learner-0", "this rack goes down"))
     asked = world.learners["learner-0"].machine.hello()
-    world.syncer.handle(world.now, fx.Greeted(LearnerMachine("learner-0", "another session", ()).hello()))
-    again = world.syncer.handle(world.now, fx.Greeted(asked))
-    told = [one.message for one in again if isinstance(one, fx.Send) and isinstance(one.message, Drain)]
+    world.syncer.handle(world.now, syncer_fx.Greeted(LearnerMachine("learner-0", "another session", ()).hello()))
+    again = world.syncer.handle(world.now, syncer_fx.Greeted(asked))
+    told = [one.message for one in again if isinstance(one, syncer_fx.Send) and isinstance(one.message, Drain)]
     assert [drain.reason for drain in told] == ["this rack goes down"]
 
 
 def test_who_has_left_is_not_remembered_as_asked() -> None:
     world = World(2).run_until(round=4)
-    world.syncer.handle(world.now, fx.DrainAsked("learner-0", "x"))
+    world.syncer.handle(world.now, syncer_fx.DrainAsked("learner-0", "x"))
     assert list(world.syncer.members.asked_to_leave) == [world.learners["learner-0"].session]
-    world.syncer.handle(world.now, fx.Received("learner-0", Leave(reason="x")))
+    world.syncer.handle(world.now, syncer_fx.Received("learner-0", Leave(reason="x")))
     assert not world.syncer.members.asked_to_leave
 
 
@@ -76,7 +78,7 @@ def test_a_drain_that_was_meant_for_another_process_of_the_name_is_passed_over()
     """What waits for the disk is sent by name. Two processes that take the name by turns while nothing can be written
     then hear, on one channel, what was meant for both: whatever follows the other's welcome is the other's."""
 
-    def welcome(session: str, incarnation: int) -> fx.Arrived:
+    def welcome(session: str, incarnation: int) -> learner_fx.Arrived:
         settings = Settings(fragments=1, sync_every=4)
         welcome = Welcome(
             run="r",
@@ -87,14 +89,14 @@ def test_a_drain_that_was_meant_for_another_process_of_the_name_is_passed_over()
             gathering=0,
             session=session,
         )
-        return fx.Arrived(welcome)
+        return learner_fx.Arrived(welcome)
 
-    machine, drain = LearnerMachine("a", "mine", ()), fx.Arrived(Drain(reason="this rack goes down"))
+    machine, drain = LearnerMachine("a", "mine", ()), learner_fx.Arrived(Drain(reason="this rack goes down"))
     machine.handle(0.0, welcome("mine", 1))
     machine.handle(0.0, welcome("another", 2))
-    assert fx.AskToLeave("this rack goes down") not in machine.handle(0.0, drain)
+    assert learner_fx.AskToLeave("this rack goes down") not in machine.handle(0.0, drain)
     machine.handle(0.0, welcome("mine", 3))
-    assert fx.AskToLeave("this rack goes down") in machine.handle(0.0, drain)
+    assert learner_fx.AskToLeave("this rack goes down") in machine.handle(0.0, drain)
 
 
 def test_one_that_leaves_before_its_welcome_says_with_its_goodbye_what_became_of_its_steps() -> None:
@@ -132,8 +134,8 @@ def test_what_is_said_with_a_goodbye_counts_for_no_other_life() -> None:
     world.unlink("learner-0")
     report, leave = world.learners["learner-0"].machine.make_goodbye("x")
     assert isinstance(report, Progress) and isinstance(leave, Leave)
-    world.inject(fx.Greeted(LearnerMachine("learner-0", "another session", ()).hello()))
-    world.inject(fx.Received("learner-0", report))
+    world.inject(syncer_fx.Greeted(LearnerMachine("learner-0", "another session", ()).hello()))
+    world.inject(syncer_fx.Received("learner-0", report))
     newcomer = world.syncer.members.learners["learner-0"]
     assert newcomer.connected and newcomer.tokens_total == 0 and newcomer.t == 0
 
@@ -144,7 +146,7 @@ def test_the_promises_ask_the_process_to_leave_that_had_the_name_when_the_operat
     asked = world.learners["learner-0"]
     world.disk.full = True
     world.run_until(seconds=3)  # a round waits for the disk, and all that is decided from here on waits behind it
-    world.inject(fx.DrainAsked("learner-0", "x"))
+    world.inject(syncer_fx.DrainAsked("learner-0", "x"))
     world.kill("learner-0")
     world.join("learner-0")
     world.disk.full = False
@@ -161,7 +163,7 @@ def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchro
     world = World(1, fragments=3, sync_every=6, overlap=1, synchronous=synchronous, adopt=adopt, latency_s=0.05)
     world.run_until(round=7)
     learner, before = world.learners["learner-0"], world.now
-    world.inject(fx.DrainAsked("learner-0", "x"))
+    world.inject(syncer_fx.DrainAsked("learner-0", "x"))
     while learner.alive:
         world.run_until(seconds=0.1)
     assert world.now - before < 4.0, "a step, and a cycle that nothing paces"
@@ -223,7 +225,7 @@ def test_whenever_learners_of_a_calm_run_are_drained_nothing_is_lost(block: int)
             seed=seed,
         )
         for number in range(dice.randint(1, learners)):
-            world.at(dice.uniform(5, 30), lambda w=world, n=number: w.inject(fx.DrainAsked(f"learner-{n}", "x")))
+            world.at(dice.uniform(5, 30), lambda w=world, n=number: w.inject(syncer_fx.DrainAsked(f"learner-{n}", "x")))
         world.run_until(seconds=70)
         assert world.syncer.phase == "running", f"seed {seed}"
         assert not any(world.syncer.history.ledger.totals().lost), f"seed {seed}"
@@ -231,7 +233,7 @@ def test_whenever_learners_of_a_calm_run_are_drained_nothing_is_lost(block: int)
 
 def test_a_synchronous_run_does_not_wait_for_one_that_was_drained_before_it_began() -> None:
     world = World(3, present=2, fragments=2, sync_every=4, synchronous=True).run_until(seconds=1.5)
-    world.inject(fx.DrainAsked("learner-1", "x"))
+    world.inject(syncer_fx.DrainAsked("learner-1", "x"))
     world.run_until(seconds=15)
     assert world.learners["learner-1"].leaving.left and world.syncer.committed == 0, "the third is still waited for"
     world.join("learner-2")
@@ -241,7 +243,7 @@ def test_a_synchronous_run_does_not_wait_for_one_that_was_drained_before_it_bega
 
 def test_a_loop_that_ends_by_itself_ends_the_run_also_when_the_other_was_drained() -> None:
     world = World(2, fragments=2, sync_every=4).run_until(round=6)
-    world.inject(fx.DrainAsked("learner-1", "x"))
+    world.inject(syncer_fx.DrainAsked("learner-1", "x"))
     world.run_until(seconds=20)
     assert world.learners["learner-1"].leaving.left
     world.learners["learner-0"].done = True

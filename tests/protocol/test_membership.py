@@ -7,23 +7,7 @@ import pytest
 from msgspec.structs import replace
 from tests.protocol.world import World
 
-from atoll.protocol.effects import (
-    Adopted,
-    Arrived,
-    Disconnected,
-    Expel,
-    Fetched,
-    Greeted,
-    Initialised,
-    Lost,
-    Persist,
-    Received,
-    Registered,
-    Say,
-    Send,
-    Stepped,
-    Uploading,
-)
+from atoll.protocol.learner.effects import Adopted, Arrived, Disconnected, Fetched, Registered, Say, Stepped
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.messages import (
@@ -40,6 +24,7 @@ from atoll.protocol.messages import (
 )
 from atoll.protocol.records import OwnedRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effects import Expel, Greeted, Initialised, Lost, Persist, Received, Send, Uploading
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import Membership
 

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.messages import Fresh, Help, Helped, Leave, Ready, Release, Seek, Settled, Stream, Unable
+from atoll.protocol.syncer import effects as syncer_fx
 
 
 def running(learners: int = 4, present: int = 3, **settings: Any) -> World:
@@ -16,7 +18,7 @@ def running(learners: int = 4, present: int = 3, **settings: Any) -> World:
     return World(learners, present=present, **{**defaults, **settings}).run_until(round=10)
 
 
-def until(world: World, kind: str, count: int = 1) -> fx.Note:
+def until(world: World, kind: str, count: int = 1) -> Note:
     while len(world.said(kind)) < count:
         before = world.now
         world.run_until(seconds=0.05)
@@ -98,8 +100,8 @@ def said_next(world: World, kind: type[Any]) -> list[Any]:
     heard: list[Any] = []
     deliver = world._deliver
 
-    def listen(event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
-        if isinstance(event, fx.Received) and isinstance(event.message, kind):
+    def listen(event: syncer_fx.SyncerEvent) -> list[syncer_fx.SyncerEffect]:
+        if isinstance(event, syncer_fx.Received) and isinstance(event.message, kind):
             heard.append(event.message)
         return deliver(event)
 
@@ -129,7 +131,7 @@ def test_when_every_peer_dies_the_newcomer_goes_on_alone_and_says_so() -> None:
     newcomer = world.join("learner-3")
     world.run_until(seconds=3)
     for name in ("learner-0", "learner-1", "learner-2"):
-        world.inject(fx.Received(name, leaves()))
+        world.inject(syncer_fx.Received(name, leaves()))
         world.learners[name].alive, world.learners[name].connection = False, None
     fresh = until(world, "fresh")
     assert "two tries came to nothing (learner-0: its training process died; learner-1: " in fresh.text
@@ -145,7 +147,7 @@ def leaves() -> Leave:
 
 def test_alone_in_a_running_run_it_is_not_kept_waiting() -> None:
     world = World(1, fragments=2, sync_every=2, overlap=1).run_until(round=6)
-    world.inject(fx.Received("learner-0", leaves()))
+    world.inject(syncer_fx.Received("learner-0", leaves()))
     world.join("learner-0")
     fresh = until(world, "fresh")
     assert fresh.data["reason"] == "no healthy peer is there"
@@ -168,12 +170,12 @@ def opened_again(**changes: int) -> World:
     world = running(2, 2, steps=400)
     world.end("the operator asked for it")
     world.run_to_end()
-    world.inject(fx.Over())
+    world.inject(syncer_fx.Over())
     for name in world.learners:
         world.kill(name)
     world.finished = False
     settings = msgspec.structs.replace(world.syncer.settings, **changes)
-    opening = fx.ChangeAsked(settings, {}, "more", reopen=True)  # the first thing that a resumed syncer is told
+    opening = syncer_fx.ChangeAsked(settings, {}, "more", reopen=True)  # the first thing that a resumed syncer is told
     world.begin_term = lambda syncer: world.deliver(syncer, opening)  # type: ignore[method-assign]
     world.crash_syncer()
     assert all(one.closed for one in world.syncer.members.learners.values()) and world.syncer.phase == "running"
@@ -371,7 +373,7 @@ def test_frozen_parameters_are_awaited_from_one_that_comes_out_of_quarantine() -
     peers.begin_recovery(world.now, members["learner-1"], 0, frozen=True)
     peers.begin_recovery(world.now, members["learner-0"], 0)
     peers.advance_recoveries(world.now, [])
-    assert [note.data["learner"] for note in world.syncer.state.out.take_effects() if isinstance(note, fx.Note)] == [
+    assert [note.data["learner"] for note in world.syncer.state.out.take_effects() if isinstance(note, Note)] == [
         "learner-0"
     ]
     assert list(peers.open) == ["learner-1"], "without them it could not train at all"
@@ -470,10 +472,10 @@ def test_a_newcomer_that_lies_costs_a_peer_one_strike_and_no_more() -> None:
     world = running()
     world.join("learner-3")
     for _ in range(12):
-        world.inject(fx.Received("learner-3", Seek(after=0)))
+        world.inject(syncer_fx.Received("learner-3", Seek(after=0)))
         if (recovery := world.syncer.peers.open.get("learner-3")) is not None and recovery.peer is not None:
             said = Settled(ticket=recovery.ticket, peer=recovery.peer.name, size=9, reason="bad", again=True)
-            world.inject(fx.Received("learner-3", said))
+            world.inject(syncer_fx.Received("learner-3", said))
     struck = [note.data["learner"] for note in world.said("refused")]
     assert sorted(struck) == ["learner-0", "learner-1", "learner-2"]
     assert not world.said("quarantined")
@@ -484,7 +486,7 @@ def test_a_newcomer_that_names_a_peer_which_nobody_asked_costs_that_peer_nothing
     world.learners["learner-0"].stream_s = 5.0
     world.join("learner-3")
     until(world, "helping")
-    world.inject(fx.Received("learner-3", Settled(ticket="", peer="learner-1", size=9)))
+    world.inject(syncer_fx.Received("learner-3", Settled(ticket="", peer="learner-1", size=9)))
     assert world.said("fresh")[0].data["reason"] == "it says that learner-1 helped, which was not asked"
     learners = world.syncer.members.learners
     world.syncer.strikes.quarantine_learner(world.now, learners["learner-3"], "now", "its numbers are broken")
@@ -541,19 +543,21 @@ def test_what_a_synchronous_newcomer_goes_on_with_is_on_order_before_it_is_told_
     """It goes on at once; a copy or a hold that came behind would be missed."""
     world = running(synchronous=True, overlap=1)
     machine = world.join("learner-3").machine
-    told: list[list[fx.LearnerEffect]] = []
+    told: list[list[learner_fx.LearnerEffect]] = []
     handle = machine.handle
 
-    def listen(now: float, event: fx.LearnerEvent) -> list[fx.LearnerEffect]:
+    def listen(now: float, event: learner_fx.LearnerEvent) -> list[learner_fx.LearnerEffect]:
         told.append(handle(now, event))
         return told[-1]
 
     machine.handle = listen  # type: ignore[method-assign]
     until(world, "helped")
-    [effects] = [one for one in told if any(isinstance(effect, fx.Begin) for effect in one)]
+    [effects] = [one for one in told if any(isinstance(effect, learner_fx.Begin) for effect in one)]
     kinds = [type(effect) for effect in effects]
-    assert fx.Read in kinds and fx.Hold in kinds
-    assert kinds.index(fx.Begin) > max(i for i, kind in enumerate(kinds) if kind in (fx.Read, fx.Hold))
+    assert learner_fx.Read in kinds and learner_fx.Hold in kinds
+    assert kinds.index(learner_fx.Begin) > max(
+        i for i, kind in enumerate(kinds) if kind in (learner_fx.Read, learner_fx.Hold)
+    )
 
 
 def test_one_that_seeks_gives_nothing_to_a_round_that_had_asked_it() -> None:
@@ -561,7 +565,7 @@ def test_one_that_seeks_gives_nothing_to_a_round_that_had_asked_it() -> None:
     world.learners["learner-1"].answers = False
     while not any(round_.asked for round_ in world.syncer.state.open_rounds.values()):
         world.run_until(seconds=0.01)
-    world.inject(fx.Received("learner-1", Seek(after=3)))
+    world.inject(syncer_fx.Received("learner-1", Seek(after=3)))
     seats = [
         round_.seats["learner-1"] for round_ in world.syncer.state.open_rounds.values() if "learner-1" in round_.seats
     ]
@@ -612,7 +616,7 @@ class TestTickets:
         world.join("learner-3")
         [(_, help), *_] = until_sent(world, Help)
         before = len(world.sent(Helped))
-        world.inject(fx.Received("learner-0", Ready(ticket=help.ticket, size=size, digest="d", t=1)))
+        world.inject(syncer_fx.Received("learner-0", Ready(ticket=help.ticket, size=size, digest="d", t=1)))
         assert len(world.sent(Helped)) == before
 
     def test_what_others_say_of_a_ticket_counts_for_nothing(self) -> None:
@@ -620,10 +624,10 @@ class TestTickets:
         world.learners["learner-0"].stream_s = 3.0
         newcomer = world.join("learner-3")
         [(_, help), *_] = until_sent(world, Help)
-        world.inject(fx.Received("learner-1", Ready(ticket=help.ticket, size=7, digest="d", t=1)))
+        world.inject(syncer_fx.Received("learner-1", Ready(ticket=help.ticket, size=7, digest="d", t=1)))
         assert [m.reason for _, m in world.sent(Release, "learner-1")] == ["nobody waits for it"]
-        world.inject(fx.Received("learner-1", Unable(ticket=help.ticket, reason="mischief")))
-        world.inject(fx.Received("learner-2", Settled(ticket=help.ticket, peer="learner-0", size=7)))
+        world.inject(syncer_fx.Received("learner-1", Unable(ticket=help.ticket, reason="mischief")))
+        world.inject(syncer_fx.Received("learner-2", Settled(ticket=help.ticket, peer="learner-0", size=7)))
         until(world, "helped")
         assert newcomer.source == "learner-0" and len(world.said("helping")) == 1
 
@@ -644,5 +648,5 @@ def test_a_newcomer_that_asks_for_another_peer_while_it_has_none_changes_nothing
     world.join("learner-1")
     world.run_until(seconds=0.5)
     assert world.syncer.peers.open["learner-1"].peer is None
-    world.inject(fx.Received("learner-1", Settled(ticket="", peer="", reason="none came", again=True)))
+    world.inject(syncer_fx.Received("learner-1", Settled(ticket="", peer="", reason="none came", again=True)))
     assert not world.syncer.peers.open["learner-1"].failed

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
 from atoll.protocol.records import EndedRecord
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 
 
@@ -37,8 +38,8 @@ def kinds(effects: list[fx.SyncerEffect]) -> set[type]:
 def test_a_later_term_that_finds_a_run_finished_says_so_once_more() -> None:
     machine = Syncer(read_again(ended(steps=24)))
     assert machine.phase == "finished"
-    assert fx.Finished("24 steps are done") in machine.handle(0.0, fx.Tick())
-    assert fx.Finished not in kinds(machine.handle(1.0, fx.Tick())), "once"
+    assert fx.Finished("24 steps are done") in machine.handle(0.0, Tick())
+    assert fx.Finished not in kinds(machine.handle(1.0, Tick())), "once"
 
 
 def test_more_steps_open_it_again_and_it_does_not_say_that_it_is_finished() -> None:
@@ -48,14 +49,14 @@ def test_more_steps_open_it_again_and_it_does_not_say_that_it_is_finished() -> N
     assert fx.Finished not in kinds(effects) and machine.phase == "running"
     assert (machine.history.ended, machine.history.finished, machine.state.end_reason) == ("", False, "")
     assert 0.2 < machine.progress < 0.5, "it goes on where it was"
-    assert fx.Finished not in kinds(machine.handle(1.0, fx.Tick()))
+    assert fx.Finished not in kinds(machine.handle(1.0, Tick()))
 
 
 def test_only_a_run_that_is_opened_again_with_other_settings_says_that_they_changed() -> None:
     history = read_again(ended(steps=24))
     for asked, told in ((more(history), []), (more(history, steps=96), ["settings changed: more"])):
         effects = Syncer(copy.deepcopy(history)).handle(0.0, asked)
-        assert [effect.text for effect in effects if isinstance(effect, fx.Note) and effect.kind == "changed"] == told
+        assert [effect.text for effect in effects if isinstance(effect, Note) and effect.kind == "changed"] == told
 
 
 def test_a_run_that_the_operator_ended_goes_on_with_the_budget_it_has() -> None:
@@ -74,7 +75,7 @@ def test_an_end_that_was_only_begun_is_opened_again_too() -> None:
     machine = Syncer(history)
     machine.handle(0.0, more(history))
     for now in (1.0, 20.0, 100.0):
-        assert fx.Finished not in kinds(machine.handle(now, fx.Tick()))
+        assert fx.Finished not in kinds(machine.handle(now, Tick()))
     assert machine.phase == "running" and machine.state.end_reason == ""
 
 
@@ -89,7 +90,7 @@ def test_without_more_budget_an_opened_run_comes_to_its_end_again() -> None:
     history = read_again(ended(steps=24))
     machine = Syncer(history)
     assert machine.handle(0.0, more(history))
-    machine.handle(30.0, fx.Tick())
+    machine.handle(30.0, Tick())
     assert machine.phase in ("ending", "finished") and machine.progress >= 1.0
 
 

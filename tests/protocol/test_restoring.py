@@ -9,9 +9,10 @@ import pytest
 from tests.protocol.test_reopening import read_again
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
 from atoll.protocol.messages import Announce, Recover, Welcome
 from atoll.protocol.records import MergedRecord, PassedRecord, RestoredRecord, ScoredRecord
+from atoll.protocol.syncer import effects as fx
 
 
 def trained(rounds: int = 8, **settings: Any) -> World:
@@ -38,7 +39,7 @@ def restored(world: World) -> RestoredRecord:
     return record
 
 
-def kinds(world: World, kind: str) -> list[fx.Note]:
+def kinds(world: World, kind: str) -> list[Note]:
     return [note for _, note in world.notes if note.kind == kind]
 
 

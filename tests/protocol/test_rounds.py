@@ -5,11 +5,12 @@ from itertools import pairwise
 import pytest
 from tests.protocol.world import SimulatedLearner, World
 
-from atoll.protocol import effects as fx
 from atoll.protocol.history import History
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.messages import Announce, Pull
 from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.closing import RoundClosing
 from atoll.protocol.syncer.rounds import SILENT_BEATS
 from atoll.protocol.syncer.state import Round, SyncerState
@@ -160,7 +161,7 @@ def test_a_quorum_above_the_live_is_lowered_once_and_not_at_every_round() -> Non
 
 def lose_downloads(world: World, name: str) -> None:
     """From now on this learner steps and reports, but whatever it fetches does not come."""
-    fetch, failed = world.network.fetch, fx.FetchFailed
+    fetch, failed = world.network.fetch, learner_fx.FetchFailed
 
     def fetch_or_fail(learner: SimulatedLearner, fragment: int) -> None:
         if learner.name == name:
@@ -293,7 +294,7 @@ def test_the_last_steps_of_one_that_has_stopped_are_waited_for_also_when_it_says
         before = len(world.log)
         world.run_until(seconds=0.05)
         if world.syncer.members.learners["learner-1"].stopped:
-            sent = [effect for _, effect in world.log[before:] if isinstance(effect, fx.Send)]
+            sent = [effect for _, effect in world.log[before:] if isinstance(effect, syncer_fx.Send)]
             asked = [e.message.round for e in sent if isinstance(e.message, Pull) and e.learner == "learner-1"]
     world.hold_up("learner-1", (SILENT_BEATS + 0.9) * world.settings.heartbeat_s)
     world.run_until(round=asked[0] + 1)

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
 from atoll.protocol.messages import Contribution, Heartbeat, Progress, Pull, Recover, Refused
 from atoll.protocol.records import GoneRecord
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.tape import BeganEntry, InformedEntry
 
 
@@ -39,9 +40,7 @@ def give(world: World, answer: Contribution, refusal: str | None = None, **chang
 
 
 def refusals(effects: list[fx.SyncerEffect]) -> list[str]:
-    return [
-        str(effect.data["reason"]) for effect in effects if isinstance(effect, fx.Note) and effect.kind == "refused"
-    ]
+    return [str(effect.data["reason"]) for effect in effects if isinstance(effect, Note) and effect.kind == "refused"]
 
 
 @pytest.mark.parametrize(

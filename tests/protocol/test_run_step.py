@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records, schedule
 from atoll.protocol.history import History
 from atoll.protocol.messages import Announce, Hello, Progress, Welcome
 from atoll.protocol.records import BegunRecord, EndedRecord, PassedRecord, StartedRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.closing import APART, Pace
 from atoll.protocol.syncer.machine import Syncer
 

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from tests.protocol.world import TENSORS, World
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
 from atoll.protocol.messages import PROTOCOL, Contribution, FromLearner, Hello, Progress, Recover, Register
 from atoll.protocol.records import JoinedRecord, MergedRecord
+from atoll.protocol.syncer import effects as fx
 from atoll.simulate.oracle import Violation
 
 
@@ -49,7 +50,7 @@ def last_report(world: World, name: str = "learner-0") -> Progress:
 
 
 def refusals(effects: list[fx.SyncerEffect]) -> list[str]:
-    return [str(e.data["reason"]) for e in effects if isinstance(e, fx.Note) and e.kind == "refused"]
+    return [str(e.data["reason"]) for e in effects if isinstance(e, Note) and e.kind == "refused"]
 
 
 def boast(world: World, report: Progress, tokens: int, steps: int = 1) -> list[fx.SyncerEffect]:
@@ -229,7 +230,7 @@ def test_what_a_learner_declares_when_it_joins_is_journaled_and_told() -> None:
     effects = world.inject(fx.Greeted(hello))
     persisted = [record for effect in effects if isinstance(effect, fx.Persist) for record in effect.records]
     assert [(one.learner, one.declared) for one in persisted if isinstance(one, JoinedRecord)] == [("large", 4096)]
-    assert [e.data["declared"] for e in effects if isinstance(e, fx.Note) and e.kind == "joined"] == [4096]
+    assert [e.data["declared"] for e in effects if isinstance(e, Note) and e.kind == "joined"] == [4096]
 
 
 def test_a_hello_with_tokens_below_zero_is_refused() -> None:

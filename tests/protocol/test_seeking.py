@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.protocol import effects as fx
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.peer_state import Seeking
 from atoll.protocol.messages import Fresh, FromLearner, Helped, Seek, Settled
 

@@ -8,8 +8,8 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.courier.body import OutgoingSlots
-from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.copies import Orders, RoundsPerStep
 from atoll.protocol.settings import Settings
 from atoll.simulate.simulated_learner import SimulatedLearner

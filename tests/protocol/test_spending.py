@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.budget import LEAST_S, Counted, believed_rate, rate_of
 from atoll.protocol.syncer.claims import MAX_RATIO_NEW, Usual
 from atoll.protocol.syncer.machine import Syncer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
 from atoll.protocol.records import MergedRecord
+from atoll.protocol.syncer import effects as fx
 
 FACTORS = b"\x00\x00\x00\x00"
 

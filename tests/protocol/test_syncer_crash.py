@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.clock import SYNCER
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Welcome
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.ending import RETURN_S
 from atoll.protocol.syncer.machine import Syncer
 
@@ -133,7 +134,7 @@ def test_with_durability_cut_an_end_that_was_told_survives_a_power_cut(phase: st
 
 def test_an_ending_that_was_begun_is_gone_on_with() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=0.05).run_until(round=4)
-    world.crash = lambda effect, when: when == "after" and isinstance(effect, fx.Note) and effect.kind == "ending"
+    world.crash = lambda effect, when: when == "after" and isinstance(effect, Note) and effect.kind == "ending"
     world.end("the operator asked for it")
     world.crash = lambda effect, when: False
     world.run_to_end()

@@ -5,10 +5,11 @@ from msgspec.structs import replace
 from tests.protocol.test_copies import copy, pull
 from tests.protocol.world import World
 
-from atoll.protocol.effects import LearnerEffect, Received, Scored, Upload
 from atoll.protocol.learner.copies import Orders
+from atoll.protocol.learner.effects import LearnerEffect, Upload
 from atoll.protocol.messages import Progress
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effects import Received, Scored
 
 
 def equal(world: World) -> None:

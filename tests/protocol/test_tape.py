@@ -6,11 +6,12 @@ import msgspec
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol import records
 from atoll.protocol.history import History
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.outbox import ROUND_BYTES, TAPE_BYTES, Taping
 from atoll.protocol.tape import KEPT, AdoptedEntry, BeganEntry, InformedEntry, Numbered, Spoken
 
@@ -133,7 +134,9 @@ def test_a_round_is_written_down_behind_what_its_members_depend_on() -> None:
     said = {"taped": 0, "tape": entries(0, 3)}
     learner = world.learners["learner-0"]
     progress = msg.Progress(t=learner.t, steps=(0, 0), tokens=(0, 0), versions=(0, 0), incarnation=1, **said)  # type: ignore[arg-type]
-    assert not any(isinstance(effect, fx.Persist) for effect in world.inject(fx.Received("learner-0", progress)))
+    assert not any(
+        isinstance(effect, syncer_fx.Persist) for effect in world.inject(syncer_fx.Received("learner-0", progress))
+    )
     before = len(world.journal)
     world.run_until(round=world.syncer.committed + 1)
     [played, merged] = [
@@ -146,12 +149,12 @@ def test_a_round_is_written_down_behind_what_its_members_depend_on() -> None:
 def test_a_contribution_takes_along_what_no_report_has_said() -> None:
     world = World(1, fragments=1, sync_every=4).run_until(round=2)
     machine = world.learners["learner-0"].machine
-    machine.handle(world.now, fx.Told(0, entries(0, 2)))
+    machine.handle(world.now, learner_fx.Told(0, entries(0, 2)))
     machine._connection.send_message(
         world.now, msg.Contribution(round=9, attempt=1, fragment=0, base=0, t=1, steps=1, tokens=1, digest="")
     )
     said = machine._effects[-1]
-    assert isinstance(said, fx.Say) and isinstance(said.message, msg.Contribution)
+    assert isinstance(said, learner_fx.Say) and isinstance(said.message, msg.Contribution)
     assert said.message.tape == entries(0, 2)
 
 

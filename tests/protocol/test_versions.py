@@ -2,7 +2,8 @@
 
 from tests.protocol.world import TENSORS, World
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Tick
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.messages import Announce, Member, Welcome
@@ -96,9 +97,9 @@ def test_versions_are_skipped_but_never_taken_twice_or_backwards() -> None:
 def test_a_failed_fetch_is_tried_again_after_a_while() -> None:
     learner = a_learner(versions=(4, 3))
     learner.handle(1.0, fx.FetchFailed(0, "reset"))
-    assert of(fx.Fetch, learner.handle(1.1, fx.Tick())) == []
+    assert of(fx.Fetch, learner.handle(1.1, Tick())) == []
     assert learner.wake_at is not None and learner.wake_at <= 1.5
-    assert of(fx.Fetch, learner.handle(1.5, fx.Tick())) == [fx.Fetch(0, 4)]
+    assert of(fx.Fetch, learner.handle(1.5, Tick())) == [fx.Fetch(0, 4)]
 
 
 def test_an_adoption_from_before_a_recovery_does_not_count() -> None:

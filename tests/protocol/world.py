@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.messages import Contribution
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate import world as simulated
 from atoll.simulate.disk import SimulatedDisk
@@ -44,9 +46,9 @@ class World(simulated.World):
     ) -> None:
         settings.setdefault("fragments", 2)
         settings.setdefault("sync_every", max(4, settings["fragments"]))
-        self.notes: list[tuple[float, fx.Note]] = []
-        self.log: list[tuple[float, fx.SyncerEffect]] = []
-        self.complete: list[fx.CompleteCut] = []
+        self.notes: list[tuple[float, Note]] = []
+        self.log: list[tuple[float, syncer_fx.SyncerEffect]] = []
+        self.complete: list[syncer_fx.CompleteCut] = []
         """Cuts that were completed."""
         self.outages: list[float] = []
         self.speeds = step_s if isinstance(step_s, list) else [step_s] * learners
@@ -87,8 +89,8 @@ class World(simulated.World):
         if learner.connection is not None:
             learner.connection = None
             if self.simulated_syncer.channels.pop(name, None) is not None:
-                self._deliver(fx.Lost(name, reason))
-            learner.handle_event(fx.Disconnected(reason))
+                self._deliver(syncer_fx.Lost(name, reason))
+            learner.handle_event(learner_fx.Disconnected(reason))
 
     def hold_up(self, name: str, seconds: float) -> None:
         """What it says from now on comes in a burst after this time, as behind a packet that is sent again."""
@@ -133,7 +135,7 @@ class World(simulated.World):
         for learner in self.learners.values():
             if learner.connection is not None:
                 learner.connection = None
-                learner.handle_event(fx.Disconnected("the syncer died"))
+                learner.handle_event(learner_fx.Disconnected("the syncer died"))
 
     def _redial(self, name: str) -> None:
         if self.learners[name].alive and not self.learners[name].linked:
@@ -149,18 +151,18 @@ class World(simulated.World):
             learner.go_on_after_a_pause()
 
     def end(self, reason: str = "asked to") -> None:
-        self._deliver(fx.EndAsked(reason))
+        self._deliver(syncer_fx.EndAsked(reason))
 
-    def inject(self, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
+    def inject(self, event: syncer_fx.SyncerEvent) -> list[syncer_fx.SyncerEffect]:
         """An event from nowhere."""
-        if isinstance(event, fx.Delivered):
+        if isinstance(event, syncer_fx.Delivered):
             self._is_known(event.learner, event.contribution)
         return self._deliver(event)
 
     def _is_known(self, name: str, given: Contribution) -> None:
         """A contribution that a test makes up is what its learner gave."""
         counters = (given.t, given.steps, given.tokens, given.base, given.total, given.position)
-        copy, learner = fx.Copied(given.round, given.fragment, *counters), self.learners[name]
+        copy, learner = learner_fx.Copied(given.round, given.fragment, *counters), self.learners[name]
         delta = self.payloads.get((name, given.round, given.attempt), 0.0)
         payload = Payload(learner.session, learner.machine.incarnation, copy, delta, plain=False)
         self.invariants.oracle.payloads[self.simulated_syncer.term, name, given.round, given.attempt] = payload
@@ -205,7 +207,7 @@ class World(simulated.World):
     def payloads(self) -> dict[tuple[str, int, int], float]:
         return self.simulated_syncer.payloads
 
-    def said(self, kind: str) -> list[fx.Note]:
+    def said(self, kind: str) -> list[Note]:
         return [note for _, note in self.notes if note.kind == kind]
 
     def round_note(self, number: int) -> dict[str, Any]:
@@ -219,11 +221,13 @@ class World(simulated.World):
         return [
             (at, effect.message)
             for at, effect in self.log
-            if isinstance(effect, fx.Send) and isinstance(effect.message, kind) and learner in (None, effect.learner)
+            if isinstance(effect, syncer_fx.Send)
+            and isinstance(effect.message, kind)
+            and learner in (None, effect.learner)
         ]
 
-    def commits(self) -> list[tuple[float, fx.Commit]]:
-        return [(at, effect) for at, effect in self.log if isinstance(effect, fx.Commit)]
+    def commits(self) -> list[tuple[float, syncer_fx.Commit]]:
+        return [(at, effect) for at, effect in self.log if isinstance(effect, syncer_fx.Commit)]
 
     def merged_steps(self, learner: str, fragment: int) -> int:
         """Steps of this fragment that went into the model, over all rounds."""
@@ -243,17 +247,19 @@ class World(simulated.World):
     def _later(self, delay: float, action: Callable[[], object]) -> None:
         self.queue.call_later(delay, action)
 
-    def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
+    def deliver(
+        self, syncer: SimulatedSyncer, event: syncer_fx.SyncerEvent, least: float = 0.0
+    ) -> list[syncer_fx.SyncerEffect]:
         return (
             self._deliver(event)
             if syncer is self.simulated_syncer and not least
             else super().deliver(syncer, event, least)
         )
 
-    def _deliver(self, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
+    def _deliver(self, event: syncer_fx.SyncerEvent) -> list[syncer_fx.SyncerEffect]:
         return super().deliver(self.simulated_syncer, event)
 
-    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
+    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: syncer_fx.SyncerEffect) -> None:
         if self.crash is not None and self.crash(effect, "before"):
             self.crash_syncer()
             return
@@ -263,19 +269,19 @@ class World(simulated.World):
         if self.crash is not None and self.crash(effect, "after"):
             self.crash_syncer()
 
-    def _carry_out(self, effect: fx.SyncerEffect) -> None:
+    def _carry_out(self, effect: syncer_fx.SyncerEffect) -> None:
         self.simulated_syncer.carry_out(effect)
 
-    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
+    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: learner_fx.LearnerEffect) -> None:
         self._do(learner, effect)
 
-    def _do(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
+    def _do(self, learner: SimulatedLearner, effect: learner_fx.LearnerEffect) -> None:
         super().carry_out_learner_effect(learner, effect)
 
-    def on_note(self, note: fx.Note) -> None:
+    def on_note(self, note: Note) -> None:
         self.notes.append((self.now, note))
 
-    def on_cut_complete(self, cut: fx.CompleteCut) -> None:
+    def on_cut_complete(self, cut: syncer_fx.CompleteCut) -> None:
         self.complete.append(cut)
 
     def on_inform(self, learner: SimulatedLearner, progress: float) -> None:
@@ -284,7 +290,7 @@ class World(simulated.World):
     def on_step(self, learner: Training) -> None:
         learner.history.append(tuple(learner.theta))
 
-    def on_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def on_adoption(self, learner: Training, adopt: learner_fx.Adopt, value: float, dropped: int) -> None:
         learner.adoptions.append((learner.t, adopt.fragment, adopt.version))
         super().on_adoption(learner, adopt, value, dropped)
 

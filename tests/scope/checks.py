@@ -8,8 +8,8 @@ from __future__ import annotations
 from operator import le
 from typing import TYPE_CHECKING
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.effects import Note
 from atoll.protocol.messages import (
     Announce,
     Contribution,
@@ -21,6 +21,7 @@ from atoll.protocol.messages import (
     Started,
     Welcome,
 )
+from atoll.protocol.syncer import effects as fx
 from atoll.store.audit_members import BadRun
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def carried_out(state: State, term: int, syncer: SearchedSyncer, effect: fx.Sync
         case fx.Commit(number, fragment, version):
             holds(durable.committed > number, "durable, then committed")
             holds(version == syncer.published[fragment] + 1, "versions go up by one", f"{version}")
-        case fx.Note(kind="unbalanced"):
+        case Note(kind="unbalanced"):
             raise Broken("the ledger balances", effect.text)
         case fx.Send(_, message):
             holds(message.term == term, "every message names its sender's term")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromLearner, Range
 from atoll.protocol.statistics import after_adoption
@@ -119,7 +120,7 @@ class PretendLearner:
                 self.holds.clear()
             case fx.HangUp():
                 self.hung_up = True
-            case fx.Inform() | fx.Note() | fx.PassOn():
+            case fx.Inform() | Note() | fx.PassOn():
                 pass
             case _:
                 self._help(effect)

@@ -12,7 +12,7 @@ from tests.scope.turn import take
 from tests.scope.world import State, choices
 from tests.simulate.mutants import planted
 
-from atoll.protocol import effects as fx
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import Hello
 from atoll.protocol.syncer.membership import KnownLearner, Membership
 

@@ -9,9 +9,11 @@ from tests.scope import checks
 from tests.scope.form import clone, form
 from tests.scope.world import FAULTS, Choice, SearchedLearner, SearchedSyncer, State, newcomer
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.effects import Note, Tick
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.messages import Contribution
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
 
 STEP_S = 0.5
@@ -84,16 +86,16 @@ class Turn:
                 self._fsync(int(whom))
             case "merge" | "cut":
                 syncer = self.syncer(int(whom))
-                task = next(one for one in syncer.tasks if isinstance(one, fx.Merged) == (kind == "merge"))
+                task = next(one for one in syncer.tasks if isinstance(one, syncer_fx.Merged) == (kind == "merge"))
                 syncer.tasks.remove(task)
                 self._to_syncer(int(whom), task)
             case "timer" if whom.isdigit():
                 self._pass(self.state.syncers[int(whom)].machine.wake_at)
-                self._to_syncer(int(whom), fx.Tick())
+                self._to_syncer(int(whom), Tick())
             case "lost":
                 term = next(term for term, syncer in self.state.syncers.items() if whom in syncer.lost)
                 self.syncer(term).lost.discard(whom)
-                self._to_syncer(term, fx.Lost(whom, "connection reset"))
+                self._to_syncer(term, syncer_fx.Lost(whom, "connection reset"))
             case "crash":
                 self._crash(kept="all" in whom)
             case "usurp":
@@ -115,30 +117,33 @@ class Turn:
                 return
             case "down":
                 message, known = learner.down.pop(0), process.machine.term
-                process.tell(now, fx.Arrived(message))
+                process.tell(now, learner_fx.Arrived(message))
                 checks.heard(process, known, message)
             case "body":
                 number, attempt = process.uploads.pop(0)
                 self.syncer(learner.link).bodies.add((name, number, attempt))
-                process.tell(now, fx.Uploaded(number, attempt, "digest"))
+                process.tell(now, learner_fx.Uploaded(number, attempt, "digest"))
             case "whole":
                 process.whole = False
-                self._to_syncer(learner.link, fx.Initialised(name, process.machine.session))
+                self._to_syncer(learner.link, syncer_fx.Initialised(name, process.machine.session))
             case "fetch":
                 fragment = process.fetches.pop(0)
-                process.tell(now, fx.Fetched(fragment, self.state.syncers[learner.link].published[fragment]))
+                process.tell(now, learner_fx.Fetched(fragment, self.state.syncers[learner.link].published[fragment]))
             case "state":
                 ticket = process.streams.pop(0)
                 there = any(ticket in given for one in self._alive() for given in one.process.given.values())
-                process.tell(now, fx.StateCame(ticket) if there else fx.StateFailed(ticket, "the connection broke"))
+                process.tell(
+                    now,
+                    learner_fx.StateCame(ticket) if there else learner_fx.StateFailed(ticket, "the connection broke"),
+                )
             case "save":
-                process.tell(now, fx.Saved(process.saves.pop(0), process.t, "file", "digest"))
+                process.tell(now, learner_fx.Saved(process.saves.pop(0), process.t, "file", "digest"))
             case "step":
                 self.state.now = now + STEP_S
                 process.step(self.state.now)
             case "timer":
                 self._pass(process.machine.wake_at)
-                process.tell(self.state.now, fx.Tick())
+                process.tell(self.state.now, Tick())
             case "dial":
                 self._dial(name, self.state.term)
             case "stray":
@@ -152,10 +157,10 @@ class Turn:
 
     def _arrive(self, learner: SearchedLearner, name: str) -> None:
         message = learner.up.pop(0)
-        event: fx.SyncerEvent = fx.Received(name, message)
+        event: syncer_fx.SyncerEvent = syncer_fx.Received(name, message)
         if isinstance(message, Contribution):
             checks.contributes(learner, message)
-            event = fx.Delivered(name, message)
+            event = syncer_fx.Delivered(name, message)
         self._to_syncer(learner.link, event)
 
     def _dial(self, name: str, term: int) -> None:
@@ -163,7 +168,7 @@ class Turn:
         for syncer in [r for r in self.state.syncers if name in self.state.syncers[r].lost]:
             self.syncer(syncer).lost.discard(name)
         learner.link, learner.up, learner.down = term, [], []
-        self._to_syncer(term, fx.Greeted(learner.process.machine.hello()))
+        self._to_syncer(term, syncer_fx.Greeted(learner.process.machine.hello()))
 
     def _break(self, name: str) -> None:
         """The learner notices at once, the syncer later."""
@@ -196,7 +201,7 @@ class Turn:
 
     # ---- the syncer's side ------------------------------------------------------------------------------------------
 
-    def _to_syncer(self, term: int, event: fx.SyncerEvent) -> None:
+    def _to_syncer(self, term: int, event: syncer_fx.SyncerEvent) -> None:
         syncer = self.syncer(term)
         syncer.order.enqueue(syncer.machine.handle(self.state.now, event))
         checks.woken(self.state, syncer)
@@ -206,30 +211,30 @@ class Turn:
         syncer = self.syncer(term)
         syncer.order.carry_out_ready(lambda effect: self._carry_out(term, syncer, effect))
 
-    def _carry_out(self, term: int, syncer: SearchedSyncer, effect: fx.SyncerEffect) -> None:
+    def _carry_out(self, term: int, syncer: SearchedSyncer, effect: syncer_fx.SyncerEffect) -> None:
         checks.carried_out(self.state, term, syncer, effect)
         match effect:
-            case fx.Send(name, message):
+            case syncer_fx.Send(name, message):
                 learner = self.state.learners[name]
                 if learner.alive and learner.link == term:
                     self.learner(name).down.append(message)
                     checks.told(self.state, message)
-            case fx.ConfirmSent(number, attempt, probed):
-                self._to_syncer(term, fx.PullsSent(number, attempt, probed))
-            case fx.Merge(number):
-                syncer.tasks.append(fx.Merged(number, "digest"))
-            case fx.TakeCut(cut):
-                syncer.tasks.append(fx.CutKept(cut))
-            case fx.CompleteCut(cut):
-                syncer.tasks.append(fx.CutWritten(cut, "digest"))
-            case fx.Commit(_, fragment, version):
+            case syncer_fx.ConfirmSent(number, attempt, probed):
+                self._to_syncer(term, syncer_fx.PullsSent(number, attempt, probed))
+            case syncer_fx.Merge(number):
+                syncer.tasks.append(syncer_fx.Merged(number, "digest"))
+            case syncer_fx.TakeCut(cut):
+                syncer.tasks.append(syncer_fx.CutKept(cut))
+            case syncer_fx.CompleteCut(cut):
+                syncer.tasks.append(syncer_fx.CutWritten(cut, "digest"))
+            case syncer_fx.Commit(_, fragment, version):
                 syncer.published[fragment] = version
-            case fx.Discard(name, number, attempt):
+            case syncer_fx.Discard(name, number, attempt):
                 syncer.bodies.discard((name, number, attempt))
-            case fx.Expel(name, reason):
+            case syncer_fx.Expel(name, reason):
                 if self.state.learners[name].link == term:
                     self._disconnect(name, reason)
-            case fx.Note() if self._tell is not None:
+            case Note() if self._tell is not None:
                 self._tell(effect.text)
 
     def _fsync(self, term: int) -> None:
@@ -237,7 +242,7 @@ class Turn:
             self._depose(term)
             return
         syncer = self.syncer(term)
-        if isinstance(write := syncer.order.begin_write(), fx.TakeCut):
+        if isinstance(write := syncer.order.begin_write(), syncer_fx.TakeCut):
             syncer.published = [0] * len(syncer.published)
         else:
             assert write is not None, "something waits for the disk"
@@ -245,7 +250,7 @@ class Turn:
         syncer.order.end_write(fenced=False)
         self._carry_on(term)
 
-    def _write(self, batch: list[fx.Persist]) -> None:
+    def _write(self, batch: list[syncer_fx.Persist]) -> None:
         lines = [line for persist in batch for line in persist.records]
         state = self.state
         state.audit = clone(state.audit)
@@ -271,7 +276,7 @@ class Turn:
         state = self.state
         checks.nothing_told_is_lost(state)
         reigned = records.TermRecord(state.durable.term + 1, 0, "", state.durable.committed)
-        self._write([fx.Persist((reigned,))])
+        self._write([syncer_fx.Persist((reigned,))])
         machine = Syncer(clone(state.durable))
         state.syncers[state.durable.term] = SearchedSyncer(machine, published=list(state.durable.versions))
         self._changed_syncers.add(state.durable.term)

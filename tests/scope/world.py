@@ -35,12 +35,12 @@ from dataclasses import dataclass, field
 from tests.scope.form import clone, form
 from tests.scope.learner import DATA, PretendLearner
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromLearner, FromSyncer, TensorSpec
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.effect_order import EffectOrder
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.audit import JournalAudit

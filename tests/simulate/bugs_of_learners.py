@@ -7,8 +7,8 @@ from typing import Any
 from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant
 
-from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.connection import ConnectionState
 from atoll.protocol.learner.copies import Copies, Pulls, Standing
 from atoll.protocol.learner.machine import LearnerMachine

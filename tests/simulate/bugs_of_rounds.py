@@ -7,13 +7,13 @@ from typing import Any
 from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant, nothing
 
-from atoll.protocol.effects import Merge, Merged, Part
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.leases import Leases
 from atoll.protocol.messages import Contribution, Progress
 from atoll.protocol.syncer import claims, closing, contributions
 from atoll.protocol.syncer.closing import Pace, Verdict
 from atoll.protocol.syncer.contributions import Contributions
+from atoll.protocol.syncer.effects import Merge, Merged, Part
 from atoll.protocol.syncer.ending import LastCycle
 from atoll.protocol.syncer.joining import Joining
 from atoll.protocol.syncer.liveness import Liveness

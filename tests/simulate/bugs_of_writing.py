@@ -7,12 +7,13 @@ from typing import Any
 from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant, nothing
 
-from atoll.protocol import effects as fx
 from atoll.protocol import history, ledger, records
 from atoll.protocol.learner import connection
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.connection import ConnectionState
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.leases import Leases
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.effect_order import EffectOrder
@@ -32,7 +33,7 @@ def _written_last(plain: Plain) -> Any:
         before = len(self.state.out._effects)
         plain(self, *args)
         mine = self.state.out._effects[before:]
-        mine.sort(key=lambda effect: isinstance(effect, fx.Persist))
+        mine.sort(key=lambda effect: isinstance(effect, syncer_fx.Persist))
         self.state.out._effects[before:] = mine
 
     return broken
@@ -50,7 +51,7 @@ def _all_are_written(plain: Plain) -> Any:
 
     def broken(self: EffectOrder, *, fenced: bool) -> bool:
         answer = bool(plain(self, fenced=fenced))
-        self._durable = sum(isinstance(effect, fx.Persist) for effect in self._waiting)
+        self._durable = sum(isinstance(effect, syncer_fx.Persist) for effect in self._waiting)
         return answer
 
     return broken
@@ -133,7 +134,7 @@ mutant("a new syncer speaks for the old term", (history.History, "apply", _same_
 
 def _uncounted(name: str) -> Any:
     def make(plain: Plain) -> Any:
-        def broken(stepped: fx.Stepped, adopted: fx.Adopted) -> fx.Stepped:
+        def broken(stepped: learner_fx.Stepped, adopted: learner_fx.Adopted) -> learner_fx.Stepped:
             return replace(plain(stepped, adopted), **{name: getattr(stepped, name)})
 
         return broken

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from tests.protocol.test_campaign import a_world, some_faults
 from tests.protocol.world import World
 
-from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.records import (
     AlarmedRecord,
@@ -30,6 +29,7 @@ from atoll.protocol.records import (
     TermRecord,
 )
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun, MemberAudit
 from atoll.store.cuts import CutState

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from atoll.config import Outer
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.effects import Restore
 from atoll.protocol.history import History
 from atoll.protocol.leases import Leases
 from atoll.protocol.messages import TensorSpec
@@ -41,6 +40,7 @@ from atoll.protocol.records import (
     TermRecord,
 )
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effects import Restore
 from atoll.store.cuts import CutState, LearnerPart, Manifest, digest_file, write_manifest, write_syncer_part
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read

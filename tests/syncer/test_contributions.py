@@ -12,9 +12,9 @@ from atoll.config import Outer
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import NormScreen
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution, TensorSpec
+from atoll.protocol.syncer import effects as fx
 from atoll.syncer.contributions import Inbox, Merging
 from atoll.syncer.parameters import Parameters
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from tests.store.written import WrittenRun, well, with_rounds, wrong
 from tests.syncer.test_recovery import damage, found_in, the_same
 
-from atoll.protocol.effects import Restore
 from atoll.protocol.records import RestoredRecord, Undone
+from atoll.protocol.syncer.effects import Restore
 from atoll.store import disk as disk_module
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import LocalDisk

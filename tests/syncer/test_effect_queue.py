@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.records import AnyRecord, BegunRecord, EndedRecord, MergedRecord, PassedRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.store.disk import DiskFailed, NoRoom
 from atoll.store.writer_lease import Deposed
 from atoll.syncer import effect_queue
@@ -22,8 +23,8 @@ WAIT_S = 10.0
 HISTORY = History(BegunRecord("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
 
 
-def note(text: str) -> fx.Note:
-    return fx.Note("note", text)
+def note(text: str) -> Note:
+    return Note("note", text)
 
 
 def record(number: int) -> PassedRecord:
@@ -83,7 +84,7 @@ class Disk:
         self.done.append((effect, self.returned))
 
     def texts(self) -> list[str]:
-        return [effect.text for effect, _ in self.done if isinstance(effect, fx.Note)]
+        return [effect.text for effect, _ in self.done if isinstance(effect, Note)]
 
     def _append(self, entries: Sequence[Entry]) -> None:
         assert threading.current_thread() is not threading.main_thread(), "beside the event loop"
@@ -154,7 +155,7 @@ async def test_nothing_behind_a_record_is_told_before_its_append_returned() -> N
         disk.let_go()
         await disk.emptied()
         assert disk.texts() == ["before", "behind", "later", "later still"]
-        assert [returned for effect, returned in disk.done if isinstance(effect, fx.Note)] == [0, 1, 1, 1]
+        assert [returned for effect, returned in disk.done if isinstance(effect, Note)] == [0, 1, 1, 1]
 
 
 async def test_a_record_of_a_later_batch_holds_up_only_what_is_behind_it() -> None:
@@ -165,7 +166,7 @@ async def test_a_record_of_a_later_batch_holds_up_only_what_is_behind_it() -> No
         disk.queue.enqueue([note("b"), persist(2), note("c")])
         disk.let_go()
         await disk.emptied()
-        assert [(e.text, n) for e, n in disk.done if isinstance(e, fx.Note)] == [("a", 1), ("b", 1), ("c", 2)]
+        assert [(e.text, n) for e, n in disk.done if isinstance(e, Note)] == [("a", 1), ("b", 1), ("c", 2)]
 
 
 async def test_what_carrying_out_leads_to_comes_behind_what_waits() -> None:
@@ -173,7 +174,7 @@ async def test_what_carrying_out_leads_to_comes_behind_what_waits() -> None:
     told: list[str] = []
 
     def carry_out(effect: fx.SyncerEffect) -> None:
-        assert isinstance(effect, fx.Note)
+        assert isinstance(effect, Note)
         if effect.text == "one":
             queue.enqueue([note("its consequence")])
         told.append(effect.text)

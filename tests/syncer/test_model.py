@@ -9,9 +9,9 @@ from atoll.config import Config
 from atoll.fabric.join_tokens import NAMES
 from atoll.fabric.wire import MIB, FabricLimits
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.effects import Greeted, Lost
 from atoll.protocol.messages import PROTOCOL, Hello, TensorSpec
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effects import Greeted, Lost
 from atoll.protocol.syncer.machine import Syncer
 from atoll.syncer.model import PROGRAM, contribution_bytes, memory_bound
 from atoll.syncer.status import Meter

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atoll.config import Config
-from atoll.protocol import effects as fx
+from atoll.protocol.syncer import effects as fx
 from atoll.store.rundir import RunDir
 from atoll.syncer.service import SyncerService
 

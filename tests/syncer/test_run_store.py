@@ -17,7 +17,6 @@ from tests.syncer.conftest import TENSORS, plan
 
 from atoll.config import Outer
 from atoll.numerics.screen import UsualNorms
-from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import History
 from atoll.protocol.messages import CutSaved
 from atoll.protocol.records import (
@@ -34,6 +33,7 @@ from atoll.protocol.records import (
     TermRecord,
 )
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effects import CompleteCut
 from atoll.store import atomic
 from atoll.store import disk as disk_module
 from atoll.store.cuts import check_cut, complete_cuts, digest_file, folder_of, known_cuts, read_manifest

@@ -7,8 +7,8 @@ from tests.syncer.conftest import TENSORS
 
 from atoll.config import Config, convert
 from atoll.fabric.wire import ScoreReport
-from atoll.protocol.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
+from atoll.protocol.syncer.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.syncer.machine import Syncer
 from atoll.syncer.status import Meter, nobody_here, nobody_started
 

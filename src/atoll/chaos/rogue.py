@@ -28,8 +28,9 @@ from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import encode
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Tick
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Contribution
 from atoll.protocol.records import BegunRecord
@@ -173,7 +174,7 @@ class Rogue:
     # ---- what it does instead of training --------------------------------------------------------------------------
 
     def _make_steps(self) -> None:
-        self._send_message(fx.Tick())
+        self._send_message(Tick())
         if min(self._held) < 0 or self._waits or any(step <= self._t for step in self._holds.values()):
             self._adopt_arrived()
             return

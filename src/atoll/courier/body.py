@@ -28,8 +28,8 @@ from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, largest_body, make_codec, round_to_dtype
 from atoll.numerics.fragments import Fragment
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError, Unreachable
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.settings import Settings
 
 BODY_S = 600.0

@@ -45,9 +45,10 @@ from atoll.mailbox.channel import (
     decode_to_courier,
 )
 from atoll.numerics.fragments import FragmentPlan, make_plan
-from atoll.protocol import effects as fx
 from atoll.protocol import schedule
+from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, Welcome
 from atoll.protocol.settings import Settings
@@ -318,7 +319,7 @@ class Courier:
             self._wake.cancel()
             self._wake = None
         if self._machine.wake_at is not None:
-            self._wake = self._loop.call_at(self._machine.wake_at, self._run_callback, self._handle, fx.Tick())
+            self._wake = self._loop.call_at(self._machine.wake_at, self._run_callback, self._handle, Tick())
 
     def _carry_out(self, effect: fx.LearnerEffect) -> None:
         assert self._machine is not None
@@ -330,7 +331,7 @@ class Courier:
             case fx.Say(message):
                 if self._link is not None:
                     self._link.send(message)
-            case fx.Note(_, text):
+            case Note(_, text):
                 _say(text)
             case fx.Save() | fx.Supply() | fx.AskToLeave():
                 self._channel.send(effect)

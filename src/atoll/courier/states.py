@@ -21,8 +21,8 @@ from atoll.fabric.client import SyncerConnection
 from atoll.fabric.host import StateHost
 from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import CourierChannel, Start, StateCopyMade, TakeOrder
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
+from atoll.protocol.learner import effects as fx
 
 STREAM_S = 3600.0
 """The most a stream may take; the syncer's bound and the fabric's minimum rate end a stuck one long before."""

@@ -15,7 +15,7 @@ import msgspec
 
 from atoll.estimate.chips import Chips, TimeSpan
 from atoll.estimate.profile import Profile
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import participation
 from atoll.simulate.training import Training
@@ -136,7 +136,7 @@ class ClusterWorld(World):
         self.crash_syncer(self._profile.syncer.down_s)
         self._crash_later(dice)
 
-    def on_note(self, note: fx.Note) -> None:
+    def on_note(self, note: Note) -> None:
         if note.kind == "round":
             members, live = note.data["members"], note.data["live"]
             assert isinstance(members, tuple) and isinstance(live, int)

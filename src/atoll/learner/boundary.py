@@ -45,9 +45,9 @@ from atoll.mailbox.channel import (
     Welcomed,
 )
 from atoll.numerics.fragments import FragmentPlan, make_plan
-from atoll.protocol import effects as fx
-from atoll.protocol.effects import Adopted, Stepped
 from atoll.protocol.errors import PlanError
+from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.effects import Adopted, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import after_adoption

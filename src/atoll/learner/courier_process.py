@@ -22,8 +22,8 @@ from contextlib import suppress
 import torch
 
 from atoll.mailbox.channel import AdoptOrder, CourierChannel, ToCourier, ToTraining, decode_to_training
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import RunFailed
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.tape import AnyEntry, BeganEntry, Numbered
 
 RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0)

@@ -23,8 +23,8 @@ import torch
 
 from atoll.learner.script import say
 from atoll.numerics.permutation import permuted
-from atoll.protocol.effects import Registered
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner.effects import Registered
 from atoll.protocol.messages import Range
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]

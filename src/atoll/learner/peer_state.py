@@ -48,8 +48,8 @@ from atoll.learner.state import (
 from atoll.learner.unmerged import UnmergedTensors
 from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import StateCopyMade, TakeOrder
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.limits import MAX_COUNTER, clipped
 from atoll.protocol.tape import GaveEntry, TookEntry
 

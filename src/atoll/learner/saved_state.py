@@ -44,8 +44,8 @@ from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, read, write
 from atoll.learner.state import Optimizers, Stateful, capture, restore
 from atoll.mailbox.box import Mailbox
-from atoll.protocol.effects import Saved
 from atoll.protocol.errors import AtollError
+from atoll.protocol.learner.effects import Saved
 from atoll.protocol.limits import is_name
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings

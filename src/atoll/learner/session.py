@@ -42,9 +42,9 @@ from atoll.mailbox.channel import (
     ToTraining,
     Welcomed,
 )
-from atoll.protocol import effects as fx
-from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
+from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.effects import Stepped
 from atoll.protocol.tape import BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, StoppedEntry, SuppliedEntry
 from atoll.store.rundir import UNMERGED
 

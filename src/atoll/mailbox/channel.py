@@ -8,8 +8,8 @@
                                   and the effects CancelRead, LetGo, Own, Supply, Save, Capture, Await, Begin,
                                   AskToLeave
 
-Events and effects of the learner's state machine (protocol/effects.py) travel as they are if nothing has to be added;
-a frame of its own carries what the state machine does not know, such as a slot's number.
+Events and effects of the learner's state machine (protocol/learner/effects.py) travel as they are if nothing has to be
+added; a frame of its own carries what the state machine does not know, such as a slot's number.
 
 Neither side ever waits to send: what does not fit into the socket waits in memory. What the other side sent before it
 went is read first: only then is the channel closed. The courier alone decides who uses which slot for what. The channel
@@ -26,9 +26,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from atoll.protocol import effects as fx
-from atoll.protocol.effects import Adopted, Stepped
 from atoll.protocol.errors import PeerError
+from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.effects import Adopted, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 
@@ -365,7 +365,7 @@ def _close(descriptor: int | None) -> None:
 
 
 def encode_frame(frame: ToCourier | ToTraining) -> bytes:
-    """By its name: the structs of protocol/effects.py carry no tag."""
+    """By its name: the structs of protocol/learner/effects.py carry no tag."""
     return msgspec.msgpack.encode((type(frame).__name__, frame))
 
 

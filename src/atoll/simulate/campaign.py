@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
-from atoll.protocol.effects import Registered
+from atoll.protocol.learner.effects import Registered
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
 from atoll.simulate import inject
 from atoll.simulate.faults import Fault, draw_faults
 from atoll.simulate.oracle import Violation

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from atoll.protocol.effects import Restorable, Restore
 from atoll.protocol.history import History, State
 from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, RestoredRecord, StartedRecord, TermRecord
 from atoll.protocol.syncer.effect_order import must_be_synced
+from atoll.protocol.syncer.effects import Restorable, Restore
 from atoll.protocol.syncer.rollback import undone
 
 Entry = tuple[AnyRecord, float | list[float] | None]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from atoll.protocol import effects as fx
+from atoll.protocol.syncer import effects as fx
 from atoll.simulate.faults import Fault
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.world import World

@@ -32,9 +32,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import le
 from typing import Any
 
-from atoll.protocol import effects as fx
 from atoll.protocol.clock import Clock, knows
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.ledger import Account
 from atoll.protocol.messages import (
     Announce,
@@ -49,6 +50,7 @@ from atoll.protocol.messages import (
     Welcome,
 )
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.learner_checks import Drains, LearnerChecks
@@ -122,12 +124,12 @@ class Invariants:
 
     # ---- after an event -----------------------------------------------------------------------------------------
 
-    def watch_syncer(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
+    def watch_syncer(self, syncer: SimulatedSyncer, now: float, event: syncer_fx.SyncerEvent) -> None:
         """Check the syncer after an event."""
         machine = syncer.machine
         if machine.wake_at is not None and machine.wake_at <= now:
             raise Violation("clocks", f"at {now} it wants to be woken at {machine.wake_at}")
-        if type(event) is fx.DrainAsked:
+        if type(event) is syncer_fx.DrainAsked:
             self.drains.watch_request(syncer, event.learner)
         if syncer is not self._newest:
             return
@@ -140,7 +142,7 @@ class Invariants:
         self._progress = progress
         self._check_step(machine)
         self.timing.watch_syncer(syncer, now, event)
-        if type(event) is not fx.Delivered:
+        if type(event) is not syncer_fx.Delivered:
             self._check_accounts(syncer)
         if machine.peers.open:
             self._check_recoveries(syncer)
@@ -186,27 +188,27 @@ class Invariants:
 
     # ---- at an effect -------------------------------------------------------------------------------------------
 
-    def watch_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
+    def watch_effect(self, syncer: SimulatedSyncer, effect: syncer_fx.SyncerEffect) -> None:
         """What it does, in the order in which it is carried out."""
         match effect:
-            case fx.Send(learner, message):
+            case syncer_fx.Send(learner, message):
                 self._watch_message(syncer, learner, message)
-            case fx.Note() if syncer is self._newest:
+            case Note() if syncer is self._newest:
                 self._watch_note(syncer, effect)
-            case fx.Persist():
+            case syncer_fx.Persist():
                 self.oracle.catch_up()
-            case fx.Merge(number, fragment, parts):
+            case syncer_fx.Merge(number, fragment, parts):
                 self._watch_merge(syncer, number, fragment, parts)
-            case fx.CompleteCut():
+            case syncer_fx.CompleteCut():
                 self.timing.watch_cut(effect)
-            case fx.CommitRestored(versions):
+            case syncer_fx.CommitRestored(versions):
                 # Held against these versions and not the newest: a syncer that stood still since its record was
                 # written may have a successor by now.
                 written = [self.oracle.values.get(one) for one in enumerate(versions)]
                 if syncer.restored != written:
                     said = f"the run is rolled back to {syncer.restored}, it was {written} then"
                     raise Violation("Θ is the replay of the journal", said)
-            case fx.Commit(number, fragment, version):
+            case syncer_fx.Commit(number, fragment, version):
                 self._watch_commit(syncer, number, fragment, version)
             case _:
                 pass
@@ -246,7 +248,9 @@ class Invariants:
             raise Violation("acknowledged = durable", said, learner, fragment)
         self.told[fragment] = max(self.told[fragment], version)
 
-    def _watch_merge(self, syncer: SimulatedSyncer, number: int, fragment: int, parts: tuple[fx.Part, ...]) -> None:
+    def _watch_merge(
+        self, syncer: SimulatedSyncer, number: int, fragment: int, parts: tuple[syncer_fx.Part, ...]
+    ) -> None:
         if number != syncer.machine.committed:
             said = f"round {number} is merged where round {syncer.machine.committed} is due"
             raise Violation("versions +1", said, fragment=fragment)
@@ -275,7 +279,7 @@ class Invariants:
 
     # ---- notes --------------------------------------------------------------------------------------------------
 
-    def _watch_note(self, syncer: SimulatedSyncer, note: fx.Note) -> None:
+    def _watch_note(self, syncer: SimulatedSyncer, note: Note) -> None:
         data: Any = note.data
         self.drains.watch_note(note)
         match note.kind:
@@ -330,13 +334,13 @@ class Invariants:
 
     # ---- what learners do ---------------------------------------------------------------------------------------
 
-    def watch_contribution(self, learner: SimulatedLearner, copy: fx.Copied) -> None:
+    def watch_contribution(self, learner: SimulatedLearner, copy: learner_fx.Copied) -> None:
         """A contribution leaves."""
         if learner.waits:
             said = f"{learner.name} sends a contribution while it waits for a peer's state"
             raise Violation("only the recovered contribute", said, learner.name, copy.fragment)
 
-    def watch_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def watch_adoption(self, learner: Training, adopt: learner_fx.Adopt, value: float, dropped: int) -> None:
         f = adopt.fragment
         committed = self.oracle.values.get((f, adopt.version))
         if committed != value and (f, adopt.version, value) not in self.oracle.never_were:
@@ -365,12 +369,14 @@ class Invariants:
             raise Violation("no step blocks", f"{learner.name} waits after step {learner.t}", learner.name)
 
     def watch_learner(
-        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
+        self, learner: SimulatedLearner, event: learner_fx.LearnerEvent, effects: Sequence[learner_fx.LearnerEffect]
     ) -> None:
         """A learner heeds no term below the newest it has heard of."""
-        if type(event) is fx.Arrived and event.message.term != learner.term:
+        if type(event) is learner_fx.Arrived and event.message.term != learner.term:
             term = event.message.term
-            if term < learner.term and any(not isinstance(one, fx.HangUp | fx.Note | fx.Say) for one in effects):
+            if term < learner.term and any(
+                not isinstance(one, learner_fx.HangUp | Note | learner_fx.Say) for one in effects
+            ):
                 said = f"{learner.name} heeds term {term} after term {learner.term}: {effects}"
                 raise Violation("one fenced writer", said, learner.name)
             learner.term = max(learner.term, term)

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Leave, Started, Welcome
 from atoll.protocol.records import GoneRecord
@@ -205,7 +206,7 @@ class Drains:
             text = f"{gone.learner} had given all its steps, {gone.lost} tokens of it are lost by the books"
             raise Violation("a drain loses nothing", text, gone.learner)
 
-    def watch_note(self, note: fx.Note) -> None:
+    def watch_note(self, note: Note) -> None:
         name = str(note.data.get("learner", ""))
         if note.kind == "left":
             self._left.add(name)

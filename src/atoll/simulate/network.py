@@ -14,9 +14,10 @@ import random
 from math import isnan
 from typing import Protocol
 
-from atoll.protocol import effects as fx
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromSyncer
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.simulate.simulated_learner import NOT_FINITE, SimulatedLearner
 from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
 from atoll.simulate.training import Payload
@@ -38,7 +39,9 @@ class NetworkWorld(Protocol):
     random: random.Random
     queue: EventQueue
 
-    def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]: ...
+    def deliver(
+        self, syncer: SimulatedSyncer, event: syncer_fx.SyncerEvent, least: float = 0.0
+    ) -> list[syncer_fx.SyncerEffect]: ...
 
     def connections(self, learner: SimulatedLearner) -> list[Connection]: ...
 
@@ -82,7 +85,7 @@ class Network:
         if self.doubles and self.random.random() < self.doubles and learner.connection is connection:
             syncer.greet(learner.name, connection, learner.machine.hello())
 
-    def send_up(self, learner: SimulatedLearner, event: fx.SyncerEvent, way: str = "up") -> None:
+    def send_up(self, learner: SimulatedLearner, event: syncer_fx.SyncerEvent, way: str = "up") -> None:
         connection = learner.connection
         if connection is not None:
             now = self.queue.now
@@ -90,7 +93,7 @@ class Network:
             if self.doubles and self.random.random() < self.doubles:
                 self.queue.call_later(connection.at(way, now) - now, self._come_up, connection, event)
 
-    def _come_up(self, connection: Connection, event: fx.SyncerEvent) -> object:
+    def _come_up(self, connection: Connection, event: syncer_fx.SyncerEvent) -> object:
         learner: SimulatedLearner = connection.learner
         syncer = connection.syncer
         if syncer.channels.get(learner.name) is not connection or not syncer.alive:
@@ -98,31 +101,31 @@ class Network:
         if learner.blocked_up:
             connection.held_up.append(event)
             return None
-        if isinstance(event, fx.Delivered):
+        if isinstance(event, syncer_fx.Delivered):
             event = self._screened(syncer, event)
         return self.world.deliver(syncer, event)
 
-    def _screened(self, syncer: SimulatedSyncer, event: fx.Delivered) -> fx.Delivered:
+    def _screened(self, syncer: SimulatedSyncer, event: syncer_fx.Delivered) -> syncer_fx.Delivered:
         given = event.contribution
         payload = syncer.payloads.get((event.learner, given.round, given.attempt), 0.0)
-        return fx.Delivered(event.learner, given, NOT_FINITE) if isnan(payload) else event
+        return syncer_fx.Delivered(event.learner, given, NOT_FINITE) if isnan(payload) else event
 
     def send_down(self, syncer: SimulatedSyncer, name: str, message: FromSyncer) -> None:
         connection = syncer.channels.get(name)
         if connection is not None:
-            now, event = self.queue.now, fx.Arrived(message)
+            now, event = self.queue.now, learner_fx.Arrived(message)
             self.queue.call_later(connection.at("down", now + self.delay()) - now, self._come_down, connection, event)
             if self.doubles and self.random.random() < self.doubles:
                 self.queue.call_later(connection.at("down", now) - now, self._come_down, connection, event)
 
-    def _come_down(self, connection: Connection, event: fx.LearnerEvent) -> object:
+    def _come_down(self, connection: Connection, event: learner_fx.LearnerEvent) -> object:
         learner: SimulatedLearner = connection.learner
         if learner.connection is not connection or not learner.alive or not learner.courier:
             return False
         if learner.blocked_down:
             connection.held_down.append(event)
             return None
-        if isinstance(event, fx.Disconnected):
+        if isinstance(event, learner_fx.Disconnected):
             return self.lose_connection(learner, event.reason)
         return learner.handle_event(event)
 
@@ -135,7 +138,7 @@ class Network:
                 connection.at("down", self.queue.now + self.delay()) - self.queue.now,
                 self._come_down,
                 connection,
-                fx.Disconnected(reason),
+                learner_fx.Disconnected(reason),
             )
 
     def reset_connection(self, learner: SimulatedLearner, reason: str) -> None:
@@ -149,12 +152,12 @@ class Network:
         name: str = connection.learner.name
         now = self.queue.now
         at = connection.at("up", now + self.delay())
-        self.queue.call_later(at - now, self._come_up, connection, fx.Lost(name, reason))
+        self.queue.call_later(at - now, self._come_up, connection, syncer_fx.Lost(name, reason))
 
     def lose_connection(self, learner: SimulatedLearner, reason: str) -> object:
         """A learner's end is gone."""
         learner.connection = None
-        learner.handle_event(fx.Disconnected(reason))
+        learner.handle_event(learner_fx.Disconnected(reason))
         self.dial_later(learner)
         return None
 
@@ -166,21 +169,21 @@ class Network:
                 connection.at("down", self.queue.now) - self.queue.now,
                 self._come_down,
                 connection,
-                fx.Disconnected(reason),
+                learner_fx.Disconnected(reason),
             )
 
     def disconnect(self, learner: SimulatedLearner, reason: str) -> None:
         if (connection := learner.connection) is not None:
             self.closed_by(connection, reason)
             learner.connection = None
-            self.queue.call_later(0.0, learner.handle_event, fx.Disconnected(reason))
+            self.queue.call_later(0.0, learner.handle_event, learner_fx.Disconnected(reason))
             self.dial_later(learner)
 
     def say_goodbye(self, learner: SimulatedLearner, reason: str) -> None:
         """It says goodbye and closes."""
         if (connection := learner.connection) is not None:
             for word in learner.machine.make_goodbye(reason):
-                self.send_up(learner, fx.Received(learner.name, word))
+                self.send_up(learner, syncer_fx.Received(learner.name, word))
             self.closed_by(connection, reason)
             learner.connection = None
 
@@ -206,7 +209,7 @@ class Network:
             self.dial_later(learner, DIAL_S)
             return None
         if syncer is None:
-            learner.handle_event(fx.Disconnected("connection refused"))
+            learner.handle_event(learner_fx.Disconnected("connection refused"))
             self.dial_later(learner)
             return None
         self._backoff.pop(learner.session, None)
@@ -283,7 +286,7 @@ class Network:
             why = f"no contribution to round {number} (attempt {attempt}) is waited for"
         if why:
             stuck = STUCK_S if why == "it got stuck" else 0.0
-            self.queue.call_later(stuck, self.if_same, learner, machine, fx.UploadFailed(number, attempt, why))
+            self.queue.call_later(stuck, self.if_same, learner, machine, learner_fx.UploadFailed(number, attempt, why))
         elif self.apart:
             self.queue.call_later(self.delay(), self._received, learner, machine, syncer, number, attempt)
         else:
@@ -295,8 +298,8 @@ class Network:
     ) -> object:
         """Its receipt is back, or lost: then the syncer has what its learner believes it has not."""
         if self.apart and (why := self._breaks(learner, syncer)):
-            return self.if_same(learner, machine, fx.UploadFailed(number, attempt, f"no receipt: {why}"))
-        return self.if_same(learner, machine, fx.Uploaded(number, attempt, "digest"))
+            return self.if_same(learner, machine, learner_fx.UploadFailed(number, attempt, f"no receipt: {why}"))
+        return self.if_same(learner, machine, learner_fx.Uploaded(number, attempt, "digest"))
 
     def upload_all(self, learner: SimulatedLearner) -> None:
         """Version 0; sent again and again until it is there, or the connection is gone."""
@@ -316,7 +319,7 @@ class Network:
         if known is None or known.session != learner.session:
             return False  # another process has the name by now, and the syncer refuses this one's body
         syncer.initial = list(learner.base)
-        return self.world.deliver(syncer, fx.Initialised(learner.name, learner.session))
+        return self.world.deliver(syncer, syncer_fx.Initialised(learner.name, learner.session))
 
     # ---- payloads down -----------------------------------------------------------------------------------------------
 
@@ -327,7 +330,9 @@ class Network:
         if connection is not None:
             self.queue.call_later(delay, self._serve, learner, machine, connection.syncer, fragment)
         else:
-            self.queue.call_later(delay, self.if_same, learner, machine, fx.FetchFailed(fragment, "unreachable"))
+            self.queue.call_later(
+                delay, self.if_same, learner, machine, learner_fx.FetchFailed(fragment, "unreachable")
+            )
 
     def _serve(
         self, learner: SimulatedLearner, machine: LearnerMachine, syncer: SimulatedSyncer, fragment: int
@@ -357,12 +362,12 @@ class Network:
         if self.apart and (why := self._breaks(learner, syncer)):
             return self._not_fetched(learner, machine, fragment, why)
         learner.fetched[fragment] = value
-        return learner.handle_event(fx.Fetched(fragment, version))
+        return learner.handle_event(learner_fx.Fetched(fragment, version))
 
     def _not_fetched(self, learner: SimulatedLearner, machine: LearnerMachine, fragment: int, why: str) -> object:
         stuck = STUCK_S if why == "it got stuck" else 0.0
-        self.queue.call_later(stuck, self.if_same, learner, machine, fx.FetchFailed(fragment, why))
+        self.queue.call_later(stuck, self.if_same, learner, machine, learner_fx.FetchFailed(fragment, why))
         return None
 
-    def if_same(self, learner: SimulatedLearner, machine: LearnerMachine, event: fx.LearnerEvent) -> object:
+    def if_same(self, learner: SimulatedLearner, machine: LearnerMachine, event: learner_fx.LearnerEvent) -> object:
         return learner.handle_event(event) if learner.machine is machine else False

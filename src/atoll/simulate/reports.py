@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note, Tick
+from atoll.protocol.learner import effects as learner_fx
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.simulate import campaign, worker_pool
 from atoll.simulate.campaign import Outcome, SeedPlan
 from atoll.simulate.faults import Fault
@@ -54,21 +56,25 @@ class RecordingWorld(World):
     def on_fault(self, fault: Fault) -> None:
         self._say("", f"FAULT {fault.line()}")
 
-    def on_note(self, note: fx.Note) -> None:
+    def on_note(self, note: Note) -> None:
         self._say(str(note.data.get("learner", "")) or str(note.data.get("members", "")), note.text)
 
     def on_syncer_event(
-        self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
+        self,
+        syncer: SimulatedSyncer,
+        now: float,
+        event: syncer_fx.SyncerEvent,
+        effects: Sequence[syncer_fx.SyncerEffect],
     ) -> None:
-        if not isinstance(event, fx.Tick):
+        if not isinstance(event, Tick):
             self._say(_whom(event), f"{syncer.name} <- {_short(event)}")
         for effect in effects:
-            if not isinstance(effect, fx.Note):
+            if not isinstance(effect, Note):
                 self._say(_whom(effect), f"{syncer.name} -> {_short(effect)}")
         super().on_syncer_event(syncer, now, event, effects)
 
     def on_learner_event(
-        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
+        self, learner: SimulatedLearner, event: learner_fx.LearnerEvent, effects: Sequence[learner_fx.LearnerEffect]
     ) -> None:
         self._say(learner.name, f"{learner.session} <- {_short(event)}")
         super().on_learner_event(learner, event, effects)
@@ -100,11 +106,11 @@ def _concerns(whom: str, text: str, learner: str, fragment: int) -> bool:
     return (bool(learner) and learner in whom) or (fragment >= 0 and f"fragment={fragment}" in text)
 
 
-def _whom(thing: fx.SyncerEvent | fx.SyncerEffect) -> str:
+def _whom(thing: syncer_fx.SyncerEvent | syncer_fx.SyncerEffect) -> str:
     match thing:
-        case fx.Greeted(hello):
+        case syncer_fx.Greeted(hello):
             return hello.learner
-        case fx.Persist(lines):
+        case syncer_fx.Persist(lines):
             return str(lines)
         case _:
             return getattr(thing, "learner", "everybody")

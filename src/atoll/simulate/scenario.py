@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from atoll.protocol import effects as fx
 from atoll.protocol import tape
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.records import AnyRecord, EndedRecord, JoinedRecord, MergedRecord, PlayedRecord, Stretch
 from atoll.protocol.settings import Settings
 from atoll.simulate import inject

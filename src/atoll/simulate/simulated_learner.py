@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from atoll.protocol import effects as fx
+from atoll.protocol.effects import Note, Tick
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Contribution, FromLearner, TensorSpec
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
 from atoll.simulate.training import Leased, Payload, Training, TrainingWorld
 from atoll.simulate.virtual_time import HostClock
@@ -38,7 +40,7 @@ class Given:
 class LearnerNetwork(Protocol):
     def delay(self, times: float = 1.0) -> float: ...
 
-    def send_up(self, learner: SimulatedLearner, event: fx.SyncerEvent, way: str = "up") -> None: ...
+    def send_up(self, learner: SimulatedLearner, event: syncer_fx.SyncerEvent, way: str = "up") -> None: ...
 
     def upload(self, learner: SimulatedLearner, number: int, attempt: int, payload: Payload) -> None: ...
 
@@ -52,7 +54,7 @@ class LearnerNetwork(Protocol):
 
     def close_finished(self, learner: SimulatedLearner) -> None: ...
 
-    def if_same(self, learner: SimulatedLearner, machine: LearnerMachine, event: fx.LearnerEvent) -> object: ...
+    def if_same(self, learner: SimulatedLearner, machine: LearnerMachine, event: learner_fx.LearnerEvent) -> object: ...
 
 
 class LearnerWorld(TrainingWorld, Protocol):
@@ -67,14 +69,14 @@ class LearnerWorld(TrainingWorld, Protocol):
     def network(self) -> LearnerNetwork: ...
 
     def on_learner_event(
-        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: list[fx.LearnerEffect]
+        self, learner: SimulatedLearner, event: learner_fx.LearnerEvent, effects: list[learner_fx.LearnerEffect]
     ) -> None: ...
 
-    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None: ...
+    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: learner_fx.LearnerEffect) -> None: ...
 
     def on_own(self, learner: SimulatedLearner) -> None: ...
 
-    def on_contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None: ...
+    def on_contribution_sent(self, learner: SimulatedLearner, copy: learner_fx.Copied) -> None: ...
 
     def on_leave_asked(self, learner: SimulatedLearner) -> None: ...
 
@@ -84,7 +86,7 @@ class LearnerWorld(TrainingWorld, Protocol):
 
     def on_inform(self, learner: SimulatedLearner, progress: float) -> None: ...
 
-    def on_note(self, note: fx.Note) -> None: ...
+    def on_note(self, note: Note) -> None: ...
 
 
 class SimulatedLearner(Training):
@@ -99,7 +101,7 @@ class SimulatedLearner(Training):
         gradient: Callable[[int], float],
         *,
         kept: bool = False,
-        data: fx.Registered | None = None,
+        data: learner_fx.Registered | None = None,
     ) -> None:
         super().__init__(world, name, step_s, gradient)
         self.session, self.data = session, data
@@ -116,7 +118,7 @@ class SimulatedLearner(Training):
         """True: what it says never arrives."""
         self.blocked_up = self.blocked_down = 0
         """Partitions: so many of them hold up what it says, or what it is told."""
-        self.backlog: list[fx.LearnerEvent] = []
+        self.backlog: list[learner_fx.LearnerEvent] = []
         """What came while the host stood still."""
         self.term = 0
         """The newest that it has heard of."""
@@ -158,7 +160,7 @@ class SimulatedLearner(Training):
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
-    def handle_event(self, event: fx.LearnerEvent, least: float = 0.0) -> object:
+    def handle_event(self, event: learner_fx.LearnerEvent, least: float = 0.0) -> object:
         if not self.alive or not self.courier:
             return False
         if self.frozen:
@@ -186,13 +188,13 @@ class SimulatedLearner(Training):
             self._alarm = wake
             self.world.queue.call_later(self.clock.when(wake) - self.world.queue.now, self._wake, wake)
             return False
-        return self.handle_event(fx.Tick(), wake)
+        return self.handle_event(Tick(), wake)
 
     def jump(self, seconds: float) -> None:
         """Its clock goes forward; whatever is due by it now is dealt with."""
         self.clock.jump(seconds)
         self._alarm = inf
-        self.handle_event(fx.Tick())
+        self.handle_event(Tick())
 
     def resume_host(self) -> None:
         """The host runs again: what came meanwhile is dealt with first."""
@@ -200,7 +202,7 @@ class SimulatedLearner(Training):
         events, self.backlog = self.backlog, []
         for event in events:
             self.handle_event(event)
-        self.handle_event(fx.Tick())
+        self.handle_event(Tick())
         if not self.paused:
             self.go_on_after_a_pause()
 
@@ -224,81 +226,81 @@ class SimulatedLearner(Training):
 
     # ---- what the machine wants ---------------------------------------------------------------------------------
 
-    def carry_out(self, effect: fx.LearnerEffect) -> None:
+    def carry_out(self, effect: learner_fx.LearnerEffect) -> None:
         match effect:
-            case fx.Say(message):
+            case learner_fx.Say(message):
                 self._say(message)
-            case fx.Inform(progress):
+            case learner_fx.Inform(progress):
                 self.world.on_inform(self, progress)
-            case fx.Read(round=number):
+            case learner_fx.Read(round=number):
                 self.reads[number] = effect
                 self.wake_soon()
-            case fx.Drop(fragment, t):
+            case learner_fx.Drop(fragment, t):
                 if (copy := self.copies.get((fragment, t))) is not None and not copy.sent:
                     del self.copies[fragment, t]
-            case fx.Fetch(fragment, _):
+            case learner_fx.Fetch(fragment, _):
                 self.world.network.fetch(self, fragment)
-            case fx.Adopt():
+            case learner_fx.Adopt():
                 self.inbox.append((effect, self.fetched[effect.fragment]))
                 self.wake_soon()
-            case fx.Upload(number, attempt, fragment):
+            case learner_fx.Upload(number, attempt, fragment):
                 self._upload(number, attempt, fragment)
-            case fx.CancelRead(number):
+            case learner_fx.CancelRead(number):
                 self.reads.pop(number, None)
-            case fx.Hold(number, step):
+            case learner_fx.Hold(number, step):
                 self.holds[number] = step
                 self.wake_soon()
-            case fx.LetGo(number):
+            case learner_fx.LetGo(number):
                 self.holds.pop(number, None)
                 self.wake_soon()
-            case fx.Own():
+            case learner_fx.Own():
                 self.world.on_own(self)
                 self.adopted = [0] * self.fragments
                 self.plain = self.plain and self.theta == self.base
                 self.wake_soon()
-            case fx.Forget(reset=reset):
+            case learner_fx.Forget(reset=reset):
                 self.forget(reset)
                 self.wake_soon()
-            case fx.Save(cut):
+            case learner_fx.Save(cut):
                 self._save(cut)
-            case fx.Supply(ranges, over, own):
-                self._supply(fx.Supply(ranges, over, own))
-            case fx.UploadAll():
+            case learner_fx.Supply(ranges, over, own):
+                self._supply(learner_fx.Supply(ranges, over, own))
+            case learner_fx.UploadAll():
                 self.world.network.upload_all(self)
-            case fx.HangUp(reason):
+            case learner_fx.HangUp(reason):
                 self.world.network.disconnect(self, reason)
-            case fx.Stop(final=final, failed=failed):
+            case learner_fx.Stop(final=final, failed=failed):
                 self.world.queue.call_later(0.0 if final else self.world.courier_s, self.stop, final, failed)
-            case fx.AskToLeave(reason):
+            case learner_fx.AskToLeave(reason):
                 self.world.queue.call_later(self.world.courier_s, self.leave, reason)
-            case fx.Note():
+            case Note():
                 self.world.on_note(effect)
             case _:
                 self._of_recoveries(effect)
 
-    def _of_recoveries(self, effect: fx.LearnerEffect) -> None:
+    def _of_recoveries(self, effect: learner_fx.LearnerEffect) -> None:
         match effect:
-            case fx.Await():
+            case learner_fx.Await():
                 self.waits = True
-            case fx.Begin():
+            case learner_fx.Begin():
                 self.waits = False
                 self.wake_soon()
-            case fx.Capture(number):
+            case learner_fx.Capture(number):
                 self.capture = number
                 self.wake_soon()
-            case fx.Give(number, ticket):
+            case learner_fx.Give(number, ticket):
                 self.given[number].tickets.add(ticket)
-            case fx.PassOn(ticket):
+            case learner_fx.PassOn(ticket):
                 pass_on_state(self, ticket)
-            case fx.TakeBack(ticket):
+            case learner_fx.TakeBack(ticket):
                 take_back_state(self, ticket)
-            case fx.Dispose(number):
+            case learner_fx.Dispose(number):
                 self.given.pop(number, None)
-            case fx.FetchState(ticket, direct=direct):
+            case learner_fx.FetchState(ticket, direct=direct):
                 fetch_state(self, ticket, direct)
-            case fx.LeaveState():
+            case learner_fx.LeaveState():
                 self.fetching = ""
-            case fx.TakeState():
+            case learner_fx.TakeState():
                 self.wake_soon()
             case _:
                 raise AssertionError(f"nobody carries out {effect}")
@@ -326,14 +328,14 @@ class SimulatedLearner(Training):
     def _say(self, message: FromLearner) -> None:
         if self.silent:
             return
-        event: fx.SyncerEvent = fx.Received(self.name, message)
+        event: syncer_fx.SyncerEvent = syncer_fx.Received(self.name, message)
         if isinstance(message, Contribution):
-            event = fx.Delivered(self.name, message)
+            event = syncer_fx.Delivered(self.name, message)
         self.world.network.send_up(self, event)
 
     def _upload(self, number: int, attempt: int, fragment: int) -> None:
         if not self.answers:
-            failed = fx.UploadFailed(number, attempt, "it got stuck")
+            failed = learner_fx.UploadFailed(number, attempt, "it got stuck")
             self.world.queue.call_later(MUTE_S, self.world.network.if_same, self, self.machine, failed)
             return
         copy = max((c for (f, _), c in self.copies.items() if f == fragment), key=lambda c: c.fact.t)
@@ -345,10 +347,10 @@ class SimulatedLearner(Training):
 
     def _save(self, cut: int) -> None:
         if self.saves:
-            fact = fx.Saved(cut, self.t, "file", "digest")
+            fact = learner_fx.Saved(cut, self.t, "file", "digest")
             self.world.queue.call_later(self.world.network.delay(), self.handle_event, fact)
 
-    def _supply(self, supply: fx.Supply) -> None:
+    def _supply(self, supply: learner_fx.Supply) -> None:
         if supply.own:
             self.leased = self.data = None
         elif self.leased is not None:
@@ -371,11 +373,11 @@ def _capture(learner: SimulatedLearner) -> None:
     number, learner.capture = learner.capture, 0
     made = Given(learner, learner.moments, learner.t, list(learner.adopted))
     direct = learner.name if learner.world.direct else ""
-    fact = fx.Captured(number, learner.t, learner.state_bytes, "digest", direct)
+    fact = learner_fx.Captured(number, learner.t, learner.state_bytes, "digest", direct)
     learner.world.queue.call_later(learner.world.network.delay(), _captured, learner, learner.machine, made, fact)
 
 
-def _captured(learner: SimulatedLearner, machine: object, made: Given, fact: fx.Captured) -> object:
+def _captured(learner: SimulatedLearner, machine: object, made: Given, fact: learner_fx.Captured) -> object:
     if learner.machine is not machine:
         return False
     learner.given[fact.number] = made
@@ -387,7 +389,7 @@ def _take(learner: SimulatedLearner, given: Given) -> None:
     fits = learner.fits and not given.helper.lies
     if fits:
         learner.moments, learner.source = given.moments, given.helper.name
-    learner.handle_event(fx.Taken(ticket, learner.t, "" if fits else NO_FIT, refused=not fits))
+    learner.handle_event(learner_fx.Taken(ticket, learner.t, "" if fits else NO_FIT, refused=not fits))
 
 
 def fetch_state(learner: SimulatedLearner, ticket: str, direct: str) -> None:
@@ -400,9 +402,9 @@ def fetch_state(learner: SimulatedLearner, ticket: str, direct: str) -> None:
         return
     wrong = syncer.machine.peers.wrong_newcomer(ticket, learner.name) if syncer is not None else "unreachable"
     if wrong is not None:
-        world.queue.call_later(0.0, learner.handle_event, fx.StateFailed(ticket, wrong))
+        world.queue.call_later(0.0, learner.handle_event, learner_fx.StateFailed(ticket, wrong))
     else:
-        world.network.send_up(learner, fx.RelayWanted(ticket, 0), "relay")
+        world.network.send_up(learner, syncer_fx.RelayWanted(ticket, 0), "relay")
 
 
 def pass_on_state(learner: SimulatedLearner, ticket: str) -> None:
@@ -423,9 +425,9 @@ def stream_arrives(newcomer: SimulatedLearner, ticket: str) -> object:
     given = next((one for learner in helpers for one in learner.given.values() if ticket in one.tickets), None)
     if given is not None and newcomer.reachable:
         newcomer.arrived = given
-        return newcomer.handle_event(fx.StateCame(ticket))
+        return newcomer.handle_event(learner_fx.StateCame(ticket))
     newcomer.fetching = ""
-    return newcomer.handle_event(fx.StateFailed(ticket, "the connection broke"))
+    return newcomer.handle_event(learner_fx.StateFailed(ticket, "the connection broke"))
 
 
 def take_back_state(learner: SimulatedLearner, ticket: str) -> None:

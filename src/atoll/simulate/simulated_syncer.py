@@ -8,10 +8,12 @@ from collections import deque
 from math import inf
 from typing import Any, Protocol
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records, schedule
+from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.messages import FromSyncer, Hello, Pull
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.disk import AGAIN_S, Entry, SimulatedDisk
@@ -34,8 +36,8 @@ class Connection:
         self.learner, self.syncer = learner, syncer
         self.arrives: dict[str, float] = {}
         """Per way, when the last that was sent on it arrives."""
-        self.held_up: deque[fx.SyncerEvent] = deque()
-        self.held_down: deque[fx.LearnerEvent] = deque()
+        self.held_up: deque[syncer_fx.SyncerEvent] = deque()
+        self.held_down: deque[learner_fx.LearnerEvent] = deque()
 
     def at(self, way: str, at: float) -> float:
         """In order: not before what was sent before it."""
@@ -63,13 +65,15 @@ class SyncerWorld(Protocol):
     @property
     def network(self) -> SyncerNetwork: ...
 
-    def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]: ...
+    def deliver(
+        self, syncer: SimulatedSyncer, event: syncer_fx.SyncerEvent, least: float = 0.0
+    ) -> list[syncer_fx.SyncerEffect]: ...
 
     def on_syncer_event(
-        self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: list[fx.SyncerEffect]
+        self, syncer: SimulatedSyncer, now: float, event: syncer_fx.SyncerEvent, effects: list[syncer_fx.SyncerEffect]
     ) -> None: ...
 
-    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None: ...
+    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: syncer_fx.SyncerEffect) -> None: ...
 
     def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None: ...
 
@@ -79,11 +83,11 @@ class SyncerWorld(Protocol):
 
     def cut_s(self) -> float: ...
 
-    def answer_merge(self, merge: fx.Merge) -> fx.SyncerEvent: ...
+    def answer_merge(self, merge: syncer_fx.Merge) -> syncer_fx.SyncerEvent: ...
 
-    def on_note(self, note: fx.Note) -> None: ...
+    def on_note(self, note: Note) -> None: ...
 
-    def on_cut_complete(self, cut: fx.CompleteCut) -> None: ...
+    def on_cut_complete(self, cut: syncer_fx.CompleteCut) -> None: ...
 
 
 class SimulatedSyncer:
@@ -111,7 +115,7 @@ class SimulatedSyncer:
         self._probes: dict[str, Key] = {}
         self._order = EffectOrder()
         self._writing = False
-        self._backlog: list[fx.SyncerEvent] = []
+        self._backlog: list[syncer_fx.SyncerEvent] = []
         self._alarm = inf
         """The earliest wake-up that is set."""
 
@@ -122,7 +126,7 @@ class SimulatedSyncer:
 
     # ---- events -------------------------------------------------------------------------------------------------
 
-    def handle_event(self, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
+    def handle_event(self, event: syncer_fx.SyncerEvent, least: float = 0.0) -> list[syncer_fx.SyncerEffect]:
         if not self.alive:
             return []
         if self.paused:
@@ -150,7 +154,7 @@ class SimulatedSyncer:
             self._alarm = wake
             self.world.queue.call_later(self.clock.when(wake) - self.world.queue.now, self._wake, wake)
             return False
-        return self.world.deliver(self, fx.Tick(), wake)
+        return self.world.deliver(self, Tick(), wake)
 
     def greet(self, name: str, connection: Connection, hello: Hello) -> None:
         """An older channel of the same learner is replaced: it is closed, and nothing more is heard of it."""
@@ -158,7 +162,7 @@ class SimulatedSyncer:
             if self.channels.get(name) is not connection:
                 self.world.network.expel_learner(self, name, "another connection took its place")
             self.channels[name] = connection
-            self.world.deliver(self, fx.Greeted(hello))
+            self.world.deliver(self, syncer_fx.Greeted(hello))
 
     def check_lease(self) -> object:
         """A syncer that was replaced ends, also when it has nothing to write."""
@@ -174,7 +178,7 @@ class SimulatedSyncer:
         """Its clock goes forward; it takes that for a time in which it stood still, and looks at what is due now."""
         self.clock.jump(seconds)
         self._alarm = inf
-        self.world.deliver(self, fx.StoodStill(seconds))
+        self.world.deliver(self, syncer_fx.StoodStill(seconds))
 
     def stop(self) -> None:
         """It stands still until it is woken up."""
@@ -186,11 +190,11 @@ class SimulatedSyncer:
         if self.world.disk.claim != self.term and self._writing:
             self.end("another syncer has taken over")
         stood_s = self.clock.read(self.world.queue.now) - self._paused_at
-        self.world.deliver(self, fx.StoodStill(stood_s))
+        self.world.deliver(self, syncer_fx.StoodStill(stood_s))
         events, self._backlog = self._backlog, []
         for event in events:
             self.world.deliver(self, event)
-        self.world.deliver(self, fx.Tick())
+        self.world.deliver(self, Tick())
         self.carry_out_waiting()
         self.check_lease()
 
@@ -214,9 +218,9 @@ class SimulatedSyncer:
             if (write := self._order.begin_write()) is None or not self._write(write):
                 return
 
-    def _write(self, write: list[fx.Persist] | fx.TakeCut) -> bool:
+    def _write(self, write: list[syncer_fx.Persist] | syncer_fx.TakeCut) -> bool:
         """Start to write; True when that is done already."""
-        if isinstance(write, fx.TakeCut):
+        if isinstance(write, syncer_fx.TakeCut):
             self.world.carry_out_syncer_effect(self, write)
             return self._end_or_go_on(fenced=self.world.disk.claim != self.term)
         entries: list[Entry] = entries_of(write, self._payload)
@@ -227,7 +231,7 @@ class SimulatedSyncer:
         self.world.queue.call_later(takes_s, self._end_write)
         return False
 
-    def _payload(self, persist: fx.Persist) -> float | list[float] | None:
+    def _payload(self, persist: syncer_fx.Persist) -> float | list[float] | None:
         if persist.restored:
             return self.restored
         if persist.round < 0:
@@ -259,43 +263,43 @@ class SimulatedSyncer:
 
     # ---- carrying out -------------------------------------------------------------------------------------------
 
-    def carry_out(self, effect: fx.SyncerEffect) -> None:
+    def carry_out(self, effect: syncer_fx.SyncerEffect) -> None:
         match effect:
-            case fx.Send(learner, message):
+            case syncer_fx.Send(learner, message):
                 if isinstance(message, Pull):
                     self._ask(learner, message)
                 self.world.network.send_down(self, learner, message)
-            case fx.ConfirmSent(number, attempt, probed):
-                self.world.deliver(self, fx.PullsSent(number, attempt, probed))
-            case fx.Note():
+            case syncer_fx.ConfirmSent(number, attempt, probed):
+                self.world.deliver(self, syncer_fx.PullsSent(number, attempt, probed))
+            case Note():
                 self.world.on_note(effect)
-            case fx.Discard(learner, number, attempt):
+            case syncer_fx.Discard(learner, number, attempt):
                 self._discard((learner, number, attempt))
-            case fx.Persist(lines):
+            case syncer_fx.Persist(lines):
                 if any(isinstance(line, records.StartedRecord) for line in lines):
                     self.served = [0] * len(self.served)
-            case fx.Merge():
+            case syncer_fx.Merge():
                 self._merge(effect)
-            case fx.Commit(_, fragment, version):
+            case syncer_fx.Commit(_, fragment, version):
                 self.theta[fragment] = self.staged.pop(fragment)[1]
                 self.served[fragment] = version
-            case fx.Restore():
+            case syncer_fx.Restore():
                 self.restored, ready = self.world.disk.restore_earlier(effect, self.world.outer_lr)
                 self.world.queue.call_later(self.world.cut_s(), self.world.deliver, self, ready)
-            case fx.CommitRestored(versions):
+            case syncer_fx.CommitRestored(versions):
                 self.theta, self.served = list(self.restored), list(versions)
-            case fx.TakeCut():
+            case syncer_fx.TakeCut():
                 self._take_cut(effect)
-            case fx.CompleteCut(cut):
+            case syncer_fx.CompleteCut(cut):
                 self._complete(effect, cut)
-            case fx.Expel(learner, reason):
+            case syncer_fx.Expel(learner, reason):
                 self.world.network.expel_learner(self, learner, reason)
-            case fx.Finished():
+            case syncer_fx.Finished():
                 self.world.close_later(self)
-            case fx.Retune():
+            case syncer_fx.Retune():
                 pass
 
-    def _take_cut(self, effect: fx.TakeCut) -> None:
+    def _take_cut(self, effect: syncer_fx.TakeCut) -> None:
         world = self.world
         if effect.first:
             self.theta = list(self.initial)
@@ -305,19 +309,19 @@ class SimulatedSyncer:
             world.disk.keep_cut(0, effect.history, list(self.theta), place)
         world.queue.call_later(world.cut_s(), self._cut_kept, effect, list(self.theta), place)
 
-    def _cut_kept(self, effect: fx.TakeCut, theta: list[float], place: int) -> object:
+    def _cut_kept(self, effect: syncer_fx.TakeCut, theta: list[float], place: int) -> object:
         if not self.alive:
             return False
         reason = "input/output error" if self.world.disk.cuts_fail else ""
         if not reason and self.world.disk.claim == self.term:
             self.world.disk.keep_cut(effect.cut, effect.history, theta, place)
-        self.world.deliver(self, fx.CutKept(effect.cut, reason))
+        self.world.deliver(self, syncer_fx.CutKept(effect.cut, reason))
         return None
 
-    def _complete(self, effect: fx.CompleteCut, cut: int) -> None:
+    def _complete(self, effect: syncer_fx.CompleteCut, cut: int) -> None:
         self.world.on_cut_complete(effect)
         failed = self.world.disk.cuts_fail
-        answer = fx.CutKept(cut, "input/output error") if failed else fx.CutWritten(cut, "digest")
+        answer = syncer_fx.CutKept(cut, "input/output error") if failed else syncer_fx.CutWritten(cut, "digest")
         self.world.queue.call_later(0.0, self.world.deliver, self, answer)
 
     # ---- contributions ------------------------------------------------------------------------------------------
@@ -342,7 +346,7 @@ class SimulatedSyncer:
         self._asked.discard(key)
         self.payloads.pop(key, None)
 
-    def _merge(self, merge: fx.Merge) -> None:
+    def _merge(self, merge: syncer_fx.Merge) -> None:
         total = sum(part.weight for part in merge.parts)
         deltas = [part.weight * self.payloads[part.learner, merge.round, part.attempt] for part in merge.parts]
         gradient = sum(deltas) / total

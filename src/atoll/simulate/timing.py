@@ -22,8 +22,8 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from atoll.protocol import effects as fx
 from atoll.protocol.messages import Progress, Pull
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.liveness import PROBE_EVERY_S
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from atoll.protocol import effects as fx
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import Range
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import after_adoption

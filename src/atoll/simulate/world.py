@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from heapq import heappop
 from math import inf
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
+from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.disk import AGAIN_S, SimulatedDisk
 from atoll.simulate.faults import Fault
@@ -28,7 +30,7 @@ from atoll.simulate.trace import Trace
 from atoll.simulate.training import Payload, Training
 from atoll.simulate.virtual_time import EventQueue
 
-Crash = Callable[[fx.SyncerEffect, str], bool]
+Crash = Callable[[syncer_fx.SyncerEffect, str], bool]
 
 
 class World:
@@ -49,7 +51,7 @@ class World:
         down_s: float = 0.5,
         merge_s: float = 0.0,
         body_s: float = 0.0,
-        data: fx.Registered | None = None,
+        data: learner_fx.Registered | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.settings = settings
@@ -124,11 +126,17 @@ class World:
 
     # ---- machines -----------------------------------------------------------------------------------------------
 
-    def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
+    def deliver(
+        self, syncer: SimulatedSyncer, event: syncer_fx.SyncerEvent, least: float = 0.0
+    ) -> list[syncer_fx.SyncerEffect]:
         return syncer.handle_event(event, least)
 
     def on_syncer_event(
-        self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
+        self,
+        syncer: SimulatedSyncer,
+        now: float,
+        event: syncer_fx.SyncerEvent,
+        effects: Sequence[syncer_fx.SyncerEffect],
     ) -> None:
         self.events += 1
         if self.trace is not None:
@@ -136,14 +144,14 @@ class World:
         self.invariants.watch_syncer(syncer, now, event)
 
     def on_learner_event(
-        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
+        self, learner: SimulatedLearner, event: learner_fx.LearnerEvent, effects: Sequence[learner_fx.LearnerEffect]
     ) -> None:
         self.events += 1
         if self.trace is not None:
             self.trace.add(self.queue.now, learner.session, event, effects)
         self.invariants.watch_learner(learner, event, effects)
 
-    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
+    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: syncer_fx.SyncerEffect) -> None:
         if self.crash is not None and self.crash(effect, "before"):
             self.crash_syncer()
             return
@@ -152,7 +160,7 @@ class World:
         if self.crash is not None and syncer.alive and self.crash(effect, "after"):
             self.crash_syncer()
 
-    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
+    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: learner_fx.LearnerEffect) -> None:
         learner.carry_out(effect)
 
     # ---- learners -----------------------------------------------------------------------------------------------
@@ -236,7 +244,7 @@ class World:
         return None
 
     def begin_term(self, syncer: SimulatedSyncer) -> None:
-        self.deliver(syncer, fx.Tick())
+        self.deliver(syncer, Tick())
         syncer.check_lease()
 
     def close_later(self, syncer: SimulatedSyncer) -> None:
@@ -249,7 +257,7 @@ class World:
         if syncer.paused:
             self.queue.call_later(1.0, self.close_run, syncer)
             return False
-        self.deliver(syncer, fx.Over())
+        self.deliver(syncer, syncer_fx.Over())
         return self._finish_when_written(syncer)
 
     def _finish_when_written(self, syncer: SimulatedSyncer) -> object:
@@ -268,12 +276,12 @@ class World:
     def cut_s(self) -> float:
         return self.network.delay()
 
-    def answer_merge(self, merge: fx.Merge) -> fx.SyncerEvent:
+    def answer_merge(self, merge: syncer_fx.Merge) -> syncer_fx.SyncerEvent:
         if (merge.round, merge.parts[0].attempt) in self.unmergeable:
-            return fx.Unmergeable(merge.round, "the merged norm is absurd", reset=self.overflow)
-        return fx.Merged(merge.round, "digest")
+            return syncer_fx.Unmergeable(merge.round, "the merged norm is absurd", reset=self.overflow)
+        return syncer_fx.Merged(merge.round, "digest")
 
-    def on_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def on_adoption(self, learner: Training, adopt: learner_fx.Adopt, value: float, dropped: int) -> None:
         """It is about to be adopted, after which so many tokens of the fragment are dropped in all."""
         self.invariants.watch_adoption(learner, adopt, value, dropped)
 
@@ -283,7 +291,7 @@ class World:
     def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None:
         self.invariants.oracle.payloads[syncer.term, *key] = payload
 
-    def on_contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None:
+    def on_contribution_sent(self, learner: SimulatedLearner, copy: learner_fx.Copied) -> None:
         self.invariants.watch_contribution(learner, copy)
 
     def on_leave_asked(self, learner: SimulatedLearner) -> None:
@@ -305,13 +313,13 @@ class World:
     def on_fault(self, fault: Fault) -> None:
         pass
 
-    def on_note(self, note: fx.Note) -> None:
+    def on_note(self, note: Note) -> None:
         """For those that keep a story."""
 
     def on_inform(self, learner: SimulatedLearner, progress: float) -> None:
         """A learner heard how far the run is."""
 
-    def on_cut_complete(self, cut: fx.CompleteCut) -> None:
+    def on_cut_complete(self, cut: syncer_fx.CompleteCut) -> None:
         pass
 
 

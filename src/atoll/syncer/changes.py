@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import msgspec
 
 from atoll.config import ONE_WEIGHT, Outer, merged, parse_settings
-from atoll.protocol.effects import ChangeAsked
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
+from atoll.protocol.syncer.effects import ChangeAsked
 
 RULES = (
     "learners",

@@ -24,9 +24,9 @@ from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, larges
 from atoll.numerics.filter import Filter, FilterVerdict
 from atoll.numerics.fragments import FragmentPlan
 from atoll.numerics.screen import NormScreen
-from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution
+from atoll.protocol.syncer import effects as fx
 from atoll.syncer.parameters import Overflow, Parameters
 
 ContributionKey = tuple[str, int, int]

@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from atoll.protocol import effects as fx
 from atoll.protocol.records import AnyRecord
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.store.disk import NoRoom
 from atoll.store.writer_lease import Deposed

@@ -11,9 +11,9 @@ import asyncio
 
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.wire import one_line
-from atoll.protocol.effects import DrainAsked
 from atoll.protocol.errors import PeerError
 from atoll.protocol.ledger import Totals
+from atoll.protocol.syncer.effects import DrainAsked
 from atoll.protocol.syncer.machine import Syncer
 from atoll.telemetry.events import EventLog
 

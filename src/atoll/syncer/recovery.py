@@ -23,8 +23,8 @@ from atoll.config import Outer
 from atoll.numerics.arrays import ByteArray
 from atoll.numerics.fragments import make_plan
 from atoll.protocol import records
-from atoll.protocol.effects import Restorable, Restore
 from atoll.protocol.history import History
+from atoll.protocol.syncer.effects import Restorable, Restore
 from atoll.protocol.syncer.rollback import undone
 from atoll.store.cuts import BadCut, CutState, known_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, Disk

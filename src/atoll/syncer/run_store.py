@@ -27,12 +27,12 @@ from atoll.digests import compute_digest
 from atoll.fabric.wire import one_line
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.screen import UsualNorms
-from atoll.protocol import effects as fx
-from atoll.protocol.effects import CompleteCut, Restore
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, RestoredRecord, TermRecord
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.effect_order import must_be_synced
+from atoll.protocol.syncer.effects import CompleteCut, Restore
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     BadCut,

@@ -34,10 +34,11 @@ from atoll.fabric.tasks import VitalTasks, lasting
 from atoll.fabric.wire import MIB, SMALL_BYTES, FabricLimits, ScoreReport, one_line
 from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.screen import NormScreen, UsualNorms
-from atoll.protocol import effects as fx
 from atoll.protocol import schedule
+from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.rundir import facts_of_model
 from atoll.syncer.changes import parse_changes
@@ -144,7 +145,7 @@ class SyncerService:
             self._publish_secrets()  # before the loop runs again, and with it anybody who has just connected
             self.started.set()
             self._standstill.start()
-            self._handle(fx.Tick())
+            self._handle(Tick())
             await self._ending.wait_until_finished()
             trained = self._machine is not None and min(self._machine.versions) >= 0
             if trained:
@@ -434,7 +435,7 @@ class SyncerService:
 
     def _tick(self) -> None:
         self._wake = None
-        self._handle(fx.Tick())
+        self._handle(Tick())
 
     def _carry_out(self, effect: fx.SyncerEffect) -> None:
         match effect:
@@ -463,7 +464,7 @@ class SyncerService:
                     channel.close(reason)
             case fx.Finished(reason):
                 self._ending.finish_run(reason)
-            case fx.Note(kind, text, data):
+            case Note(kind, text, data):
                 if answer := data.get("answer"):
                     text += f": atoll set {shlex.quote(str(self._run_store.folder))} {answer}"
                 self.meter.note_event(time.time(), kind, data, text)

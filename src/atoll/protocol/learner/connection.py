@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from atoll.protocol.clock import Clock, merged
-from atoll.protocol.effects import Adopted, HangUp, LearnerEffect, Save, Saved, Say, Stepped
+from atoll.protocol.learner.effects import Adopted, HangUp, LearnerEffect, Save, Saved, Say, Stepped
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.messages import (
     Announce,

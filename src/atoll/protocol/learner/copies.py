@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from atoll.protocol import schedule
-from atoll.protocol.effects import (
+from atoll.protocol.learner.effects import (
     CancelRead,
     Copied,
     Drop,

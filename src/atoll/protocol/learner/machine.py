@@ -19,9 +19,10 @@ from typing import Literal
 
 import msgspec
 
-from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol.clock import SYNCER
+from atoll.protocol.effects import Note, Tick
+from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.connection import ConnectionState, Counters, Marker, cut_saved, progress_of
 from atoll.protocol.learner.copies import Copies, Orders, Pulls, Standing
 from atoll.protocol.learner.peer_state import Helping, Seeking
@@ -202,7 +203,7 @@ class LearnerMachine:
                 self._seeking.note_outcome(now, event)
                 self._train_if_recovered()
                 self._send_report(now)
-            case fx.Tick():
+            case Tick():
                 pass
         self._seeking.tell_training()  # behind the orders that the training process goes on with
         self._advance_time(now)
@@ -477,4 +478,4 @@ class LearnerMachine:
         self._effects.append(effect)
 
     def _note(self, kind: str, text: str) -> None:
-        self._do(fx.Note(kind, f"{self.name}: {text}", {"learner": self.name}))
+        self._do(Note(kind, f"{self.name}: {text}", {"learner": self.name}))

@@ -11,7 +11,7 @@ from operator import ge
 
 import msgspec
 
-from atoll.protocol.effects import (
+from atoll.protocol.learner.effects import (
     Await,
     Begin,
     Capture,

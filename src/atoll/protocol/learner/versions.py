@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from atoll.protocol.effects import Fetch, LearnerEffect
+from atoll.protocol.learner.effects import Fetch, LearnerEffect
 from atoll.protocol.messages import Announce, Member, Welcome
 
 RETRY_S = 0.5

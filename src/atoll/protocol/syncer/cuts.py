@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from atoll.protocol.effects import CompleteCut, TakeCut
 from atoll.protocol.messages import CutSaved, Ending
 from atoll.protocol.records import CutDoneRecord
+from atoll.protocol.syncer.effects import CompleteCut, TakeCut
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from atoll.protocol.effects import Persist, SyncerEffect, TakeCut
 from atoll.protocol.records import AnyRecord, EndedRecord, RestoredRecord
+from atoll.protocol.syncer.effects import Persist, SyncerEffect, TakeCut
 
 P = TypeVar("P")
 """A payload: what is kept of a round or a rollback beside its record."""

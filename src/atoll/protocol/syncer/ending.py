@@ -11,9 +11,9 @@ record.
 from __future__ import annotations
 
 from atoll.protocol import schedule
-from atoll.protocol.effects import Finished
 from atoll.protocol.messages import Ending, Finish
 from atoll.protocol.records import EndedRecord
+from atoll.protocol.syncer.effects import Finished
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds

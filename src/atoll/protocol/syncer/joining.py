@@ -17,11 +17,11 @@ from __future__ import annotations
 from operator import gt
 
 from atoll.protocol.clock import SYNCER
-from atoll.protocol.effects import Expel
 from atoll.protocol.messages import PROTOCOL, Drain, Ending, Finish, Hello, Refused, Started, Welcome
 from atoll.protocol.records import StartedRecord
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
+from atoll.protocol.syncer.effects import Expel
 from atoll.protocol.syncer.ending import Assembly
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers

@@ -12,8 +12,8 @@ from __future__ import annotations
 from math import inf
 
 from atoll.protocol import schedule
-from atoll.protocol.effects import ConfirmSent
 from atoll.protocol.messages import Pull
+from atoll.protocol.syncer.effects import ConfirmSent
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from math import inf
 
-from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
+from atoll.protocol.effects import Tick
 from atoll.protocol.history import History
 from atoll.protocol.records import BegunRecord, ChangedRecord, ResetRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Spread
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.closing import Estimates
 from atoll.protocol.syncer.contributions import Contributions, Strikes
@@ -184,7 +185,7 @@ class Syncer:
             case fx.StoodStill(seconds):
                 self.liveness.stood_still(now, seconds)
                 self.peers.put_off(now, seconds)
-            case fx.Tick():
+            case Tick():
                 pass
 
     def _find_connected(self, name: str) -> KnownLearner | None:

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from atoll.protocol.clock import SYNCER, Clock, merged
-from atoll.protocol.effects import Discard, Note, Persist, Send, SyncerEffect
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.limits import MAX_COUNTER, Budgets
 from atoll.protocol.messages import FromSyncer
 from atoll.protocol.records import AnyRecord, LentRecord, PlayedRecord, Stretch, encode
+from atoll.protocol.syncer.effects import Discard, Persist, Send, SyncerEffect
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.tape import KEPT, AnyEntry
 

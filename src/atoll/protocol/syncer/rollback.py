@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from math import isfinite
 
 from atoll.protocol import guard
-from atoll.protocol.effects import CommitRestored, Restorable, Restore
 from atoll.protocol.records import AnyRecord, MergedRecord, RestoredRecord, ScoredRecord, Undone
 from atoll.protocol.syncer.contributions import Strikes
+from atoll.protocol.syncer.effects import CommitRestored, Restorable, Restore
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 

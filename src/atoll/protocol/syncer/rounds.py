@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atoll.protocol import records, schedule
-from atoll.protocol.effects import Commit, ConfirmSent, Judged, Merge, Merged, Part
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.statistics import RecentSamples, Spread
 from atoll.protocol.syncer.closing import OWN_STEPS, RoundClosing
 from atoll.protocol.syncer.cuts import Cuts
+from atoll.protocol.syncer.effects import Commit, ConfirmSent, Judged, Merge, Merged, Part
 from atoll.protocol.syncer.flights import Flights
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, Seat, SyncerState
