@@ -202,7 +202,15 @@ def run_courier(descriptor: int, out: Path) -> int:
 def run_syncer(folder: Path, codec: str, out: Path) -> int:
     clocks = Clocks("syncer")
     SyncerService.run = clocks.watch(SyncerService.run)  # type: ignore[method-assign]
-    rules = {"learners": 2, "quorum": 2, "fragments": 1, "sync_every": 1, "overlap": 0, "grace": False, "codec": codec}
+    rules = {
+        "learners": 2,
+        "quorum": 2,
+        "fragments": 1,
+        "sync_every": 1,
+        "overlap": 0,
+        "quorum_policy": "minimum",
+        "codec": codec,
+    }
     config = convert({"protocol": {**rules, "cut_every": 1_000_000}}, "the benchmark")
     try:
         return serve(config, RunDir.create(folder), evaluated=False)

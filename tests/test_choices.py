@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from atoll import choices
-from atoll.choices import ADOPT, CHOICES, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, Choice
+from atoll.choices import ADOPT, CHOICES, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY, Choice
 from atoll.config import Config, Outer, known_settings, parse
 from atoll.protocol.errors import ConfigError
 
@@ -20,6 +20,7 @@ DEFAULTS = {
     CODEC: Config().protocol.codec,
     PLAN: Config().protocol.plan,
     ADOPT: Config().protocol.adopt,
+    QUORUM_POLICY: Config().protocol.quorum_policy,
 }
 NEEDED = {
     MERGE: "merge_piece",
@@ -27,6 +28,7 @@ NEEDED = {
     CODEC: "make",
     PLAN: "deal",
     ADOPT: "adopt",
+    QUORUM_POLICY: "wait_s",
 }
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_origin
 import msgspec
 import tomli_w
 
-from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN
+from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import MAX_COUNTER
 from atoll.protocol.settings import Settings
@@ -118,6 +118,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         CODEC.check(self.protocol.codec)
         PLAN.check(self.protocol.plan)
         ADOPT.check(self.protocol.adopt)
+        QUORUM_POLICY.check(self.protocol.quorum_policy)
 
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)

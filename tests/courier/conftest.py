@@ -50,7 +50,7 @@ class Run:
 
     def __init__(self, lr: float, port: int, **rules: object) -> None:
         outer = {"merge": "mean", "optimizer": "sgd", "lr": lr, "momentum": 0.0}
-        base = {"learners": 1, "fragments": 2, "overlap": 0, "codec": "fp32", "grace": False}
+        base = {"learners": 1, "fragments": 2, "overlap": 0, "codec": "fp32", "quorum_policy": "minimum"}
         document: dict[str, Any] = {"protocol": {**base, **rules}, "outer": outer, "service": {"port": port}}
         self.events: list[dict[str, Any]] = []
         self.deltas: list[tuple[int, np.ndarray]] = []

@@ -11,7 +11,7 @@ from atoll.observe.clusters import measure_run
 from atoll.protocol.errors import ConfigError
 from atoll.telemetry.events import Event
 
-SETTINGS = {"learners": 2, "fragments": 4, "sync_every": 8, "overlap": 2, "quorum": 1, "grace": True}
+SETTINGS = {"learners": 2, "fragments": 4, "sync_every": 8, "overlap": 2, "quorum": 1, "quorum_policy": "grace"}
 
 
 def event(at: float, kind: str, **more: Any) -> Event:

@@ -22,7 +22,7 @@ def a_world(seed: int) -> tuple[World, random.Random]:
         overlap=dice.randint(0, min(3, every - 1)),
         quorum=dice.randint(1, learners),
         synchronous=dice.random() < 0.4,
-        grace=dice.random() < 0.8,
+        quorum_policy="grace" if dice.random() < 0.8 else "minimum",
         adopt=dice.choice(["overwrite", "blend", "carry"]),
         steps=dice.choice([30, 50]),
         assemble_s=10.0,

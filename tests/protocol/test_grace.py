@@ -8,6 +8,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.closing import Estimates, grace_s
+from atoll.protocol.syncer.quorums import load_policy
 
 
 def estimates(quorum_s: float, sync_s: float) -> Estimates:
@@ -28,8 +29,10 @@ def test_no_slack_no_window() -> None:
     assert grace_s(1.0, estimates(0.0, 0.0), Settings(overlap=0)) == 0.0
 
 
-def test_it_can_be_switched_off() -> None:
-    assert grace_s(1.0, estimates(0.0, 0.0), Settings(grace=False)) == 0.0
+def test_the_quorum_policy_says_how_long_a_round_waits() -> None:
+    assert load_policy("grace")(0.5, 0.0) == 0.5
+    assert load_policy("grace")(0.5, 1.0) == 1.0, "one that was late is waited for"
+    assert load_policy("minimum")(0.5, 1.0) == 0.0
 
 
 def test_before_there_are_estimates_it_is_the_start_up_time() -> None:

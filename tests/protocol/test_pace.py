@@ -14,7 +14,7 @@ def test_the_effective_h_stays_at_h(fragments: int, every: int, step_s: list[flo
 
 
 def test_a_single_learner_on_a_network_without_latency_keeps_h() -> None:
-    world = World(1, fragments=6, sync_every=12, quorum=1, grace=False).run_until(seconds=400)
+    world = World(1, fragments=6, sync_every=12, quorum=1, quorum_policy="minimum").run_until(seconds=400)
     assert world.syncer.steps_between_syncs.median == 12
 
 

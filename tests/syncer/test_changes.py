@@ -19,19 +19,24 @@ def history(**settings: int) -> History:
     return History(BegunRecord("run", rules, msgspec.to_builtins(Outer()), TENSORS, "plan"))
 
 
+def test_a_policy_that_is_not_there_is_refused_before_the_run_takes_it() -> None:
+    with pytest.raises(ConfigError, match="quorum_policy = 'nonsense' is not known: use one of grace, minimum"):
+        parse_changes(history(), ["quorum_policy=nonsense"])
+
+
 def test_words_become_settings_and_the_rest_stays() -> None:
     before = history()
-    asked = parse_changes(before, ["quorum=2", "outer_lr=0.5", "grace=false"])
+    asked = parse_changes(before, ["quorum=2", "outer_lr=0.5", "quorum_policy=minimum"])
     assert asked is not None
-    assert asked.settings == msgspec.structs.replace(before.settings, quorum=2, grace=False)
+    assert asked.settings == msgspec.structs.replace(before.settings, quorum=2, quorum_policy="minimum")
     assert asked.outer == {**before.outer, "lr": 0.5}
-    assert asked.what == "quorum=2 outer_lr=0.5 grace=false" and not asked.reopen
+    assert asked.what == "quorum=2 outer_lr=0.5 quorum_policy=minimum" and not asked.reopen
 
 
 @pytest.mark.parametrize("key", RULES)
 def test_every_rule_that_may_change_is_a_setting_of_its_kind(key: str) -> None:
     before = history()
-    value = {"quorum": "3", "grace": "false", "grace_share": "0.25", "guard": "rollback"}.get(key, "7")
+    value = {"quorum": "3", "quorum_policy": "minimum", "grace_share": "0.25", "guard": "rollback"}.get(key, "7")
     asked = parse_changes(before, [f"{key}={value}"])
     assert asked is not None
     now, was = msgspec.to_builtins(asked.settings), msgspec.to_builtins(before.settings)
@@ -107,7 +112,7 @@ def test_the_default_rhythm_of_cuts_is_what_it_was_at_the_beginning() -> None:
         ("quorum", "'quorum' is not understood: write it as quorum=2"),
         ("quorum=", "'quorum=' is not understood: write it as quorum=2"),
         ("=2", "there is no setting '': known are seed, init, learners"),
-        ("qorum=2", "there is no setting 'qorum': did you mean quorum?"),
+        ("qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
         (
             "fragments=3",
             "'fragments' cannot change while a run goes on: start a new run for it, or change learners, quorum",

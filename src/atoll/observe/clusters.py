@@ -218,7 +218,7 @@ def measure_run(events: Iterable[Event], name: str) -> MeasuredRun:
             fragments=int(settings["fragments"]),
             overlap=int(settings["overlap"]),
             quorum=int(settings["quorum"]),
-            grace=bool(settings["grace"]),
+            grace=settings["quorum_policy"] == "grace",
             latency_s=0.001,
         ),
     )

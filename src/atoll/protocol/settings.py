@@ -28,8 +28,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """K: the fewest learners a round needs."""
     synchronous: bool = False
     """Every round takes all stepping learners, and they wait for it: Streaming DiLoCo; with one fragment, DiLoCo."""
-    grace: bool = True
-    """Wait a little after quorum for more learners, inside the slack that the overlap leaves."""
+    quorum_policy: ChoiceName = "grace"
+    """How long a round waits after its quorum for more learners."""
     grace_share: float = 0.5
     """γ: the share of the slack that the grace window may use."""
     grace_cap_steps: float = 1.0

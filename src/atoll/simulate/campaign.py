@@ -121,7 +121,7 @@ def _settings(dice: random.Random, learners: int, delay_s: float) -> Settings:
         overlap=min(dice.randint(0, 3), every - 1),
         quorum=1 + int(quorum * learners) if dice.random() < 0.6 else 1,
         synchronous=dice.random() < 0.3,
-        grace=dice.random() < 0.8,
+        quorum_policy="grace" if dice.random() < 0.8 else "minimum",
         adopt=dice.choice(["overwrite", "overwrite", "blend", "carry", "carry"]),
         steps=dice.choice([0, 0, 200, 600]),
         tokens=dice.choice([0, 0, 0, 3000 * learners]),

@@ -375,7 +375,7 @@ def _set(world: World, fault: Fault) -> None:
     changes = (
         {"quorum": 1},
         {"quorum": settings.learners},
-        {"grace": not settings.grace},
+        {"quorum_policy": "minimum" if settings.quorum_policy == "grace" else "grace"},
         {"cut_every": 2 * settings.fragments},
         {"lost_after_s": 4.0, "patience_s": 3.0},
         {"strikes": 2},

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from atoll.choices import QUORUM_POLICY
 from atoll.config import ONE_WEIGHT, Outer, merged, parse_settings
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
@@ -17,7 +18,7 @@ from atoll.protocol.syncer.effects import ChangeAsked
 RULES = (
     "learners",
     "quorum",
-    "grace",
+    "quorum_policy",
     "grace_share",
     "grace_cap_steps",
     "steps",
@@ -41,6 +42,7 @@ def parse_changes(history: History, words: Sequence[str], *, reopen: bool = Fals
     check_changeable(words)
     said = merged({"protocol": msgspec.to_builtins(history.settings), "outer": history.outer}, parse_settings(words))
     settings = msgspec.convert(said["protocol"], type(history.settings)).resolved(history.settings.fragments)
+    QUORUM_POLICY.check(settings.quorum_policy)
     outer = msgspec.to_builtins(msgspec.convert(said["outer"], Outer))
     if settings == history.settings and outer == history.outer and not reopen:
         return None

@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
         "codec": "fp32",
         "steps": 8,
         "cut_every": 4,
-        "grace": False,
+        "quorum_policy": "minimum",
     },
     "outer": {"merge": "mean", "optimizer": "sgd", "lr": 1.0, "momentum": 0.0},
 }

@@ -10,7 +10,8 @@ An asynchronous round closes when all four hold:
    max(`stalled_after_s`, 8 steps of the slowest stepping learner).
 2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`). A
    round is due only in its turn: no earlier round gathers.
-3. Grace: the grace window is over (`window_s`), or every stepping learner is ready.
+3. Grace: the grace window is over (`window_s`; the quorum policy says how long it is), or every stepping learner is
+   ready.
 4. Fewer than `Flights.allowed` rounds are being pulled or merged (flights.py).
 
 A second attempt needs no pace and no free flight.
@@ -31,6 +32,7 @@ from atoll.protocol import schedule
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average
 from atoll.protocol.syncer.membership import KnownLearner
+from atoll.protocol.syncer.quorums import load_policy
 from atoll.protocol.syncer.state import Round, SyncerState
 
 DEADLINE_RATIO = 4
@@ -51,7 +53,13 @@ class RoundClosing:
 
     @property
     def grace_s(self) -> float:
-        return grace_s(self.state.members.step_s(), self.estimates, self.state.settings)
+        """The grace window of a round that no learner was late for."""
+        return self._wait_s(0.0)
+
+    def _wait_s(self, late_s: float) -> float:
+        settings = self.state.settings
+        wait_s = load_policy(settings.quorum_policy)
+        return wait_s(grace_s(self.state.members.step_s(), self.estimates, settings), late_s)
 
     @property
     def deadline_s(self) -> float:
@@ -212,9 +220,9 @@ class RoundClosing:
         steps to come round. The wait is at most H/P steps, so it does not delay the next round."""
         step_s = self.state.members.step_s()
         late = any(round_.fragment in one.late for one in self.state.members.stepping_learners())
-        if not late or not self.state.settings.grace or step_s is None:
+        if not late or step_s is None:
             return self.grace_s
-        return max(self.grace_s, min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
+        return self._wait_s(min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
 
     def _note_on_time(self, round_: Round, ready: list[KnownLearner]) -> None:
         """Remember who was ready when the grace window opened."""
@@ -305,8 +313,6 @@ def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> f
     exponential moving averages (`Estimates`). Until they exist, a round waits for all stepping learners, for at most
     `startup_s`.
     """
-    if not settings.grace:
-        return 0.0
     quorum_s, sync_s = estimates.quorum_s.value, estimates.sync_s.value
     if step_s is None or quorum_s is None or sync_s is None:
         return settings.startup_s
