@@ -12,7 +12,7 @@ from atoll.config import Service
 from atoll.fabric.certificates import make_authority, make_server
 from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import RELOAD_S, KeyDir
+from atoll.store.keys import LASTS_S, RELOAD_S, KeyDir
 from atoll.syncer.credentials import (
     LOCAL,
     LiveTokens,
@@ -95,12 +95,19 @@ def test_a_change_is_seen_within_half_a_second(keys: KeyDir) -> None:
     assert live().named("join").revoked
 
 
-def test_a_file_that_is_gone_keeps_the_old_tokens(keys: KeyDir) -> None:
-    clock = Clock()
-    live = LiveTokens(keys, clock)
+def test_a_file_that_is_gone_keeps_the_old_tokens_and_that_is_said_once(keys: KeyDir) -> None:
+    clock, said = Clock(), list[str]()
+    live, tokens = LiveTokens(keys, clock, said.append), keys.tokens.read_bytes()
     keys.tokens.unlink()
     clock.now += RELOAD_S
-    assert ids(live()) == ["join"]
+    assert ids(live()) == ["join"] and said == [], "it may be about to be written"
+    for _ in range(2):
+        clock.now += LASTS_S
+        assert ids(live()) == ["join"]
+        assert len(said) == 1 and said[0].startswith("the tokens that were read last still count, since those of now")
+    keys.write(keys.tokens, tokens)
+    clock.now += RELOAD_S
+    assert ids(live()) == ["join"] and len(said) == 1
 
 
 def test_a_file_that_others_can_read_is_not_taken(keys: KeyDir) -> None:

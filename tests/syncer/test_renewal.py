@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +15,11 @@ from atoll.fabric.certificates import CertificateAndKey, fingerprint, make_autho
 from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.fabric.tls import client_context
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import RELOAD_S, KeyDir
+from atoll.store.keys import LASTS_S, RELOAD_S, KeyDir
 from atoll.syncer.credentials import write_tokens
-from atoll.syncer.renewal import DAY_S, LASTS_S, LiveTls, ends_soon
+from atoll.syncer.renewal import DAY_S, LiveTls, ends_soon
 
+NOBODY = 65534
 HOSTS = ["localhost", "127.0.0.1"]
 
 
@@ -201,11 +203,29 @@ async def test_with_mutual_tls_a_new_authority_counts_from_its_next_handshake_on
     assert await let_in("ours") and not await let_in("theirs")
     watched.keys.write(watched.keys.authority, watched.authority.certificate + other.certificate)
     watched.later()
-    assert await let_in("ours") and await let_in("theirs") and watched.said == []
+    assert await let_in("ours") and await let_in("theirs") and [kind for kind, _ in watched.said] == ["renewed"]
+    assert "checked by the new authority" in watched.said.pop()[1]
     watched.keys.authority.unlink()
     watched.later()
     watched.later(LASTS_S)
     assert await let_in("theirs") and [kind for kind, _ in watched.said] == ["warning"], "never without one"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_folder_put_in_the_place_of_the_keys_is_not_taken(tmp_path: Path) -> None:
+    """Who can write to the folder above renames it, links to the key and brings an authority of his own."""
+    watched = Watched(tmp_path, mutual=True)
+    shown, moved = watched.tls(), tmp_path / "moved"
+    watched.keys.path.rename(moved)
+    watched.keys.path.mkdir(mode=0o755)
+    for name in ("syncer.key", "syncer.crt", "tokens.json"):
+        (watched.keys.path / name).symlink_to(moved / name)
+    watched.keys.authority.write_bytes(make_authority(30.0).certificate)
+    for path in (watched.keys.path, *watched.keys.path.iterdir()):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    watched.later()
+    assert watched.later(LASTS_S) is shown
+    assert [kind for kind, _ in watched.said] == ["warning"] and "can be changed by others" in watched.said[0][1]
 
 
 def test_a_syncer_does_not_start_with_a_pair_that_cannot_be_used(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ Stamp = tuple[int, int]
 """When a file was last written, and which it is: another stamp, another file."""
 RELOAD_S = 0.5
 """Between two looks of a running syncer at its files of tokens and certificates."""
+LASTS_S = 2.0
+"""Files that are unusable for this long are not just being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,25 @@ def kept_secret(file: Path, make: Callable[[], str], good: Callable[[str], objec
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot keep a secret in {file}: {error}; remove it, and a new one is made") from error
     return secret
+
+
+class LastingTrouble:
+    """Whether files have been unusable for so long that the operator should know: that is said once."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._told = False
+
+    def is_news(self, now: float) -> bool:
+        """They are unusable now."""
+        if self._since is None:
+            self._since = now
+        news = now - self._since >= LASTS_S and not self._told
+        self._told = self._told or news
+        return news
+
+    def clear(self) -> None:
+        self._since, self._told = None, False
 
 
 def check_private(file: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from atoll.fabric.authorizer import Authorizer, TokenAuthorizer, host_name
 from atoll.fabric.join_tokens import SECRET, JoinToken, JoinTokens, Role, new_secret
 from atoll.fabric.listener import Tls
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import RELOAD_S, KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
+from atoll.store.keys import RELOAD_S, KeyDir, LastingTrouble, Stamp, check_folder, check_private, kept_secret, stamp
 from atoll.telemetry.events import EventLog
 
 Say = Callable[[str, str], None]
@@ -55,7 +56,8 @@ def make_port_access(
         by_role = {token.role: token.secret for token in own.all}
         return PortAccess(authorizer, names=advertised_names(service), secrets=by_role)
     keys = KeyDir.open(Path(service.keys))
-    authorizer = TokenAuthorizer(LiveTokens(keys), run, lambda text: say("warning", text))
+    warn = partial(say, "warning")
+    authorizer = TokenAuthorizer(LiveTokens(keys, warn=warn), run, warn)
     names = names_of(keys, service)
     if service.front:
         return PortAccess(authorizer, names=names)
@@ -108,27 +110,38 @@ def write_tokens(keys: KeyDir, tokens: JoinTokens) -> None:
 
 
 class LiveTokens:
-    """The join tokens in the file as of now, or the last ones that could be read."""
+    """The join tokens in the file as of now, or the last ones that could be read: then a warning says why, once, if it
+    lasts."""
 
-    def __init__(self, keys: KeyDir, clock: Callable[[], float] = time.monotonic) -> None:
-        self._keys, self._clock = keys, clock
+    def __init__(
+        self,
+        keys: KeyDir,
+        clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._keys, self._clock, self._warn = keys, clock, warn
         self._looked_at, self._stamp = clock(), stamp(keys.tokens)
         self._tokens = read_tokens(keys)
+        self._trouble = LastingTrouble()
 
     def __call__(self) -> JoinTokens:
         now = self._clock()
         if now - self._looked_at >= RELOAD_S:
             self._looked_at = now
             if (now_there := stamp(self._keys.tokens)) != self._stamp:
-                self._reload(now_there)
+                self._reload(now, now_there)
+            else:
+                self._trouble.clear()
         return self._tokens
 
-    def _reload(self, found: Stamp) -> None:
+    def _reload(self, now: float, found: Stamp) -> None:
         try:
+            check_folder(self._keys.path)
             check_private(self._keys.tokens)
             self._tokens, self._stamp = read_tokens(self._keys), found
-        except ConfigError:
-            return  # the tokens that were read last stay valid, and the file is read again
+        except (ConfigError, OSError) as error:  # the file is read again at the next look
+            if self._trouble.is_news(now):
+                self._warn(f"the tokens that were read last still count, since those of now cannot be used: {error}")
 
 
 class RefusalLog:

@@ -5,6 +5,8 @@ Rules:
 - a pair is used when it is complete: the key matches, only its owner can read it, and the certificate is valid today.
   Until then the pair before it stays. The two files are written one after the other, so a mismatch is logged only when
   it lasts, and once;
+- the folder must still be one that nobody else can change, and hold no file of another user;
+- a new authority of the learners' certificates is logged;
 - a certificate that expires soon is logged once a day.
 """
 
@@ -18,10 +20,8 @@ from dataclasses import dataclass
 from atoll.fabric.certificates import FEW_DAYS, days_left, short_fingerprint
 from atoll.fabric.tls import first_certificate, server_context
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import RELOAD_S, KeyDir, Stamp, check_private, stamp
+from atoll.store.keys import RELOAD_S, KeyDir, LastingTrouble, Stamp, check_folder, check_private, stamp
 
-LASTS_S = 2.0
-"""A pair that is unusable for this long is not just being written."""
 DAY_S = 86400.0
 
 
@@ -32,6 +32,8 @@ class LoadedPair:
     context: ssl.SSLContext
     certificate: bytes
     """In DER."""
+    authority: bytes = b""
+    """Of the learners' certificates (ca.crt), as it was read; empty: none is asked for."""
 
 
 def ends_soon(days: float) -> str:
@@ -44,10 +46,12 @@ def ends_soon(days: float) -> str:
 
 def read_pair(keys: KeyDir, *, mutual: bool) -> LoadedPair:
     """Load the pair. ConfigError: it cannot be used."""
-    check_private(keys.key)
-    context = server_context(keys.certificate, keys.key, keys.authority if mutual else None)
     try:
-        return LoadedPair(context, first_certificate(keys.certificate))
+        check_folder(keys.path)  # it may have been renamed, and another put in its place
+        check_private(keys.key)
+        context = server_context(keys.certificate, keys.key, keys.authority if mutual else None)
+        authority = keys.authority.read_bytes() if mutual else b""
+        return LoadedPair(context, first_certificate(keys.certificate), authority)
     except (OSError, ValueError) as error:  # it was deleted or rewritten since it was read a moment ago
         raise ConfigError(f"{keys.certificate} cannot be read: {error}") from error
 
@@ -67,8 +71,7 @@ class LiveTls:
         self._keys, self._say, self._mutual, self._clock, self._days = keys, say, mutual, clock, days
         self._looked_at, self._stamps = clock(), self._stamps_now()
         self._shown = read_pair(keys, mutual=mutual)
-        self._unusable_since: float | None = None
-        self._told_unusable = False
+        self._trouble = LastingTrouble()
         self._told_end_at: float | None = None
 
     def __call__(self) -> ssl.SSLContext:
@@ -89,13 +92,17 @@ class LiveTls:
         try:
             found = read_pair(self._keys, mutual=self._mutual)
         except ConfigError as error:
-            self._note_unusable(now, str(error))
+            if self._trouble.is_news(now):
+                why = f"the certificate that was put there is not taken, and the one before stays: {error}"
+                self._say("warning", why)
             return
         if self._stamps_now() != stamps:
             return  # written while it was read: the next check sees the rest
         renewed = found.certificate != self._shown.certificate
+        if found.authority != self._shown.authority:
+            self._say("renewed", f"learners' certificates are checked by the new authority in {self._keys.authority}")
         self._shown, self._stamps = found, stamps
-        self._unusable_since, self._told_unusable = None, False
+        self._trouble.clear()
         if renewed:
             self._told_end_at = None
             left = _span(self._days(found.certificate))
@@ -103,13 +110,6 @@ class LiveTls:
                 "renewed",
                 f"the syncer shows a new certificate, {short_fingerprint(found.certificate)}, which counts for {left}",
             )
-
-    def _note_unusable(self, now: float, reason: str) -> None:
-        if self._unusable_since is None:
-            self._unusable_since = now
-        elif now - self._unusable_since >= LASTS_S and not self._told_unusable:
-            self._told_unusable = True
-            self._say("warning", f"the certificate that was put there is not taken, and the one before stays: {reason}")
 
     def _warn_of_expiry(self, now: float) -> None:
         if (self._told_end_at is None or now - self._told_end_at >= DAY_S) and (text := self.describe_expiry()):
