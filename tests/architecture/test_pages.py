@@ -190,10 +190,10 @@ def test_the_settings_page_shows_the_defaults() -> None:
 def test_the_tree_names_every_package() -> None:
     tree = re.search(r"^src/atoll/\n(.*?)^```$", (DOCS / "architecture.md").read_text(), re.MULTILINE | re.DOTALL)
     assert tree is not None
-    shown, above = set(), ""
+    shown, above = set(), list[str]()
     for indent, name in re.findall(r"^( +)(\w+)/ ", tree[1], re.MULTILINE):
-        above = above if len(indent) > 2 else name
-        shown.add(name if name == above else f"{above}/{name}")
+        above = [*above[: len(indent) // 2 - 1], name]
+        shown.add("/".join(above))
     source = ROOT / "src" / "atoll"
     assert shown == {str(path.parent.relative_to(source)) for path in source.rglob("*/__init__.py")} - {"."}
 

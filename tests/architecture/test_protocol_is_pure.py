@@ -26,6 +26,7 @@ ALLOWED = {
     "hashlib",
     "heapq",
     "hmac",
+    "importlib",  # as an import statement: a choice of the protocol is found by its name
     "itertools",
     "math",
     "msgspec",
