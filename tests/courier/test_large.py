@@ -80,7 +80,7 @@ async def test_a_large_fragment_never_holds_up_an_event_loop_and_is_hashed_once_
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch(monkeypatch)
-    run = await stage.run(fragments=1, sync_every=1, codec="bf16", cut_every=2)
+    run = await stage.run(fragments=1, sync_every=1, codec="bf16", cut_every=2, pull_floor_s=60.0)
     training = stage.training(run, {"w": torch.full((ELEMENTS,), 4.0, dtype=torch.bfloat16)})
     await training.join()
     for version in range(1, ROUNDS + 1):
