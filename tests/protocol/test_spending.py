@@ -23,10 +23,10 @@ def test_whoever_is_alone_is_believed() -> None:
     assert counted.tokens == 10**9
 
 
-def test_while_the_others_have_shown_nothing_nothing_counts_and_later_it_does() -> None:
+def test_what_did_not_count_while_the_others_had_shown_nothing_counts_later() -> None:
     counted = Counted()
-    counted.add(1.0, 100, lambda: 0.0)
-    assert counted.tokens == 0
+    counted.add(1.0, 100, lambda: believed_rate([], 3600))
+    assert counted.tokens == 1
     counted.add(2.0, 200, lambda: 6400.0)
     assert counted.tokens == 200
 
@@ -115,6 +115,36 @@ def test_one_report_does_not_end_a_run(steps: int, after: int) -> None:
     report(syncer, 7.0, "a", after + 2, 100 * after + 200)
     report(syncer, 7.1, "b", steps + 100, 2**47 + 100)
     assert syncer.phase == "running" and syncer.progress < 0.01
+
+
+def test_one_report_does_not_end_a_run_whose_others_are_long_in_their_first_step() -> None:
+    syncer, now = begun(), 0.1
+    while now < 600.0:
+        now += 1.0
+        report(syncer, now, "a", 0, 0)
+        report(syncer, now, "b", 0, 0)
+    for more in range(100):
+        report(syncer, now + more / 1000, "b", 1 + more, 10**9 + more)
+    assert syncer.phase == "running" and syncer.progress < 0.2, "no more than 600 s of an hour"
+
+
+def test_whoever_is_left_alone_is_believed_though_the_other_never_made_a_step() -> None:
+    syncer, now = begun(), 0.1
+    while now < 100.0:
+        now += 1.0
+        report(syncer, now, "b", 0, 0)
+    assert not syncer.members.learners["a"].connected
+    report(syncer, now, "b", 1, 10**9)
+    assert syncer.phase == "ending"
+
+
+def test_one_that_restarts_again_and_again_does_not_keep_tokens_from_counting() -> None:
+    syncer = begun(3600)
+    for t in range(1, 1801):
+        if t % 30 == 0:
+            syncer.handle(float(t), fx.Greeted(Hello(protocol=2, learner="a", session=f"s-{t}")))
+        report(syncer, float(t), "b", t, t)
+    assert syncer.progress == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_new_term_counts_no_more_than_the_one_before_did() -> None:

@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     assemble_s: float = 60.0
     """How long a run waits for those it was meant for: to begin (synchronous), or to end once those there stopped. Also
     how long a synchronous run waits for a learner's first step, how long a newcomer waits for a peer with the frozen
-    parameters, and after how long a learner's token count is believed although no other learner has shown a rate."""
+    parameters, and after how long without all others a learner's token count is believed though none showed a rate."""
     wait_for_learners_s: float = 0.0
     """How long a run that has its first parameters waits for the rest of its learners before anybody trains."""
     patience_s: float = 5.0

@@ -6,9 +6,9 @@ later, as time passes, and is never taken back. So a run is counted to the token
 unless one that is far faster than all others would end it in less than that time; then it may last so long. Nobody ends
 it sooner by numbers, nor keeps it from ending by being slow.
 
-Rules kept here, each with its test: whoever is alone is believed; while the others have shown nothing yet, nothing
-counts, for a patience; a learner that reports in bursts, or after a time without a connection, is believed; no number
-of reports is worth more than the time that they took.
+Rules kept here, each with its test: whoever is alone is believed; while the others are there and have shown nothing
+yet (a first step may take minutes), the budget lasts `LEAST_S`; a learner that reports in bursts, or after a time
+without a connection, is believed; no number of reports is worth more than the time that they took.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Counted:
 
 def believed_rate(others: list[float], budget: int) -> float:
     """`others`: their rates, as far as they have shown any; of two the lower one counts."""
-    return max(MAX_RATIO_NEW * sorted(others)[(len(others) - 1) // 2], budget / LEAST_S)
+    usual = sorted(others)[(len(others) - 1) // 2] if others else 0.0
+    return max(MAX_RATIO_NEW * usual, budget / LEAST_S)
 
 
 def rate_of(counted: Counted, usual: Usual) -> float | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, inf
+from math import ceil
 from typing import Literal
 
 from atoll.protocol.history import Life
@@ -327,14 +327,14 @@ class Membership:
         return sum([one.tokens_before + one.budgeted.tokens for one in self._by_name]) - self._uncounted
 
     def _rate(self, now: float, but: KnownLearner) -> float | None:
-        """Tokens per second that it may count: by the others' rates; 0 while others may still show theirs; None: no
-        limit."""
+        """Tokens per second that it may count: by the others' rates; the least while they may still show theirs; None:
+        no limit."""
         others = [one for one in self._by_name if one is not but and not one.closed] if self.settings.tokens else []
         rates = [rate for one in others if (rate := rate_of(one.budgeted, one.usual)) is not None]
-        if rates:
-            return believed_rate(rates, self.settings.tokens)
-        since = max((one.joined_at if one.connected else one.last_heard for one in others), default=-inf)
-        return 0.0 if now < since + self.settings.assemble_s else None
+        train = any(
+            not one.stopped and (one.connected or now < one.last_heard + self.settings.assemble_s) for one in others
+        )
+        return believed_rate(rates, self.settings.tokens) if rates or train else None
 
     def silence_limit(self, learner: KnownLearner) -> float:
         return learner.last_heard + self.settings.lost_after_s
