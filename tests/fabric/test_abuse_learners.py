@@ -356,7 +356,7 @@ GIVEN: dict[str, tuple[Given, str]] = {
     "Inf": (gives(float("inf")), "not finite"),
     "norm x1000": (gives(1.0), "times the running median"),
     "another digest than its body's": (gives(digest="0" * 32), "its body is not the one its message names"),
-    "an unknown fragment": (gives(fragment=10**4), "fragment 10000"),
+    "an unknown fragment": (gives(fragment=10**4), "fragment 10000 is not one of the plan's 2"),
     "a base that never was": (gives(base=10**6), "which this run never committed"),
     "a base below zero": (gives(base=-1), "which this run never committed"),
     "counters below zero": (gives(steps=-5), "its counters are below zero"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -141,3 +143,57 @@ def test_their_size_says_nothing_about_the_pace_of_a_learner(steps: int) -> None
     assert screen.judge(0, contribution(of, base, floats(1 - 0.001 * steps, 50, 900, 1)), steps) is None
     broken = contribution(of, base, floats(1, np.nan, 900, 1))
     assert screen.judge(0, broken, steps) == "4 of 16 values are not finite"
+
+
+def settled(of: FragmentPlan, committed: FloatArray) -> NormScreen:
+    """Once norms are judged."""
+    screen = NormScreen(of)
+    for _ in range(8):
+        assert (
+            screen.judge(0, contribution(of, committed, committed - floats(0.01, 0, 0, 0)), committed=committed) is None
+        )
+    return screen
+
+
+def judge(screen: NormScreen, of: FragmentPlan, committed: FloatArray, values: Sequence[float]) -> str | None:
+    """Of one that gives these running statistics."""
+    theta = committed - floats(0.01, 0, 0, 0)
+    theta[of.fragments[0].buffers] = np.repeat(np.array(values, np.float32), 4)
+    return screen.judge(0, contribution(of, committed, theta, "bf16"), committed=committed)
+
+
+def test_statistics_beyond_all_bounds_are_refused() -> None:
+    of, committed = plan(), floats(1, 3, 4, 1)
+    screen = settled(of, committed)
+    wrong = judge(screen, of, committed, [1e30, 1.0])
+    assert wrong == "the norm of its buffers is 1.99e+30, over 1,000,000 times the run's 10"
+    assert judge(screen, of, committed, [1e5, 1e5]) is None
+
+
+def test_nobody_raises_the_bound_of_statistics_bit_by_bit() -> None:
+    of, committed = plan(), floats(1, 3, 4, 1)
+    screen = settled(of, committed)
+    raised = floats(1, 1e6, 1e6, 1)
+    assert judge(screen, of, committed, [1e6, 1e6]) is None and judge(screen, of, raised, [2e6, 2e6]) is None
+    assert judge(screen, of, raised, [1e8, 1e8]) is not None
+    assert judge(screen, of, raised, [3.0, 4.0]) is None, "whoever has the usual ones again is never refused"
+
+
+def test_statistics_of_raw_data_are_taken_in_the_first_rounds_and_later() -> None:
+    """From a mean of 0 and a variance of 1, while norms are not judged yet."""
+    of, committed, found = plan(), floats(1, 0, 1, 1), [1e7, 1e12]
+    screen = NormScreen(of)
+    for _ in range(40):
+        assert judge(screen, of, committed, found) is None
+        committed = floats(1, *found, 1)
+
+
+def test_a_dead_channel_may_come_back() -> None:
+    of, dead = plan(), floats(1, 1e-30, 0, 1)
+    screen = settled(of, dead)
+    assert judge(screen, of, dead, [500.0, 90_000.0]) is None
+
+
+def test_statistics_on_an_old_version_are_not_judged_since_they_are_not_merged() -> None:
+    of, committed = plan(), floats(1, 3, 4, 1)
+    assert settled(of, committed).judge(0, contribution(of, committed, floats(0.99, 1e30, 1, 1))) is None

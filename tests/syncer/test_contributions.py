@@ -13,7 +13,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Contribution, TensorSpec
+from atoll.protocol.messages import Contribution, TensorSpec, buffer_name
 from atoll.protocol.syncer import effects as fx
 from atoll.syncer.contributions import Inbox, Merging
 from atoll.syncer.parameters import Parameters
@@ -152,6 +152,26 @@ async def test_a_message_that_comes_twice_at_once_is_opened_once() -> None:
     merging.screen_contribution("a", message)
     [await one for one in work]
     assert len(told) == 1 and told[0].refusal is None
+
+
+async def test_running_statistics_beyond_all_bounds_are_refused_where_they_would_be_merged() -> None:
+    of = plan((TensorSpec(buffer_name("mean", "norm.running_var"), (4,), "float32"),), 1)
+    parameters, inbox, told = Parameters(of, Outer()), Inbox(of, make_codec("fp32")), []
+    parameters.commit_initial()
+    screen = NormScreen(of, least=1)
+    assert screen.judge(0, np.zeros(4, np.float32)) is None
+    merging = Merging(parameters, inbox, screen, False, told.append, lambda work: work.close())
+    for number, (base, fragment) in enumerate([(0, 0), (1, 0), (0, 5), (0, -1)]):
+        key = ("a", number, 1)
+        inbox.expect_body(key, 0)
+        fill(inbox, key, 1e30)
+        message = Contribution(
+            round=number, attempt=1, fragment=fragment, base=base, t=1, steps=1, tokens=1, digest="mark"
+        )
+        merging.screen_contribution("a", message)
+    beyond, *others = [one.refusal for one in told]
+    assert beyond.startswith("the norm of its buffers is ") and beyond.endswith(", over 1,000,000 times the run's 1")
+    assert others == [None, "fragment 5 is not one of the plan's 1", "fragment -1 is not one of the plan's 1"]
 
 
 LARGE = (TensorSpec("one", (64, 64), "float32"), TensorSpec("two", (64, 64), "float32"))

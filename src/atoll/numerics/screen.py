@@ -6,7 +6,8 @@ Rules kept here:
   that warms up makes the first ones tiny) only norms far beyond the limit are refused;
 - up to twice what was usual earlier in the run is never refused: near a loss of zero norms are tiny, and a hard batch
   or an inner optimizer that starts afresh makes them as large as they once were;
-- model buffers need only be finite: statistics move far at first, and hardly at all later;
+- model buffers have no usual pace: statistics move far at first, and hardly at all later. Once norms are judged, what
+  is above a million times the least norm that the fragment's committed buffers had since then is refused;
 - norms are compared per inner step, because a learner that was disconnected for a while has more steps to give. Steps
   are the learner's own claim: no more than `most_steps` of them count;
 - only merged contributions count: nobody can shift what is usual by sending what is refused anyway.
@@ -36,6 +37,8 @@ HONEST = 10.0
 """A norm up to so many times the limit may be sound work: its refusal names the setting that lets it in."""
 ONCE_USUAL = 2.0
 """Times the highest running median of the run: so much is accepted, however small norms have become."""
+BUFFER_LIMIT = 1e6
+"""Times the norm of a fragment's buffers, at least 1: those of dead channels fall to nothing and may come back."""
 CHUNK = 65_536
 """Elements looked at together when those that are not finite are counted."""
 
@@ -66,11 +69,21 @@ class NormScreen:
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
         self._highest = [0.0] * len(self._sizes)
         """Per fragment, the highest running median so far."""
+        self._least_buffers = [math.inf] * len(self._sizes)
+        """Per fragment, the least norm of its committed buffers since norms are judged: nobody raises it bit by bit."""
         self._waiting: dict[Hashable, tuple[int, float]] = {}
         """Norms that passed and are not merged yet."""
 
-    def judge(self, fragment: int, delta: FloatArray, steps: int = 1, key: Hashable = None) -> str | None:
-        """Why this contribution is refused, or None. Its norm counts after `note_merged`; without a key, at once."""
+    def judge(
+        self,
+        fragment: int,
+        delta: FloatArray,
+        steps: int = 1,
+        key: Hashable = None,
+        committed: FloatArray | None = None,
+    ) -> str | None:
+        """Why this contribution is refused, or None. Its norm counts after `note_merged`; without a key, at once.
+        `committed`: the fragment's values that it was made on; None: others, so its buffers are not merged."""
         if not 0 <= fragment < len(self._sizes):
             return f"fragment {fragment} is not one of the plan's {len(self._sizes)}"
         if delta.shape != (self._sizes[fragment],):
@@ -79,6 +92,9 @@ class NormScreen:
         if not math.isfinite(norm):
             return f"{_broken(delta)} of {delta.size} values are not finite"
         if self._buffers and (buffers := self._buffers[fragment]).stop > 0:
+            refusal = None if committed is None else self._judge_buffers(fragment, committed[buffers], delta[buffers])
+            if refusal is not None:
+                return refusal
             norm = math.hypot(_norm(delta[: buffers.start]), _norm(delta[buffers.stop :]))
         pace = norm / min(max(steps, 1), self._most_steps)
         refusal = self._judge_norm(fragment, pace, "norm" if steps <= 1 else "norm per step")
@@ -111,6 +127,15 @@ class NormScreen:
     def forget_norm(self, key: Hashable) -> None:
         """The contribution of this key is discarded, or merged already."""
         self._waiting.pop(key, None)
+
+    def _judge_buffers(self, fragment: int, committed: FloatArray, delta: FloatArray) -> str | None:
+        if len(self._norms[fragment]) < self._least:
+            return None
+        least = self._least_buffers[fragment] = min(self._least_buffers[fragment], _norm(committed))
+        usual, norm = max(1.0, least), _norm(committed - delta)
+        if norm <= BUFFER_LIMIT * usual:
+            return None
+        return f"the norm of its buffers is {norm:.3g}, over {BUFFER_LIMIT:,.0f} times the run's {usual:.3g}"
 
     def _judge_norm(self, fragment: int, norm: float, called: str) -> str | None:
         accepted = self._norms[fragment]

@@ -192,7 +192,8 @@ class Merging:
             return str(error)
         if message.probe or message.steps <= 0:
             return None
-        return self._screen.judge(message.fragment, delta, message.steps, key)
+        committed = self._parameters.values_of_version(message.fragment, message.base)
+        return self._screen.judge(message.fragment, delta, message.steps, key, committed)
 
     def discard(self, key: ContributionKey) -> None:
         self._inbox.discard(key)

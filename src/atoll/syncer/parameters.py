@@ -265,6 +265,11 @@ class Parameters:
         """The buffers of the committed versions."""
         return list(self._committed)
 
+    def values_of_version(self, fragment: int, version: int) -> FloatArray | None:
+        """The committed values of the fragment; None: they are of another version, or there is no such fragment."""
+        buffer = self._committed[fragment] if 0 <= fragment < len(self._committed) else None
+        return buffer.values if buffer is not None and buffer.version == version else None
+
     def load_cut(
         self,
         arrays: Mapping[str, ByteArray],

@@ -11,8 +11,8 @@ Rules kept here, each with its test:
 - a life of fewer than `KNOWN_STEPS` steps has no usual value of its own: its tokens per step are at most
   `MAX_RATIO_NEW` times the median of the others, if there are several. That leaves room for other hardware; below it,
   the weight limit applies (weights.py);
-- a learner that declares its tokens per step when it joins is held to that: no report and no contribution has more in
-  its steps;
+- a learner that declares its tokens per step when it joins is held to that: no contribution has more in its steps, and
+  no report but the first of a life, which may name steps of before;
 - a learner with over `REPORT_RATIO` times the tokens per step of the median of the others is reported once: it may have
   larger batches, which the operator can allow it (`weight_limits`), or claim what it has not trained on;
 - without a reference (own history, or two other learners) every claim is accepted: a single other learner may be the
