@@ -24,8 +24,10 @@ setup: $(RUNTIME) $(DEV) ## install all that the other verbs need into .venv
 run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
 	$(BIN)/atoll train --out atoll-runs/first --demo
 
-test: check ## check, then every test but the long ones of `make faults`
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30
+# Every worker collects every test. Beside the checks one process writes their bytecode, so that no worker rewrites them.
+test: $(DEV) ## check, then every test but the long ones of `make faults`
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -q >/dev/null 2>&1 & $(MAKE) check; status=$$?; wait; exit $$status
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30
 
 integrations: $(INTEGRATIONS) ## the examples, also those with transformers and peft: at most 10 minutes
 	$(BIN)/pytest tests/integrations -m integrations --session-timeout 600
