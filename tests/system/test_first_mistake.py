@@ -53,3 +53,27 @@ def test_a_run_goes_on_where_and_with_what_its_script_was_started(run: Run, monk
     assert (done.returncode, done.stderr) == (2, "atoll: c4: it is here\n"), done
     assert f"the script starts in {run.folder}, as it did before" in done.stdout
     assert "not set now, and as the run was begun with: DATA_DIR" in done.stdout
+
+
+FORGOTTEN = """
+import time
+import torch
+import atoll
+
+model = torch.nn.Linear(2, 2)
+with atoll.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
+    while not learner.done:
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.faults
+def test_a_script_that_never_calls_step_is_asked_about_it_and_does_not_hold_up_the_end(run: Run) -> None:
+    words = ("--learners", "1", "--steps", "20", "--set", "evaluate_every=0", "--set", "stalled_after_s=1")
+    run.train(write_script(run, FORGOTTEN), *words)
+    run.until(lambda events: any(event["kind"] == "stalled" for event in events))
+    run.interrupt()
+    run.ended(code=1)
+    asked = "does the script call learner.step() after every optimizer step?"
+    assert f"atoll: no learner made a step: {asked}" in run.stderr and asked in run.stdout
+    assert "learner-0 was killed: its script never called learner.step()" in run.stdout

@@ -154,8 +154,8 @@ class LocalRun:
             """By process, what its script failed with last."""
             self._here: set[str] = set()
             """Learners that joined since they were started last."""
-            self._stepping: set[str] = set()
-            """Learners that made a step, ever."""
+            self._without_step: set[str] = set()
+            """Learners that have been here for long and made no step."""
             self._first_tokens: int | None = None
             self._stepped = self._scored = self._joined = False
             """Since this supervisor started."""
@@ -207,6 +207,8 @@ class LocalRun:
             self._prepare_successor(status)
             self._kill_as_planned(status)
             self._restart_dead()
+            if self._is_ending:
+                self._kill_without_step()
             await asyncio.sleep(TICK_S)
 
     async def _wait_for_address(self) -> str:
@@ -272,14 +274,9 @@ class LocalRun:
 
     async def _wait_for_scripts(self) -> None:
         """Scripts may have something to do after the run. The evaluator has not: its last score was waited for.
-        Nor has a learner that was restarted and has not joined again, nor one that never stepped: only learner.step
-        tells a script that the run has ended."""
+        Nor has a learner that was restarted and has not joined again."""
         if self._scorer is not None:
             self._scorer.kill_all()
-        for name in self._here - self._stepping:
-            if name in self._learners and self._learners[name].running:
-                self._learners[name].kill_all()
-                self._log_warning(self._learners[name], f"{name} was killed: its script never called learner.step()")
         for name in self._learners.keys() - self._here:
             if self._learners[name].restarts and self._learners[name].running:
                 self._learners[name].kill_all()
@@ -290,6 +287,13 @@ class LocalRun:
             if not any(child.running for child in self._list_children()):
                 break
             await asyncio.sleep(0.05)
+
+    def _kill_without_step(self) -> None:
+        """Only learner.step tells a script that the run ends: one that never calls it would hold up the end."""
+        for name in self._without_step:
+            if name in self._learners and self._learners[name].running:
+                self._learners[name].kill_all()
+                self._log_warning(self._learners[name], f"{name} was killed: its script never called learner.step()")
 
     def _note_late_failures(self) -> None:
         """Of scripts that were to be started again when the run ended, or fail in what they do after it."""
@@ -352,7 +356,8 @@ class LocalRun:
         self._scored = self._scored or status.validation_round is not None
         self._joined = self._joined or bool(status.learners)
         self._here |= {one.learner for one in status.learners if one.state not in AWAY}
-        self._stepping |= {one.learner for one in status.learners if one.step}
+        self._without_step |= {one.learner for one in status.learners if one.state == "stalled"}
+        self._without_step -= {one.learner for one in status.learners if one.step}
 
     # ---- for those that do things to it ---------------------------------------------------------------------------
 
