@@ -22,7 +22,7 @@ SETTINGS = Settings(learners=4, fragments=24, sync_every=24)
 
 def test_a_small_model_costs_little_more_than_the_program() -> None:
     most = memory_bound(plan(), Settings(fragments=2, sync_every=2, overlap=1), slots=1)
-    assert PROGRAM < most.fixed < PROGRAM + 1500 * MIB
+    assert PROGRAM < most.fixed < PROGRAM + 3000 * MIB
     assert most.total_bytes(3) - most.total_bytes(2) == most.each < 20 * MIB
 
 

@@ -21,7 +21,6 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
@@ -35,7 +34,7 @@ from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import WatchedProtocol
 from atoll.fabric.wire import KIB, PROTOCOL_HEADER, FabricLimits, check_hello, decode_from_learner, encode, one_line
 from atoll.protocol.errors import PeerError
-from atoll.protocol.limits import Budget, Budgets
+from atoll.protocol.limits import Budget, Budgets, SharedBytes
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
 from atoll.protocol.succession import Holder, judge_claim, tell_taken
 
@@ -65,7 +64,8 @@ class ControlServer:
         self._sequences = SequenceNumbers(limits.sessions)
         self._hellos = Budgets(limits.hello_bytes, limits.hello_rate)
         """By token and address."""
-        self._unopened = UnopenedBytes(2 * limits.hello_bytes)
+        self._unopened = SharedBytes(2 * limits.hello_bytes)
+        """Of channels that are not open yet."""
 
     def channel(self, learner: str) -> ControlChannel | None:
         """The live one."""
@@ -297,28 +297,8 @@ class MessageRate:
             raise PeerError(f"more than {self._limits.control_rate} bytes of messages a second: this is a flood")
 
 
-class UnopenedBytes:
-    """What has come of channels that are not open yet. A token may have as much of it as is left for all others, so
-    half of all where it is alone, and no token leaves the others nothing."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._by_token: Counter[str] = Counter()
-
-    def take(self, token: str, size: int) -> bool:
-        if size and self._by_token[token] + size > self._most - self._by_token.total():
-            return False
-        self._by_token[token] += size
-        return True
-
-    def give_back(self, token: str, size: int) -> None:
-        self._by_token[token] -= size
-        if not self._by_token[token]:
-            del self._by_token[token]
-
-
 class UnopenedChannel:
-    def __init__(self, all: UnopenedBytes, request: web.Request) -> None:
+    def __init__(self, all: SharedBytes, request: web.Request) -> None:
         self._all, self._request, self._token = all, request, request[VISITOR].token
         self._came = self._taken = 0
         protocol = request.transport.get_protocol() if request.transport is not None else None

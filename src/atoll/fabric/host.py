@@ -6,9 +6,11 @@ Rules:
 - beyond this machine only with TLS and tokens (`authorizer`); connections as `listener` lets them in;
 - asked by a name that is not its own, it answers nothing else (`authorizer`);
 - every error is {"error": "one line"};
+- requests are read one at a time (`requests`); an answer that is not taken in time costs its reader the connection, and
+  large ones have `answer_bytes` together;
 - a web page (an Origin header) is refused, unless the port says that it may read;
 - only what is on offer is given, under a ticket that the syncer made and nobody can guess; nothing can be written;
-- a state goes from the learner's own buffers to the socket, 1 MiB at a time; once withdrawn, they are not read again;
+- a state goes from the learner's own buffers to the socket, 256 KiB at a time; once withdrawn, they are not read again;
 - a newcomer that reads too slowly is cut off. It asks for the rest, here or through the syncer (`relay`).
 """
 
@@ -17,22 +19,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_request import BaseRequest
 
 from atoll.fabric.address import address_of_name, check_bind, host_port
 from atoll.fabric.authorizer import VISITOR, Authorizer, OpenAuthorizer, Rejected, Visitor, check_host, own_names
 from atoll.fabric.listener import Listener, Tls
+from atoll.fabric.requests import HEAD_BYTES, RequestReader
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
 from atoll.fabric.tasks import ConnectionErrors, VitalTasks
 from atoll.fabric.transfer import pieces
 from atoll.fabric.wire import DIGEST_HEADER, FabricLimits, one_line
 from atoll.protocol.errors import ConfigError, PeerError
+from atoll.protocol.limits import SharedBytes
 
 NEWCOMERS = 8
 """Connections to one courier at once: its learner's training comes first."""
@@ -71,6 +80,7 @@ class Port:
         """What it starts that must not end: its owner watches it."""
         self.mistakes = ConnectionErrors()
         """Of ours, each of which cost somebody a connection."""
+        self._answers = SharedBytes(limits.answer_bytes)
         self._names = frozenset({self.host, *own_names(), *names})
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
@@ -94,20 +104,21 @@ class Port:
             web.RouteDef(route.method, route.path, route.handler, {**route.kwargs, "expect_handler": self._expected})
             for route in routes
         )
-        self._runner = web.AppRunner(
-            app,
+        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=limits.flush_s)
+        await self._runner.setup()
+        assert self._runner.server is not None
+        make = partial(
+            RequestReader,
+            self._runner.server,
+            limits.header_s,
+            loop=asyncio.get_running_loop(),
             access_log=None,
             logger=_logger,
-            handle_signals=False,
             keepalive_timeout=limits.keepalive_s,
             lingering_time=limits.flush_s,
-            shutdown_timeout=limits.flush_s,
             auto_decompress=False,
         )
-        await self._runner.setup()
-        server = self._runner.server
-        assert server is not None
-        self._listener = Listener(limits, self._tls, server, _force_close, self.vital, self.mistakes)
+        self._listener = Listener(limits, self._tls, make, _force_close, self.vital, self.mistakes)
         try:
             self.port = await self._listener.open(self.host, self.port)
         except ConfigError:
@@ -155,22 +166,113 @@ class Port:
                 raise Rejected(403, "web pages may only read")
             if not all(value.isascii() for value in request.headers.values()):
                 raise Rejected(400, "a header is not ASCII")  # aiohttp would stumble over it
+            if request.headers.get("Transfer-Encoding") is not None:
+                raise Rejected(400, "the body has no length: Content-Length has to name it")  # nothing of it is read
+            if request.body_exists and request.method == "GET":
+                raise Rejected(400, "a GET has no body")  # nobody would read it
             if "Sec-WebSocket-Protocol" in request.headers:
                 raise Rejected(400, "no sub-protocol is spoken here")  # aiohttp would log all that are offered
-            return await handler(request)
+            return await self._send_answer(request, await handler(request))
         except Rejected as error:
             return error_response(error.status, error)
         except PeerError as error:
             return error_response(409, error)
         except web.HTTPException as error:
             return error_response(error.status, error.reason)
+        except SlowReader:
+            _abort(request)
+            return error_response(408, "it was taken too slowly")  # to nobody
         except ConnectionError as error:
             return error_response(400, error)  # to nobody: the peer went while it was being answered
         except Exception as error:
             self.mistakes.add(error)
-            if request.writer.output_size and request.transport is not None:
-                request.transport.abort()  # an answer had begun
+            if request.writer.output_size:
+                _abort(request)  # an answer had begun
             return _turned_away(Rejected(500, "the syncer made a mistake: its log has more about it"))
+
+    async def _send_answer(self, request: web.Request, answer: web.StreamResponse) -> web.StreamResponse:
+        """Whole, unless the handler has sent it."""
+        if answer.prepared:
+            return answer
+        body = answer.body if isinstance(answer, web.Response) else None
+        if isinstance(body, bytes) and len(body) > HEAD_BYTES:
+            return await self._send_large(request, answer, body)
+        async with within(self._limits.send_s + _file_bytes(answer) / self._limits.body_rate):
+            await answer.prepare(request)
+            await answer.write_eof()
+        return answer
+
+    async def _send_large(self, request: web.Request, answer: web.StreamResponse, body: bytes) -> web.StreamResponse:
+        token = request[VISITOR].token
+        if not self._answers.take(token, len(body)):
+            raise Rejected(429, "too many answers are being sent: try again later")
+        try:
+            sent = web.StreamResponse(status=answer.status, headers=answer.headers)
+            async for _ in send_pieces(request, sent, memoryview(body), self._limits):
+                pass
+        finally:
+            self._answers.give_back(token, len(body))
+        return sent
+
+
+class SlowReader(Exception):
+    """The peer does not take what it asked for."""
+
+
+@asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[None]:
+    """The peer has so long to take something; SlowReader."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise SlowReader from None
+
+
+def piece_bytes(request: web.Request, limits: FabricLimits) -> int:
+    return limits.tls_chunk_bytes if request.secure else limits.chunk_bytes
+
+
+async def send_pieces(
+    request: web.Request, response: web.StreamResponse, data: memoryview, limits: FabricLimits
+) -> AsyncIterator[int]:
+    """The size of each piece as it is written; SlowReader."""
+    response.content_length = data.nbytes
+    await response.prepare(request)
+    size = piece_bytes(request, limits)
+    for at in range(0, data.nbytes, size):
+        piece = data[at : at + size]
+        yield piece.nbytes
+        async with within(limits.send_s):
+            await response.write(piece)
+        await asyncio.sleep(0)  # a reader that keeps up never makes a write wait: the loop has other work too
+    async with within(limits.send_s):
+        await response.write_eof()
+
+
+class FileAnswer(web.FileResponse):
+    """Sent in pieces that are waited for. (asyncio's own way puts half a megabyte into the buffers of TLS.)"""
+
+    def __init__(self, path: Path, **how: Any) -> None:
+        super().__init__(path, chunk_size=FabricLimits().tls_chunk_bytes, **how)
+        self.size = path.stat().st_size
+
+    async def prepare(self, request: BaseRequest) -> AbstractStreamWriter | None:
+        return None if self.prepared else await super().prepare(request)  # aiohttp asks again once it is sent
+
+    async def _sendfile(self, request: BaseRequest, fobj: IO[Any], offset: int, count: int) -> AbstractStreamWriter:
+        writer = await web.StreamResponse.prepare(self, request)
+        assert writer is not None
+        return await self._sendfile_fallback(writer, fobj, offset, count)
+
+
+def _file_bytes(answer: web.StreamResponse) -> int:
+    return answer.size if isinstance(answer, FileAnswer) else 0
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +331,6 @@ class StateHost(Port):
             raise Rejected(404, "no state is on offer under this ticket: ask the syncer for another")
         start = resumed_at(range_start(request), offer.size)
         response = state_response(StateHead(start, offer.size, offer.digest))
-        drain_means_sent(transport)  # so little is on its way when an offer is withdrawn
         offer.readers.add(transport)
         try:
             await response.prepare(request)
@@ -269,17 +370,6 @@ class BodyPace:
                 return await work
         finally:
             self._waited_s += clock() - began
-
-
-def drain_means_sent(transport: asyncio.WriteTransport) -> None:
-    """Nothing of a body waits in its own buffer once its drain is over. (TLS keeps a copy of what is under way; its
-    transport, told to wait for less than one byte, would wait for ever.)"""
-    if transport.is_closing():
-        raise ConnectionResetError("the connection is closed")  # a TLS transport that is closed answers no question
-    if transport.get_extra_info("sslcontext") is None:
-        transport.set_write_buffer_limits(0)
-    else:
-        transport.set_write_buffer_limits(high=1, low=0)
 
 
 def range_start(request: web.Request) -> int:

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from atoll.fabric.authorizer import VISITOR, Rejected
 from atoll.fabric.calls import next_chunk
+from atoll.fabric.host import piece_bytes, within
 from atoll.fabric.wire import DIGEST_HEADER, MIB, FabricLimits, digest_aside
 from atoll.protocol.errors import Unreachable
 
@@ -113,11 +114,12 @@ class Probe:
         response.content_length = size
         with self._turn(request):
             await response.prepare(request)
-            piece = os.urandom(min(size, self._limits.chunk_bytes))  # nothing on the way makes it smaller
+            piece = os.urandom(min(size, piece_bytes(request, self._limits)))  # nothing on the way makes it smaller
             for at in range(0, size, len(piece) or 1):
-                async with asyncio.timeout(self._limits.send_s):
+                async with within(self._limits.send_s):
                     await response.write(memoryview(piece)[: size - at])
-            await response.write_eof()
+            async with within(self._limits.send_s):
+                await response.write_eof()
         return response
 
     async def _take(self, request: web.Request) -> web.Response:

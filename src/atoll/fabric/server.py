@@ -43,7 +43,7 @@ from atoll.fabric.authorizer import (
 from atoll.fabric.control import ControlServer
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import Handlers, ServedFragment, ServedPages
-from atoll.fabric.host import Port, drain_means_sent, error_response
+from atoll.fabric.host import Port, error_response, send_pieces
 from atoll.fabric.intake import Intake, Probe
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import Tls
@@ -211,7 +211,6 @@ class Server(Port):
             served.release()
 
     async def _serve(self, request: web.Request, served: ServedFragment) -> web.StreamResponse:
-        data, limits = served.data.cast("B"), self._limits
         response = web.StreamResponse(
             headers={
                 VERSION_HEADER: str(served.version),
@@ -220,24 +219,11 @@ class Server(Port):
                 "Content-Type": "application/octet-stream",
             }
         )
-        response.content_length = data.nbytes
         if request.transport is not None:
-            drain_means_sent(request.transport)  # then the buffer may be released
             served.on_cut(request.transport.abort)
-        await response.prepare(request)
-        try:
-            for at in range(0, data.nbytes, limits.chunk_bytes):
-                piece = data[at : at + limits.chunk_bytes]
-                self._bodies_out += piece.nbytes
-                async with asyncio.timeout(limits.send_s):
-                    await response.write(piece)
-                await asyncio.sleep(0)  # a reader that keeps up never makes a write wait: the loop has other work too
-            async with asyncio.timeout(limits.send_s):
-                await response.write_eof()
-        except (TimeoutError, ConnectionError):  # too slow, gone, or cut off: it fetches a newer version later
-            if request.transport is not None:
-                request.transport.abort()
-        return response
+        async for size in send_pieces(request, response, served.data.cast("B"), self._limits):
+            self._bodies_out += size
+        return response  # one that is too slow, or cut off, fetches a newer version later
 
     async def _relay_get(self, request: web.Request) -> web.StreamResponse:
         return await self._relay.fetch(request, self._member(request).learner)

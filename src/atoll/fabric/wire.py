@@ -92,7 +92,8 @@ class FabricLimits(msgspec.Struct, frozen=True, kw_only=True):
     hello_s: float = 5.0
     """From the opening of a control channel to its hello."""
     header_s: float = 5.0
-    """From the opening of a connection to the end of its first request's headers."""
+    """From the opening of a connection to the end of its first request's headers; of each later one, from its first
+    byte."""
     keepalive_s: float = 60.0
     """How long a connection may stay idle between two requests."""
     dial_s: float = 5.0
@@ -111,8 +112,12 @@ class FabricLimits(msgspec.Struct, frozen=True, kw_only=True):
     """… and must then have come at this many bytes per second on average, …"""
     body_idle_s: float = 10.0
     """… and never pause for longer than this."""
-    chunk_bytes: int = 1 * MIB
-    """Bodies are sent in pieces of this size."""
+    chunk_bytes: int = 256 * KIB
+    """Bodies are sent in pieces of this size, …"""
+    tls_chunk_bytes: int = 64 * KIB
+    """… and by a syncer, over TLS, in pieces of this size: TLS keeps them twice while they are not taken."""
+    answer_bytes: int = 128 * MIB
+    """Large answers (status, metrics) that are not taken yet; half of it for a token that is alone."""
     backoff_s: float = 0.1
     """The first wait before a lost syncer is dialled again; it doubles …"""
     backoff_cap_s: float = 1.0

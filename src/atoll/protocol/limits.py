@@ -7,6 +7,7 @@ finds none without. NaN and infinities are within no bounds.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable
 from typing import Annotated, Literal
 
@@ -122,3 +123,23 @@ class Budgets:
         if len(self._of) >= self._look_at:
             self._of = {whose: budget for whose, budget in self._of.items() if not budget.whole(now)}
             self._look_at = max(FEW, 2 * len(self._of))
+
+
+class SharedBytes:
+    """Memory that tokens share. One may have as much of it as is left for all others, so half of all where it is alone,
+    and no token leaves the others nothing."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_token: Counter[str] = Counter()
+
+    def take(self, token: str, size: int) -> bool:
+        if size and self._by_token[token] + size > self._most - self._by_token.total():
+            return False
+        self._by_token[token] += size
+        return True
+
+    def give_back(self, token: str, size: int) -> None:
+        self._by_token[token] -= size
+        if not self._by_token[token]:
+            del self._by_token[token]

@@ -35,8 +35,8 @@ from atoll.syncer.parameters import OLD, Parameters
 from atoll.syncer.recovery import Recovered, outer_of
 
 PROGRAM = 256 * MIB
-CONNECTION = 320 * KIB
-"""An open connection: headers, and buffers of the socket and of TLS, which are the largest."""
+CONNECTION = 640 * KIB
+"""An open connection: buffers of TLS, which are the largest; headers; and what is on its way to a slow reader."""
 NAME = 4 * KIB
 NAME_FRAGMENT = 512
 """Kept of a name: its life, its tokens, its line in the status; and for each fragment what was merged."""
@@ -188,7 +188,7 @@ def memory_bound(
     | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
     | relayed states | as many streams, and as much of each, as the relay allows |
-    | connections | as many as are allowed, whoever holds them |
+    | connections | as many as are allowed, whoever holds them; large answers that are not taken yet |
     | the filter | of as many learners as may be there, for every fragment the direction of the last contribution |
     | one name | kept of a learner for good, also after it left; a join token brings so many (`JoinToken.names`) |
     """
@@ -197,7 +197,7 @@ def memory_bound(
     fixed = PROGRAM + model * (1 + 1 + OLD) + 2 * slots * model + 2 * largest
     if settings.guard == "rollback":
         fixed += 2 * (1 + slots) * model + model + largest
-    fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION
+    fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION + limits.answer_bytes
     fixed += NAMES * settings.fragments * BUCKETS * 8
     least, most = schedule.least_flights(settings), schedule.most_flights(settings)
     each = contribution_bytes(plan, settings)

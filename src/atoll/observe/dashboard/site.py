@@ -31,6 +31,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from atoll.fabric.authorizer import NOBODY, VISITOR, Rejected
 from atoll.fabric.control_channel import SendQueue
+from atoll.fabric.host import FileAnswer
 from atoll.observe.dashboard.history import DashboardHistory
 from atoll.observe.tail import EventTail
 from atoll.store.rundir import RunDir
@@ -180,9 +181,9 @@ def plotly_file() -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def _file(path: Path) -> web.FileResponse:
+def _file(path: Path) -> FileAnswer:
     kind = f"{TYPES[path.suffix]}; charset=utf-8"
-    return web.FileResponse(path, headers={**HEADERS, "Content-Type": kind})
+    return FileAnswer(path, headers={**HEADERS, "Content-Type": kind})
 
 
 def _exposition(status: RunStatus, viewers: int) -> bytes:

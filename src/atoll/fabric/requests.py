@@ -1,0 +1,137 @@
+"""Requests of one connection, read one at a time.
+
+aiohttp reads up to 32 requests ahead of the one that it answers, and bounds their headers by lines only: each may have
+a megabyte. Nobody who means well sends a request before the last one was answered. So here:
+
+- the headers of a request have `HEAD_BYTES` in all, and `header_s` from their first byte to their last;
+- what comes behind a request waits as it came, until that one is answered: `HEAD_BYTES` of it;
+- whoever writes to it waits until all of it is sent, so that answers do not pile up;
+- a connection that brings more is closed. So is one that makes a mistake in HTTP, or names no length for a body: it is
+  told so, and nothing more of it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import RawRequestMessage, WebSocketReader
+from aiohttp.web_request import BaseRequest
+
+from atoll.fabric.wire import KIB
+
+HEAD_BYTES = 16 * KIB
+END = b"\r\n\r\n"
+TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class RequestReader(web.RequestHandler):
+    def __init__(self, server: web.Server, header_s: float, **how: Any) -> None:
+        super().__init__(server, **how)
+        self._header_s = header_s
+        self._ahead = b""
+        """Has come, and is not read yet."""
+        self._head = b""
+        """Of the headers that have not come whole."""
+        self._body_left = 0
+        self._answering = self._deaf = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A drain is over once everything is sent. (TLS keeps a copy of what is under way; its transport, told to wait
+        for less than one byte, would wait for ever.)"""
+        assert isinstance(transport, asyncio.WriteTransport)
+        if transport.get_extra_info("sslcontext") is None:
+            transport.set_write_buffer_limits(0)
+        else:
+            transport.set_write_buffer_limits(high=1, low=0)
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        if not data or self._payload_parser is not None or len(data) <= self._body_left:
+            self._body_left -= min(len(data), self._body_left)
+            super().data_received(data)  # aiohttp looks again at what it has, frames of a WebSocket, or a body
+            return
+        self._ahead += data
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while self._ahead and not self._deaf:
+            if self._body_left:
+                self._hand_on(self._body_left)
+            elif not self._answering:
+                self._read_head()
+            else:
+                break
+        if len(self._ahead) > HEAD_BYTES:
+            self._hang_up()
+
+    def _hand_on(self, size: int) -> bytes:
+        read, self._ahead = self._ahead[:size], self._ahead[size:]
+        self._body_left -= min(len(read), self._body_left)
+        super().data_received(read)
+        return read
+
+    def _read_head(self) -> None:
+        """The headers as far as they have come, and nothing behind them."""
+        known = len(self._head)
+        end = (self._head + self._ahead).find(END, max(0, known - len(END) + 1))
+        size = HEAD_BYTES - known if end < 0 else end + len(END) - known
+        if known + min(size, len(self._ahead)) >= HEAD_BYTES:
+            self._hang_up(TOO_LONG)
+            return
+        before = self._request_count
+        self._head += self._hand_on(size)
+        if self._request_count > before:
+            self._begin_request(self._messages[-1][0])
+        elif end >= 0:
+            self._head = b""  # empty lines before a request
+        elif self._timer is None:
+            self._timer = self._loop.call_later(self._header_s, self._hang_up)
+
+    def _begin_request(self, message: object) -> None:
+        self._head, self._answering = b"", True
+        self._stop_timer()
+        if not isinstance(message, RawRequestMessage) or message.chunked:
+            self._deaf, self._ahead = True, b""
+        else:
+            self._body_left = int(message.headers.get("Content-Length", 0))
+
+    async def finish_response(
+        self, request: BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        done = await super().finish_response(request, resp, start_time)
+        self._answering = False
+        self._read_ahead()
+        return done
+
+    def set_parser(self, parser: WebSocketReader, *args: Any, **how: Any) -> None:
+        """From here on it is a WebSocket, which has limits of its own."""
+        super().set_parser(parser, *args, **how)
+        early, self._ahead = self._ahead, b""
+        if early:
+            super().data_received(early)
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        self._stop_timer()
+        self._ahead = self._head = b""
+        super().connection_lost(error)
+
+    def _hang_up(self, why: bytes = b"") -> None:
+        self._deaf, self._ahead = True, b""
+        self._stop_timer()
+        if self.transport is None:
+            return
+        if why:
+            self.transport.write(why)
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
