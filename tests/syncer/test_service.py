@@ -14,6 +14,7 @@ from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 
 from atoll.digests import compute_digest
 from atoll.fabric.address import parse_address
+from atoll.fabric.local_secrets import secret_for
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import ScoreReport
 from atoll.protocol.effects import Tick
@@ -168,6 +169,54 @@ async def test_bodies_of_processes_that_came_and_went_leave_no_memory_behind(sta
         kept.append(weakref.ref(service.expect_initial("a", learner.session, 0).obj.base))  # type: ignore[attr-defined]
         await learner.link.close()
     assert [one() for one in kept] == [None] * 5
+
+
+async def test_bodies_of_names_that_are_asked_no_more_are_cut_off(stage: Stage) -> None:
+    """Each name begins to send all of the first parameters, hangs up, and keeps the bodies open."""
+    intake, held = (await stage.open(learners=4)).server._intake, []
+    for number in range(6):
+        learner = stage.join(f"evil-{number}")
+        await learner.until(Welcome, lambda welcome: welcome.upload)
+        bodies = [await begin_initial(stage, learner, part.index) for part in learner.plan.fragments]
+        async with asyncio.timeout(WAIT_S):
+            for before in held:
+                assert await answer_of(*before) == b"", "it was not cut off"
+            while {owner for owner, _ in intake._taken.values()} != {learner.name}:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        assert sum(size for _, size in intake._taken.values()) <= 4 * learner.plan.size
+        held = bodies
+        await learner.link.close()
+    await stage.join("honest").begin()
+    for reader, writer in held:
+        writer.close()
+        await answer_of(reader, writer)
+
+
+async def answer_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """All that is said until the connection is closed."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def begin_initial(
+    stage: Stage, learner: FakeLearner, fragment: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A body that lacks its last byte."""
+    port, size = stage.service.server.port, 4 * learner.plan.fragments[fragment].size
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = [
+        f"PUT /v1/initial/{learner.name}/{fragment} HTTP/1.1",
+        "Host: 127.0.0.1",
+        f"Authorization: Bearer {secret_for('127.0.0.1', port, '/v1/control')}",
+        f"Atoll-Session: {learner.session}",
+        f"Content-Length: {size}",
+    ]
+    writer.write("\r\n".join([*head, "", ""]).encode() + bytes(size - 1))
+    return reader, writer
 
 
 async def test_nobody_else_may_send_first_parameters(stage: Stage) -> None:

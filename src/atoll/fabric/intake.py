@@ -92,6 +92,30 @@ class Intake:
             raise Rejected(400, f"the connection broke after {at} of {into.nbytes} bytes: {error}") from None
 
 
+class Uploads:
+    """Bodies of first parameters that are being received, of one session at a time: where the next one that is asked
+    for them sends its own, those of the one before are cut off."""
+
+    def __init__(self) -> None:
+        self._session = ""
+        self._transports: set[asyncio.Transport] = set()
+
+    @contextmanager
+    def begin(self, session: str, request: web.Request) -> Iterator[None]:
+        if request.transport is None:
+            raise Rejected(400, "the connection broke")
+        if session != self._session:
+            for before in self._transports:
+                before.abort()
+            self._session, self._transports = session, set()
+        under_way, own = self._transports, request.transport
+        under_way.add(own)
+        try:
+            yield
+        finally:
+            under_way.discard(own)
+
+
 # ---- probes ---------------------------------------------------------------------------------------------------------
 
 TIME_HEADER = "Atoll-Time"

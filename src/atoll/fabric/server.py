@@ -44,7 +44,7 @@ from atoll.fabric.control import ControlServer
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import Handlers, ServedFragment, ServedPages
 from atoll.fabric.host import Port, error_response, send_pieces
-from atoll.fabric.intake import Intake, Probe
+from atoll.fabric.intake import Intake, Probe, Uploads
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import Tls
 from atoll.fabric.relay import RelayLimits, StateRelay
@@ -86,6 +86,7 @@ class Server(Port):
         self._handlers = handlers
         self._pages = pages
         self._intake = Intake(self._limits)
+        self._uploads = Uploads()
         self._control = ControlServer(handlers, self._limits, authorizer, owners)
         self._relay = StateRelay(handlers, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
@@ -196,8 +197,9 @@ class Server(Port):
         channel = self._member(request)
         fragment = int(request.match_info["fragment"])
         into = self._handlers.expect_initial(channel.learner, channel.session, fragment)
-        digest = await self._intake.receive(request, channel.learner, ("initial", channel.learner, fragment), into)
-        await self._handlers.initial_arrived(channel.learner, channel.session, fragment, into, digest)
+        with self._uploads.begin(channel.session, request):
+            digest = await self._intake.receive(request, channel.learner, (channel.session, fragment), into)
+            await self._handlers.initial_arrived(channel.learner, channel.session, fragment, into, digest)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
