@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from atoll.digests import compute_digest
-from atoll.fabric.host import NEWCOMERS, StateHost
+from atoll.fabric.host import NEWCOMERS, STRANGERS, StateHost
 from atoll.fabric.wire import MIB, FabricLimits
 from atoll.protocol.errors import ConfigError, PeerError
 
@@ -109,12 +109,12 @@ async def test_a_range_beyond_the_state_gives_it_whole(place: Place) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "headers", "status", "says"),
     [
-        ("GET", "/v1/state/t-2", {}, 404, "no state is on offer under this ticket"),
-        ("GET", "/v1/state/T_1", {}, 404, "Not Found"),
+        ("GET", "/v1/state/t-2", {}, 401, "no state is on offer under this ticket"),
+        ("GET", "/v1/state/T_1", {}, 401, "no state is on offer"),
         ("GET", "/v1/state/t-1", {"Range": "bytes=-5"}, 400, "bytes=-5 is not understood"),
         ("GET", "/v1/state/t-1", {"Origin": "http://example.com"}, 403, "web pages"),
-        ("PUT", "/v1/state/t-1", {}, 405, "Method Not Allowed"),
-        ("DELETE", "/v1/state/t-1", {}, 405, "Method Not Allowed"),
+        ("PUT", "/v1/state/t-1", {}, 401, "no state is on offer"),
+        ("DELETE", "/v1/state/t-1", {}, 401, "no state is on offer"),
     ],
 )
 async def test_anything_else_is_refused_in_one_line(
@@ -138,7 +138,7 @@ async def test_a_withdrawn_state_is_unknown_and_its_bytes_are_not_read_again(pla
         state[:] = b"x" * len(state)
         came = await reader.read()
     assert len(came) < len(state) and b"x" not in came
-    assert (await ask(host))[0] == 404
+    assert (await ask(host))[0] == 401
     host.withdraw("t-1")
 
 
@@ -157,11 +157,28 @@ async def test_connections_and_silence_are_bounded(place: Place) -> None:
     host = await place.host(FabricLimits(header_s=0.2))
     offer(host)
     quiet = [(await place.raw(host.port))[0] for _ in range(NEWCOMERS)]
-    surplus, _ = await place.raw(host.port)
     async with asyncio.timeout(WAIT_S):
-        assert await surplus.read() == b""
         assert [await reader.read() for reader in quiet] == [b""] * NEWCOMERS
-    assert (await ask(host))[0] == 200
+    offer(host, bytes(64 * MIB))
+    for _ in range(NEWCOMERS):
+        reader, writer = await place.raw(host.port)
+        writer.write(b"GET /v1/state/t-1 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+    assert (await ask(host))[0] == 429
+
+
+@pytest.mark.parametrize(
+    "says", [b"", b"GET /v1/state/guess HTTP/1.1\r\nHost: [::1]\r\n\r\n"], ids=["nothing", "a guess"]
+)
+async def test_whoever_has_no_ticket_keeps_no_newcomer_away(place: Place, says: bytes) -> None:
+    host = await place.host(FabricLimits(header_s=60.0))
+    offer(host)
+    for _ in range(3 * STRANGERS):
+        reader, writer = await place.raw(host.port)
+        writer.write(says)
+        if says:
+            assert b" 401 " in await reader.readline()
+        assert (await ask(host))[0] == 200
 
 
 async def test_it_opens_on_this_machine_alone_and_says_where(place: Place) -> None:

@@ -9,7 +9,8 @@ Rules:
 - requests are read one at a time (`requests`); an answer that is not taken in time costs its reader the connection, and
   large ones have `answer_bytes` together;
 - a web page (an Origin header) is refused, unless the port says that it may read;
-- only what is on offer is given, under a ticket that the syncer made and nobody can guess; nothing can be written;
+- only what is on offer is given, under a ticket that the syncer made and nobody can guess; nothing can be written.
+  Whoever brings no such ticket hears 401, stays a stranger, and keeps no newcomer away;
 - a state goes from the learner's own buffers to the socket, 256 KiB at a time; once withdrawn, they are not read again;
 - a newcomer that reads too slowly is cut off. It asks for the rest, here or through the syncer (`relay`).
 """
@@ -44,7 +45,9 @@ from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.limits import SharedBytes
 
 NEWCOMERS = 8
-"""Connections to one courier at once: its learner's training comes first."""
+"""Connections with a ticket to one courier at once: its learner's training comes first."""
+STRANGERS = 16
+"""The same without one. One more takes the place of the oldest."""
 
 _logger = logging.getLogger("atoll.fabric.http")
 _logger.addFilter(lambda record: not _is_the_peers(record))
@@ -292,14 +295,27 @@ class Offer:
     readers: set[asyncio.Transport] = field(default_factory=set)
 
 
+class TicketAuthorizer(OpenAuthorizer):
+    """Whoever brings a ticket may ask."""
+
+    def __init__(self, offers: Collection[str]) -> None:
+        self._offers = offers
+
+    def admit(self, request: web.Request) -> Visitor:
+        if request.match_info.get("ticket") not in self._offers:
+            raise Rejected(401, "no state is on offer under this ticket: ask the syncer for another")
+        return super().admit(request)
+
+
 class StateHost(Port):
     """What a courier has on offer for newcomers that can reach it."""
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0, limits: FabricLimits | None = None) -> None:
-        limits = limits or FabricLimits()
-        super().__init__(host, port, msgspec.structs.replace(limits, connections=min(limits.connections, NEWCOMERS)))
         self.bytes_out = 0
         self._offers: dict[str, Offer] = {}
+        places = {"connections": 2 * (NEWCOMERS + STRANGERS), "strangers": STRANGERS, "token_connections": NEWCOMERS}
+        limits = msgspec.structs.replace(limits or FabricLimits(), **places)
+        super().__init__(host, port, limits, authorizer=TicketAuthorizer(self._offers))
 
     @property
     def url(self) -> str:
@@ -326,9 +342,9 @@ class StateHost(Port):
                 transport.abort()
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
-        offer, transport = self._offers.get(request.match_info["ticket"]), request.transport
-        if offer is None or transport is None:
-            raise Rejected(404, "no state is on offer under this ticket: ask the syncer for another")
+        offer, transport = self._offers[request.match_info["ticket"]], request.transport
+        if transport is None:
+            raise ConnectionResetError("the newcomer is gone")
         start = resumed_at(range_start(request), offer.size)
         response = state_response(StateHead(start, offer.size, offer.digest))
         offer.readers.add(transport)
