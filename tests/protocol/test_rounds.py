@@ -192,6 +192,42 @@ def test_nor_does_it_where_the_quorum_was_lowered_already() -> None:
     assert world.members(before + 7) == {"learner-0"}
 
 
+def longest_wait_s(world: World, rounds: int) -> float:
+    """Of the next so many rounds."""
+    longest_s = 0.0
+    for _ in range(rounds):
+        before = world.now
+        world.run_until(round=world.syncer.committed + 1)
+        longest_s = max(longest_s, world.now - before)
+    return longest_s
+
+
+def test_one_whose_steps_get_slower_and_slower_makes_no_quorum_wait_longer_and_longer() -> None:
+    """Three learners, K = 3: one is never ready, and each of its steps takes half as long again."""
+    world = World(3, fragments=2, sync_every=4, quorum=3, lost_after_s=1e6).run_until(round=8)
+    lose_downloads(world, "learner-2")
+    slow = world.learners["learner-2"]
+    for _ in range(30):
+        t = slow.t
+        longest_s = longest_wait_s(world, 1)
+        slow.step_s *= 1.5 if slow.t > t else 1.0
+        assert longest_s < 8 * 16 + 10
+    assert slow.step_s > 1000.0
+
+
+def test_nobody_makes_a_quorum_wait_without_end_by_coming_and_going() -> None:
+    """Three learners, K = 4: one is never ready, and a fourth comes, makes steps and goes, again and again."""
+    world = World(4, present=3, fragments=2, sync_every=4, quorum=4, stalled_after_s=10.0).run_until(round=8)
+    lose_downloads(world, "learner-2")
+    before = world.syncer.committed
+    for turn in range(30):
+        visitor = world.join(f"visitor-{turn}", kept=True)
+        world.run_until(seconds=4.0)
+        assert visitor.t > 0
+        world.kill(f"visitor-{turn}")
+    assert world.syncer.committed >= before + 8
+
+
 def test_time_in_which_the_syncer_stood_still_lowers_no_quorum() -> None:
     world = World(2, fragments=2, sync_every=4, quorum=2, patience_s=5.0, lost_after_s=30.0).run_until(round=8)
     world.kill("learner-1")

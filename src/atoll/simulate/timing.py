@@ -24,6 +24,7 @@ from typing import Any
 
 from atoll.protocol.messages import Progress, Pull
 from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer.closing import overdue_at
 from atoll.protocol.syncer.liveness import PROBE_EVERY_S
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round
@@ -166,12 +167,13 @@ class Timing:
     def _least_quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> int:
         members, settings = syncer.machine.members, syncer.machine.settings
         quorum = settings.quorum
+        if round_.due_at is not None and now >= overdue_at(round_.due_at, members.longest_stall_s(), settings):
+            return 1
         if (short := syncer.machine.rounds.closing._short_since) is not None:
             if now < short + settings.patience_s:
                 return quorum
             quorum = max(1, min(quorum, len(members.stepping_learners())))
-        short = round_.short_since
-        return quorum if short is None or now < short + members.longest_stall_s() else 1
+        return quorum
 
     def _forget_lost_quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         """Between two looks too: the next quorum has a grace window of its own."""

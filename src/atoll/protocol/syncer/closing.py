@@ -6,8 +6,9 @@ An asynchronous round closes when all four hold:
    it that no version contains, on a base at or past the version that holds its last contribution to it, and has made a
    step since it last declined this fragment (`KnownLearner.is_ready`). A learner is *stepping* if it is live and its
    training loop has not ended. If fewer than K learners step for `patience_s`, as many as there are suffice
-   (`lowered_quorum`). If fewer of these are ready for `longest_stall_s`, those suffice for this round: for
-   max(`stalled_after_s`, 8 steps of the slowest stepping learner).
+   (`lowered_quorum`). If the round has been due for max(`patience_s`, `stalled_after_s`, 8 steps of the slowest
+   stepping learner), those that are ready suffice for it (`overdue_at`). However slow that one is, its step counts for
+   at most 16 of the median learner's (`longest_stall_s`).
 2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`). A
    round is due only in its turn: no earlier round gathers.
 3. Grace: the grace window is over (`window_s`; the quorum policy says how long it is), or every stepping learner is
@@ -91,8 +92,6 @@ class RoundClosing:
         if changed:
             self._names = names
             self.pace.set_members({one.name: one.t for one in stepping})
-            for round_ in self.state.open_rounds.values():
-                round_.short_since = None
         if len(stepping) >= self.state.settings.quorum:
             self._short_since = None
         elif self._short_since is None:
@@ -187,22 +186,19 @@ class RoundClosing:
     def _current_quorum(self, now: float, round_: Round, ready: int, wakes: list[float]) -> int:
         """K, or as many as step once too few of them did for `patience_s`. One of these may never be ready, since it
         cannot fetch a version, and its steps look healthy: so as many as are ready suffice for a round that was due for
-        as long as a learner that makes no steps would have had."""
+        as long as a learner that makes no steps would have had, whoever came and went meanwhile."""
         quorum, settings = self.state.settings.quorum, self.state.settings
+        if round_.due_at is not None:
+            until = overdue_at(round_.due_at, self.state.members.longest_stall_s(), settings)
+            wakes.append(until)
+            if now >= until:
+                return max(1, min(quorum, ready))
         if self._short_since is not None:
             until = self._short_since + settings.patience_s
             wakes.append(until)
-            if now < until:
-                return quorum
-            quorum = lowered_quorum(quorum, len(self.state.members.stepping_learners()))
-        if ready >= quorum or round_.due_at is None:
-            round_.short_since = None
-            return quorum
-        if round_.short_since is None:
-            round_.short_since = now
-        until = round_.short_since + self.state.members.longest_stall_s()
-        wakes.append(until)
-        return quorum if now < until else max(1, ready)
+            if now >= until:
+                return lowered_quorum(quorum, len(self.state.members.stepping_learners()))
+        return quorum
 
     def put_off(self, now: float, seconds: float) -> None:
         """The syncer stood still for so long: nobody could report meanwhile."""
@@ -259,6 +255,11 @@ def count_learners(count: int) -> str:
 def lowered_quorum(quorum: int, stepping: int) -> int:
     """After `patience_s` with fewer learners that step: max(1, min(K, stepping))."""
     return max(1, min(quorum, stepping))
+
+
+def overdue_at(due_at: float, longest_stall_s: float, settings: Settings) -> float:
+    """From then on a round takes those that are ready. A second attempt is due from its beginning on."""
+    return due_at + max(longest_stall_s, settings.patience_s)
 
 
 def judge(now: float, *, ready: int, awaited: int, quorum: int, grace_ends: float | None) -> Verdict:

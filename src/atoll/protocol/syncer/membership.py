@@ -25,6 +25,8 @@ from atoll.protocol.syncer.claims import Usual
 State = Literal["joining", "training", "gone"]
 STALLED_STEPS = 8
 """A learner that makes no step for this many of its step times, and for `stalled_after_s`, is stalled."""
+SLOWER = 16.0
+"""However slow a learner's steps are, no quorum waits as if they were over this many times as long as the usual."""
 
 
 @dataclass(slots=True)
@@ -347,9 +349,11 @@ class Membership:
         return max(learner.last_step_at, learner.idle_at) + patience_s
 
     def longest_stall_s(self) -> float:
-        """The longest time that one of the stepping learners may go without a step."""
-        steps_s = [one.step_s.value for one in self.stepping_learners() if one.step_s.value is not None]
-        return max(self.settings.stalled_after_s, STALLED_STEPS * max(steps_s, default=0.0))
+        """The longest time that one of the stepping learners may go without a step. The slowest is believed to be at
+        most `SLOWER` times as slow as the median learner, of two the quicker."""
+        steps_s = sorted(one.step_s.value for one in self.stepping_learners() if one.step_s.value is not None)
+        longest_s = min(steps_s[-1], SLOWER * steps_s[(len(steps_s) - 1) // 2]) if steps_s else 0.0
+        return max(self.settings.stalled_after_s, STALLED_STEPS * longest_s)
 
 
 def _name(one: KnownLearner) -> str:

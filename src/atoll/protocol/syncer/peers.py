@@ -251,7 +251,7 @@ class Peers:
         )
 
     def _chance_of(self, newcomer: KnownLearner) -> Callable[[KnownLearner], str]:
-        """A draw that nobody can foresee or bend: it takes the newcomer's session."""
+        """A draw that nobody can foresee: it takes the newcomer's session."""
         return lambda peer: self._hash(self.state.committed, newcomer.session, peer.session)
 
     def _ask_peer(self, now: float, recovery: Recovery, peer: KnownLearner) -> None:

@@ -82,8 +82,6 @@ class Round:
     attempt: int = 1
     quorum_at: float | None = None
     due_at: float | None = None
-    short_since: float | None = None
-    """Since when it is due and fewer than K are ready, though K learners step."""
     on_time: frozenset[str] | None = None
     """Who was ready when the grace window opened."""
     frozen_at: float = 0.0
@@ -117,7 +115,6 @@ class Round:
             seat.deadline += seconds
         self.quorum_at = None if self.quorum_at is None else min(now, self.quorum_at + seconds)
         self.due_at = None if self.due_at is None else min(now, self.due_at + seconds)
-        self.short_since = None if self.short_since is None else min(now, self.short_since + seconds)
 
     def enter_stage(self, stage: Stage) -> None:
         assert stage in STAGES[self.stage], f"a round that is {self.stage} cannot be {stage} next"
@@ -127,7 +124,7 @@ class Round:
         """Back to gathering, for a second and last attempt."""
         self.enter_stage("gathering")
         self.attempt += 1
-        self.opened_at, self.quorum_at, self.short_since, self.on_time = now, None, None, None
+        self.opened_at, self.due_at, self.quorum_at, self.on_time = now, now, None, None
         self.seats = {}
 
 
