@@ -356,7 +356,7 @@ def test_a_run_goes_on_in_its_own_folder_with_its_own_settings(
     assert run.config.seed == 7 and run.config.protocol.steps == 900
     assert (run.config.outer.lr, run.config.service.port) == (0.5, 7078)
     assert run.script == ["-m", "atoll.workloads.builtin"]
-    assert "run small goes on at round 5 with cut 4: Θ from the journal's head" in capsys.readouterr().out
+    assert "run small goes on at round 5: the newest model, optimizers as of snapshot 4" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_with_the_script_it_was_begun_with(

@@ -35,7 +35,7 @@ from atoll.syncer.recovery import recover
 from atoll.syncer.run_store import RunStore
 
 EXACT = "exactly as it was"
-FROM_HEAD = "Θ from the journal's head, inner optimizers from the cut"
+FROM_HEAD = "the newest model, optimizers as of snapshot"
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_the_newest_cut_is_gone_on_with(tmp_path: Path) -> None:
     found = plan_resume(run.dir)
     assert (found.cut, found.run, found.exact, found.reopen) == (4, "small", False, False)
     assert found.states == states(run, 4)
-    assert found.remarks == (f"run small goes on at round 5 with cut 4: {FROM_HEAD}",)
+    assert found.remarks == (f"run small goes on at round 5: {FROM_HEAD} 4",)
 
 
 @pytest.mark.parametrize("name", ["theta-001.bin", "state.bin", "syncer.json", "manifest.json"])
@@ -78,7 +78,7 @@ def test_a_damaged_cut_is_passed_over_and_that_is_said(tmp_path: Path, name: str
     assert found.cut == 2 and found.states == states(run, 2)
     said, goes_on = found.remarks
     assert said.startswith("cut 4 is passed over: ") and name in said
-    assert goes_on == f"run small goes on at round 5 with cut 2: {FROM_HEAD}", "Θ is the same whichever cut it is"
+    assert goes_on == f"run small goes on at round 5: {FROM_HEAD} 2", "Θ is the same whichever cut it is"
 
 
 def test_a_learners_part_that_is_missing_costs_that_learner_alone(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_where_no_cut_is_whole_learners_start_with_fresh_inner_optimizers(tmp_pa
     (folder_of(run.dir.cuts, 0) / "manifest.json").unlink()
     found = plan_resume(run.dir)
     assert (found.cut, found.states, found.exact) == (None, {}, False)
-    assert found.remarks == ("run small goes on at round 3: no complete cut, so fresh inner optimizers",)
+    assert found.remarks == ("run small goes on at round 3: no complete snapshot, so fresh optimizers",)
 
 
 def test_where_every_cut_is_damaged_each_is_named(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_cut_of_a_syncer_that_was_replaced_is_passed_over(tmp_path: Path) -> N
     heir.round()
     found = plan_resume(heir.dir)
     assert found.cut == 2 and found.remarks[0].startswith("cut 5 is passed over: ")
-    assert found.remarks[1].startswith("run small goes on at round 3 with cut 2")
+    assert found.remarks[1].endswith("optimizers as of snapshot 2")
 
 
 def test_a_plan_changes_nothing(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_when_nothing_was_decided_behind_the_cut_everything_is_put_back_exactly(
     run = with_rounds(tmp_path / "run", 4)
     run.cut()
     found = plan_resume(run.dir)
-    assert found.exact and found.remarks == (f"run small goes on at round 4 with cut 4: {EXACT}",)
+    assert found.exact and found.remarks == (f"run small goes on at round 4: {EXACT} in snapshot 4",)
     run.reign()
     assert plan_resume(run.dir).exact, "another term decided nothing"
 

@@ -59,7 +59,7 @@ def test_it_shows_what_the_run_is_about(status: Status, notes: list[Event], widt
     screen.update(status(learners=8), notes)
     shown = text_of(screen, width)
     for words in (
-        *("first", "63 %", "1:04 gone", "0:38 left", "1,203 · step 1,203", "93 %", "97 %", "24.0 (set 24)"),
+        *("first", "63 %", "1:04 elapsed", "0:38 left", "1,203 · step 1,203", "93 %", "97 %", "24.0 (set 24)"),
         *("12 ms · quorum 1", "1.83", "9.9M · 84.1k/s", "every live learner reported", "2: learner-0 and learner-1"),
         *("learner-7", "learner-2 #2", "quarantined", "gone", "joining", "stalled", "muted", "stopped", "tokens/s"),
         *("0:40  killed", "0:46  recovered", "1:00  score", "✓"),
@@ -71,7 +71,7 @@ def test_a_run_that_was_gone_on_with_does_not_say_that_no_time_is_gone(status: S
     screen = LiveScreen(console(100))
     screen.update(status(term=2, elapsed_s=0.2, left_s=None, progress=0.6))
     shown = text_of(screen, 100)
-    assert "60 % · 0:00 since it went on · time left not known yet" in shown and "0:00 gone" not in shown
+    assert "60 % · 0:00 since it went on · time left not known yet" in shown and "elapsed" not in shown
 
 
 def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:

@@ -141,7 +141,9 @@ def test_only_who_joined_again_came_back(events: list[Event]) -> None:
 
 def test_a_run_that_was_gone_on_with_says_so(events: list[Event]) -> None:
     told = {**summarise(events), "resumes": [{"at_s": 1.0, "after": "killed"}, {"at_s": 2.0, "after": "ended"}]}
-    assert "It was ended 1 time and killed whole 1 time before this, and gone on with." in story(told, events)
+    assert "It was stopped once and killed as a whole once, and resumed each time." in story(told, events)
+    told["resumes"] = [{"at_s": 1.0, "after": "ended"}]
+    assert "It was stopped once and resumed." in story(told, events)
 
 
 def test_a_killed_learner_that_never_came_back(events: list[Event]) -> None:

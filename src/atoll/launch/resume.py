@@ -95,10 +95,10 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
         manifest = checked.manifest
         remarks += checked.list_remarks()
         exact = bool(manifest.learners) and not manifest.left_out and nothing_behind
-        how = "exactly as it was" if exact else "Θ from the journal's head, inner optimizers from the cut"
-        remarks.append(f"run {head.run} goes on at round {head.committed} with cut {cut}: {how}")
+        how = f"exactly as it was in snapshot {cut}" if exact else f"the newest model, optimizers as of snapshot {cut}"
+        remarks.append(f"run {head.run} goes on at round {head.committed}: {how}")
         return Resume(cut, head.run, _parts(out, manifest), exact, reopen, changes, tuple(remarks))
-    remarks.append(f"run {head.run} goes on at round {head.committed}: no complete cut, so fresh inner optimizers")
+    remarks.append(f"run {head.run} goes on at round {head.committed}: no complete snapshot, so fresh optimizers")
     return Resume(None, head.run, {}, False, reopen, changes, tuple(remarks))
 
 

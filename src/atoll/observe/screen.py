@@ -160,15 +160,15 @@ def _progress(status: RunStatus) -> Table:
     line.add_column(justify="right", no_wrap=True)
     left = f"{clock(status.left_s)} left" if status.left_s is not None else "time left not known yet"
     # A later term goes on with what others did: their time is not in elapsed_s.
-    gone = f"{clock(status.elapsed_s)} {'gone' if status.term <= 1 else 'since it went on'}"
+    elapsed = f"{clock(status.elapsed_s)} {'elapsed' if status.term <= 1 else 'since it went on'}"
     if status.phase == "waiting":
         words = "waiting for the first parameters"
     elif status.phase == "ending":
-        words = f"{gone} · collecting the last steps"
+        words = f"{elapsed} · collecting the last steps"
     elif status.phase == "finished":
-        words = gone
+        words = elapsed
     else:
-        words = f"{gone} · {left}"
+        words = f"{elapsed} · {left}"
     bar = ProgressBar(total=1.0, completed=min(1.0, max(0.0, status.progress)), complete_style="cyan")
     line.add_row(bar, Text(f"{percent(status.progress)} · {words}"))
     return line

@@ -59,9 +59,15 @@ def _work(summary: Summary) -> str:
 
 def _resumes(summary: Summary) -> str:
     after = Counter(str(entry["after"]) for entry in summary.get("resumes") or ())
-    words = {"ended": "ended", "killed": "killed whole"}
-    ways = [f"{words[way]} {_number(times, 'time')}" for way, times in sorted(after.items())]
-    return f"It was {' and '.join(ways)} before this, and gone on with." if ways else ""
+    words = {"ended": "stopped", "killed": "killed as a whole"}
+    ways = [f"{words[way]} {_times(number)}" for way, number in sorted(after.items())]
+    if not ways:
+        return ""
+    return f"It was {' and '.join(ways)}{', and resumed each time' if after.total() > 1 else ' and resumed'}."
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
 
 
 def _kills(summary: Summary) -> list[str]:

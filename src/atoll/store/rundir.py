@@ -79,7 +79,7 @@ class RunDir:
             if run.holds_run() and not force:
                 raise ConfigError(
                     f"{run.path} already holds a run: choose another folder with --out, "
-                    "or replace that run with --force"
+                    f"or replace that run with --force; --resume {run.path} goes on with it"
                 )
             if run.holds_run():
                 with hold_run(run.path):
