@@ -1,5 +1,6 @@
 """Every input either decodes to a message or raises PeerError of one line of at most 300 characters, no single input
-takes over 50 ms, and the memory of the process does not grow by more than 64 MiB."""
+takes three times as long as an honest hello of 40,000 tensors, and the memory of the process does not grow by more than
+64 MiB."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from tests.fabric.fuzz import LONGEST_S, Verdict, again_s, campaign, large_ones, outcome
+from tests.fabric.fuzz import Verdict, again_s, allowed_s, campaign, large_ones, outcome
 
 GROWN_MIB = 64.0
 PROCESSES = 2
@@ -42,4 +43,4 @@ def test_a_million_inputs_are_messages_or_errors_of_one_line() -> None:
 def test_what_is_as_large_as_a_frame_may_be_is_read_in_time() -> None:
     for given in large_ones():
         assert not outcome(given)[1].startswith("!"), given.how
-        assert min(again_s(given) for _ in range(3)) <= LONGEST_S, given.how
+        assert min(again_s(given) for _ in range(3)) <= allowed_s(), given.how
