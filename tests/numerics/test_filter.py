@@ -192,3 +192,18 @@ def test_where_all_go_the_same_way_again_and_again_nobody_is_suspect() -> None:
     filter_, names = Filter(PLAN), list("abcd")
     told = [filter_.judge(0, names, [np.full(size, 0.25, np.float32)] * 4) for _ in range(20)]
     assert not any(judged.suspect for one in told for judged in one)
+
+
+def test_where_all_nearly_repeat_themselves_one_that_does_so_a_little_more_is_no_suspect() -> None:
+    """Cosines of about 0.985 for one and 0.975 for the others."""
+    size, dice = PLAN.fragments[0].size, np.random.default_rng(1)
+    filter_, names, common = Filter(PLAN), list("abcd"), dice.standard_normal(size)
+    for _ in range(20):
+        noise = dice.standard_normal((4, size)) * np.array([[0.12], [0.16], [0.16], [0.16]])
+        judged = filter_.judge(0, names, [(common + one).astype(np.float32) for one in noise])
+        assert not any(one.suspect for one in judged)
+    repeated = (common + noise[0]).astype(np.float32)
+    for _ in range(4):
+        noise = 0.16 * dice.standard_normal((3, size))
+        judged = filter_.judge(0, names, [repeated, *((common + one).astype(np.float32) for one in noise)])
+    assert [bool(one.suspect) for one in judged] == [True, False, False, False], "the same bits again and again"
