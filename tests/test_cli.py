@@ -69,9 +69,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train script.py --algorithm data-parallel", "trains the built-in workload only: leave script.py out"),
         ("train --port 70000", "port = 70000 is not between 0 and 65535"),
         ("train --seed -1", "seed = -1 is below 0"),
-        ("train --set qorum=2", "there is no setting 'qorum': did you mean quorum?"),
-        ("syncer --set qorum=2", "there is no setting 'qorum': did you mean quorum?"),
-        ("chaos plan.toml --set qorum=2", "there is no setting 'qorum': did you mean quorum?"),
+        ("train --set qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
+        ("syncer --set qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
+        ("chaos plan.toml --set qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
         ("train --set depth=2", "there is no setting 'depth': did you mean workload.depth?"),
         ("train --set quorum", "'quorum' is not understood: write it as quorum=2"),
         ("train --set quorum=two", "quorum=two: expected int, got str"),
@@ -95,6 +95,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "train script.py --epochs 3",
             "did you mean --steps? If not, options of your script go after --: atoll train script.py -- --epochs 3\n",
+        ),
+        (
+            "train script.py 100",
+            "atoll train does not know what to do with '100': options of your script go after --: "
+            "atoll train script.py -- 100\n",
         ),
         ("train script.py --mine", "atoll train has no option --mine: options of your script go after --: "),
         ("train script.py --fragments 4", "atoll train has no option --fragments: it is a setting, --set fragments="),

@@ -127,6 +127,18 @@ async def test_a_mistake_that_the_evaluator_only_met_first_is_the_scripts(tmp_pa
         await local(tmp_path, code, evaluator=True).run()
 
 
+@pytest.mark.parametrize(("code", "again"), [("modl.train()", True), ("open('no/such/file')", False)])
+async def test_a_mistake_in_the_code_after_the_first_steps_is_repeated_once(
+    tmp_path: Path, code: str, again: bool
+) -> None:
+    """What comes from outside may be mended by the next start."""
+    run = local(tmp_path, code, watch=lambda status: setattr(run, "_stepped", True), max_restarts=3)
+    words = "the script failed on every learner and again after a restart" if again else "every learner died too often"
+    with pytest.raises(RunFailed, match=words):
+        await run.run()
+    assert (len(events(run, "restarted")) < 5) == again
+
+
 async def test_a_run_without_an_evaluator_says_that_nobody_will_score_it(tmp_path: Path) -> None:
     told: list[bool] = []
 

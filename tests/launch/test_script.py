@@ -88,8 +88,12 @@ USAGE_ERRORS = {
     "atoll.Learner(torch.nn.Linear(1, 1), optimiser=None)": "TypeError: Learner.__init__() got an unexpected keyword",
     "atoll.Learner(torch.nn.Linear(1, 1)).step(tokens=1)": "RuntimeError: learner.step() outside of 'with",
     "atoll.evaluate(None)": "TypeError: evaluate() missing 1 required positional argument",
-    "atoll.Learner(torch.nn.Linear(1, 1)).batches(torch.utils.data.DataLoader([0]), 1)": (
+    "atoll.Learner(torch.nn.Linear(1, 1)).batches(torch.utils.data.DataLoader([0]))": (
         "TypeError: learner.batches takes a dataset, not a DataLoader"
+    ),
+    "atoll.Learner(torch.nn.Linear(1, 1)).batches([0])": "TypeError: learner.batches needs a batch size: learner.",
+    "atoll.Learner(torch.nn.Linear(1, 1)).step(token=1)": (
+        "TypeError: Learner.step() got an unexpected keyword argument 'token': did you mean 'tokens'?"
     ),
     "atoll.Learner(torch.nn.Linear(1, 1), 3)": "TypeError: 'optimizer' is of type int: give torch optimizers",
     "atoll.Learner(torch.nn.Linear(1, 1)).stpe": "AttributeError: 'Learner' object has no attribute 'stpe'",

@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from atoll.observe.story import WARNING, describe_no_rounds, last_sample, print_closing, story
+from atoll.observe.story import WARNING, describe_no_rounds, find_shortfall, last_sample, print_closing, story
 from atoll.observe.summary import summarise
 from atoll.telemetry.events import Event
 
@@ -169,6 +169,15 @@ def test_a_run_without_a_step_asks_for_the_call(events: list[Event]) -> None:
     assert describe_no_rounds(idle) == asked
     assert asked in " ".join(story(idle, events))
     assert describe_no_rounds({**summary, "rounds": 0}).startswith("no round was committed")
+
+
+def test_a_run_that_ends_with_broken_numbers_failed(events: list[Event]) -> None:
+    summary = summarise(events)
+    assert find_shortfall(summary, events) == ""
+    alarm = {**events[-1], "kind": "alarm", "about": "numbers", "text": "no number is finite", "over": False}
+    assert find_shortfall(summary, [*events, alarm]) == "the run ended while no number is finite"
+    assert find_shortfall(summary, [*events, alarm, {**alarm, "over": True}]) == ""
+    assert find_shortfall({**summary, "rounds": 0}, events).startswith("no round was committed")
 
 
 def test_the_last_sample_is_the_newest(events: list[Event]) -> None:

@@ -32,6 +32,17 @@ def test_when_the_numbers_of_all_break_again_and_again_one_alarm_says_so_until_t
     assert alarms(world) == [False, True]
 
 
+def test_a_fragment_of_running_statistics_alone_does_not_end_the_alarm() -> None:
+    """They stay finite in a model that is lost: one fragment of four is accepted all the time."""
+    world = World(2, fragments=4, sync_every=4, latency_s=0.02).run_until(round=6)
+    diverge(world, "learner-0", "learner-1", seconds=60)
+    for learner in world.syncer.members.learners.values():
+        for _ in range(3):
+            world.syncer.strikes.not_finite.note_accepted(learner)
+    diverge(world, "learner-0", "learner-1", seconds=5)
+    assert alarms(world) == [False]
+
+
 def test_one_learner_that_breaks_again_and_again_is_not_the_run() -> None:
     world = World(3, fragments=4, sync_every=4, latency_s=0.02).run_until(round=6)
     diverge(world, "learner-1", "learner-2", seconds=60)

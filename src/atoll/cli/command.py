@@ -168,11 +168,12 @@ def _parse(
     places = [one for one in command.parameters if not one.flags]
     given: dict[str, list[str]] = {}
     loose: list[str] = []
+    for_script: list[str] = []
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
         if word == "--":
-            loose += rest
+            (for_script if command.script else loose).extend(rest)
         elif word in HELP:
             return None, []
         elif not word.startswith("-") or word == "-":
@@ -180,8 +181,8 @@ def _parse(
             if command.commands:  # the rest is that command's own
                 loose += rest
         elif (one := by_flag.get(name)) is None:
-            for_script = _script_option(command, path, words, word, next(rest, "")) if command.script else ""
-            raise ConfigError(_unknown_option(command, path, name, by_flag, for_script))
+            instead = _script_option(command, path, words, word, next(rest, "")) if command.script else ""
+            raise ConfigError(_unknown_option(command, path, name, by_flag, instead))
         elif one.flag:
             if equals:
                 raise ConfigError(f"{name} takes no value: write it alone")
@@ -199,10 +200,11 @@ def _parse(
     if command.commands:
         return values, loose
     left = _place(command, path, places, loose, values)
+    if left:
+        instead = _script_option(command, path, words, " ".join(left), "") if command.script else ""
+        raise ConfigError(f"{path} does not know what to do with {left[0]!r}: {instead or f'see {path} --help'}")
     if command.script:
-        values["arguments"] = left
-    elif left:
-        raise ConfigError(f"{path} does not know what to do with {left[0]!r}: see {path} --help")
+        values["arguments"] = for_script
     return values, []
 
 

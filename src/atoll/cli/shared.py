@@ -19,7 +19,7 @@ from atoll.fabric.certificates import fingerprint
 from atoll.fabric.local_secrets import published_secrets
 from atoll.launch.resume import describe_unspent
 from atoll.numerics import kernels
-from atoll.observe.story import last_sample, print_closing, story
+from atoll.observe.story import find_shortfall, last_sample, print_closing, story
 from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
@@ -72,15 +72,15 @@ def compile_kernels(console: Console) -> None:
             kernels.warm()
 
 
-def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> dict[str, Any]:
-    """The summary, written down and shown."""
+def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> str:
+    """The summary, written down and shown. Returns why the run failed; empty: it did not."""
     events = list(parse(out.events.read_bytes().splitlines(keepends=True)))
     summary = summarise(events)
     write_summary(out, summary, as_json)
     if not as_json:
         told, sample = story(summary, events), last_sample(events)
         print_closing(console, summary, told, sample, short(out.path), again, describe_unspent(out))
-    return summary
+    return find_shortfall(summary, events)
 
 
 def write_summary(out: RunDir, summary: dict[str, Any], as_json: bool) -> None:

@@ -27,7 +27,6 @@ from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.numerics import kernels
 from atoll.observe import dashboard
 from atoll.observe.screen import EventTail, choose_screen
-from atoll.observe.story import describe_no_rounds
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import BegunRecord
@@ -296,8 +295,8 @@ def _train(
         asyncio.run(standby.run(run) if standby is not None else run.run())
     for words in tracking.trouble:
         console.print(f"note: {words}", soft_wrap=True, highlight=False, markup=False)
-    summary = close(out, console, as_json)
-    if shortfall := run.shortfall or describe_no_rounds(summary):
+    came_to_nothing = close(out, console, as_json)
+    if shortfall := run.shortfall or came_to_nothing:
         raise RunFailed(shortfall)
 
 

@@ -26,6 +26,18 @@ LAST_S = 30.0
 """How long a script may take to end once its run, or its replay, is over."""
 LIMIT = 5
 """Deaths in a row after which a child is given up, unless the operator names another number."""
+CODE_MISTAKES = frozenset(
+    {
+        "AttributeError",
+        "ImportError",
+        "IndentationError",
+        "ModuleNotFoundError",
+        "NameError",
+        "SyntaxError",
+        "TypeError",
+        "UnboundLocalError",
+    }
+)
 TAIL_BYTES = 64 * 1024
 """Of a log, for its last traceback."""
 
@@ -242,6 +254,11 @@ class ScriptError:
         words = f"{self.kind}: {self.text}" if self.text else self.kind
         return f"{words[:WORDS]} ({Path(self.file).name}, line {self.line})"
 
+    @property
+    def is_in_code(self) -> bool:
+        """A restart repeats it. What comes from outside (a file, memory, a library) may be mended by then."""
+        return self.kind in CODE_MISTAKES
+
     def is_same_mistake(self, other: ScriptError) -> bool:
         return (self.kind, self.file, self.line) == (other.kind, other.file, other.line)
 
@@ -265,7 +282,8 @@ def find_shared_error(errors: Iterable[ScriptError | None]) -> ScriptError | Non
     """The mistake that all of them made; None: one made another, or none yet.
 
     A mistake in a script is the same on every learner, and a restart would only repeat it. So a run in which nobody has
-    made a step ends at once when every learner fails with the same exception at the same line.
+    made a step ends at once when every learner fails with the same exception at the same line; later, when that is a
+    mistake in the code and each of them was restarted once.
     """
     first, *others = errors
     if first is None or not all(one is not None and first.is_same_mistake(one) for one in others):

@@ -484,14 +484,24 @@ class LocalRun:
         elif code == 2:
             self._log_warning(child, f"{child.name} cannot take part: {self._read_last_words(child)}")
             self._refusal = self._refusal or self._read_last_words(child)
-        elif not self._stepped and find_shared_error(self._errors.get(name) for name in self._learners):
-            self._fail_with_script(child, "the script failed on every learner before its first step")
+        elif when := self._find_hopeless_error():
+            self._fail_with_script(child, f"the script failed on every learner {when}")
         elif self._is_ending:
             if code > 0:
                 self._note_failure(child, code)
         elif not child.restart_later():
             self._log_warning(child, f"{child.name} died too often and is given up: {self._read_last_words(child)}")
             self._failed[child.name] = self._read_last_words(child)
+
+    def _find_hopeless_error(self) -> str:
+        """When every learner failed in the same way, so that restarts would only repeat it; empty: they did not."""
+        shared = find_shared_error(self._errors.get(name) for name in self._learners)
+        if shared is None:
+            return ""
+        if not self._stepped:
+            return "before its first step"
+        again = shared.is_in_code and all(child.restarts for child in self._learners.values())
+        return "and again after a restart" if again else ""
 
     def _fail_with_script(self, child: Child, what: str) -> None:
         """The run ends in good order, with what was merged so far."""

@@ -23,7 +23,16 @@ from atoll.fabric.address import without_secrets
 from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Datasets, Drawn, Feed, MapDataset, NamedDataset, collect
 from atoll.learner.folder import LearnerFolder, claim_folder
-from atoll.learner.loading import DrawCounter, LeasedSampler, UsedBatches, check_dataset, check_options, load, seed_of
+from atoll.learner.loading import (
+    DrawCounter,
+    LeasedSampler,
+    UsedBatches,
+    check_dataset,
+    check_options,
+    load,
+    require_batch_size,
+    seed_of,
+)
 from atoll.learner.model import BufferRule, check_model, refuse_several_ranks
 from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find_syncer, say
 from atoll.learner.session import JoinRequest, RunSession
@@ -209,6 +218,7 @@ class Learner:
         self._tally.train()
         return self
 
+    @explain_keywords
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
         """Call after every optimizer step, with the tokens (or samples) it trained on."""
         if not self._inside:
@@ -237,7 +247,7 @@ class Learner:
     def batches(
         self,
         dataset: Datasets,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         weights: Mapping[str, float] | None = None,
         epochs: int = 0,
@@ -252,10 +262,11 @@ class Learner:
         """
         check_dataset(dataset, "batches")
         check_options(loader)
+        batch_size = require_batch_size(batch_size, "batches")
         found = self._feed.open(dataset, batch_size, weights)
         return self._load(found, batch_size, epochs, loader)
 
-    def sampler(self, dataset: MapDataset, batch_size: int, *, epochs: int = 0) -> LeasedSampler:
+    def sampler(self, dataset: MapDataset, batch_size: int | None = None, *, epochs: int = 0) -> LeasedSampler:
         """The same for a DataLoader of the script's own: `DataLoader(dataset, batch_sampler=learner.sampler(...))`.
 
         A batch counts when a step is made on it, however many the loader prefetches. It ends when the run is done; a
@@ -264,6 +275,7 @@ class Learner:
         check_dataset(dataset, "sampler")
         if isinstance(dataset, Mapping):
             raise TypeError("learner.sampler takes one dataset; learner.batches takes several by name, with weights")
+        batch_size = require_batch_size(batch_size, "sampler")
         found = self._feed.open(dataset, batch_size, None)
 
         def begin(loop: int) -> Iterator[Drawn]:

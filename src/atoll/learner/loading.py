@@ -150,6 +150,13 @@ def check_dataset(data: object, call: str) -> None:
         )
 
 
+def require_batch_size(batch_size: int | None, call: str) -> int:
+    """The signature lets it be missing, so that whoever hands over a DataLoader is told about that first."""
+    if batch_size is None:
+        raise TypeError(f"learner.{call} needs a batch size: learner.{call}(dataset, batch_size=8)")
+    return batch_size
+
+
 def seed_of(seed: int, name: str) -> int:
     """For a learner's own chance: another one for each name, the same in every life, and of 32 bits, as numpy wants."""
     words = np.random.SeedSequence([seed & (2**64 - 1), *name.encode()])

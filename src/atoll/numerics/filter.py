@@ -10,8 +10,8 @@ Rules kept here, each with its test:
   half of the others' own agreement and than chance;
 - a learner is *suspect* after `ROUNDS` rounds of evidence, not before: its agreement, averaged, is under `DISAGREES`
   of the others' own; or its norm is over `LOUD` times theirs; or it gave the same direction `REPEATS` times in a row
-  while the others' turned far more. It is no longer suspect once its agreement is above `AGREES`. All contributions of a
-  suspect are left out;
+  while the others' turned far more. It is no longer suspect once its agreement is above `AGREES`. All contributions of
+  a suspect are left out;
 - where the others do not agree with each other beyond chance, nobody is judged by agreement;
 - in a round of one or two there is no majority: a tensor is shortened to the usual norm of its fragment, and further
   where the contribution points against the outer momentum. A suspect stays suspect;
@@ -109,8 +109,8 @@ class LearnerRecord:
         return 0.0 if before is None else float(np.sum(before * sketch))
 
     def note_repeat(self, own: float, others: float) -> None:
-        """`others`: the same cosine of the other learners. In a tiny model everybody nearly repeats one direction: so the
-        others' must turn far more than its own."""
+        """`others`: the same cosine of the other learners. In a tiny model everybody nearly repeats one direction: so
+        theirs must turn far more than its own."""
         repeats = own > SAME and STILLER * (1.0 - own) < 1.0 - others
         self.repeats = self.repeats + 1 if repeats else 0
 

@@ -271,9 +271,20 @@ def describe_no_rounds(summary: Summary) -> str:
     return "no round was committed: the model is what it was at the start"
 
 
+def find_shortfall(summary: Summary, events: Sequence[Event]) -> str:
+    """Why a run that came to its end failed all the same; empty: it did not."""
+    alarms = _number_alarms(events)
+    broken = f"the run ended while {alarms[-1]['text']}" if alarms and not alarms[-1]["over"] else ""
+    return describe_no_rounds(summary) or broken
+
+
+def _number_alarms(events: Sequence[Event]) -> list[Event]:
+    """That the numbers of every learner are not finite, and that they are again."""
+    return [event for event in events if event["kind"] == "alarm" and event.get("about") == "numbers"]
+
+
 def _broken_numbers(events: Sequence[Event]) -> list[str]:
-    """The alarm that the numbers of every learner are not finite."""
-    alarms = [event for event in events if event["kind"] == "alarm" and event.get("about") == "numbers"]
+    alarms = _number_alarms(events)
     raised = [event["text"] for event in alarms if not event["over"]]
     return [f"{'for a while: ' if alarms[-1]['over'] else ''}{text}." for text in raised[-1:]]
 

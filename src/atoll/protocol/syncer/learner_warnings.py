@@ -194,20 +194,24 @@ class NotFiniteWatch:
     """Whether the run as a whole diverges: a learner alone recovers from the others, all of them together cannot.
 
     Rules kept here, each with its test: when every learner that is there went into quarantine `QUARANTINES` times
-    since its last accepted contribution, for numbers that are not finite, an alarm says so, once; it is over when a
-    contribution of each of them has been accepted again, or they are gone.
+    since it was sound, for numbers that are not finite, an alarm says so, once; it is over when each of them is sound
+    again, or gone. A learner is sound once P contributions in a row were accepted: one fragment may hold running
+    statistics alone, which stay finite in a model that is lost.
     """
 
     def __init__(self, state: SyncerState) -> None:
         self.state = state
         self._quarantines: dict[str, int] = {}
-        """By learner, since its last accepted contribution."""
+        """By learner, since it was sound."""
+        self._accepted: dict[str, int] = {}
+        """By learner with a quarantine, contributions since then."""
         self._alarmed = False
 
     def note_quarantine(self, learner: KnownLearner, reason: str) -> None:
         if NOT_FINITE not in reason:
             return
         self._quarantines[learner.name] = self._quarantines.get(learner.name, 0) + 1
+        self._accepted[learner.name] = 0
         there = self.state.members.connected_learners()
         if self._alarmed or any(self._quarantines.get(one.name, 0) < QUARANTINES for one in there):
             return
@@ -216,9 +220,16 @@ class NotFiniteWatch:
         self.state.out.note("alarm", text, over=False, about="numbers")
 
     def note_accepted(self, learner: KnownLearner) -> None:
-        if self._quarantines.pop(learner.name, None) is None or not self._alarmed:
+        if learner.name not in self._quarantines:
+            return
+        self._accepted[learner.name] += 1
+        if self._accepted[learner.name] < self.state.settings.fragments:
+            return
+        del self._quarantines[learner.name], self._accepted[learner.name]
+        if not self._alarmed:
             return
         if not any(one.name in self._quarantines for one in self.state.members.connected_learners()):
             self._alarmed = False
             self._quarantines.clear()
+            self._accepted.clear()
             self.state.out.note("alarm", "the numbers of the learners are finite again", over=True, about="numbers")
