@@ -194,7 +194,7 @@ def test_the_status_of_a_run_that_is_over_is_its_summary(
     (run / "syncer.url").write_text("http://127.0.0.1:9")
     assert atoll(monkeypatch, "status", "over") == 0
     told = capsys.readouterr().out
-    assert "2 learners made 24 steps" in told and "goodput" in told and "cut off" not in told
+    assert "2 learners made 24 steps together" in told and "goodput" in told and "cut off" not in told
     assert atoll(monkeypatch, "status", "over", "--json") == 0
     assert json.loads(capsys.readouterr().out)["rounds"] == 7
 

@@ -276,23 +276,40 @@ def test_the_closing_has_figures_story_sample_and_place(events: list[Event], wid
 def test_the_closing_names_the_files_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "events.jsonl").touch()
-    out = console(200)
+    out = console(200, terminal=False)
     print_closing(out, summarise([]), [], out=tmp_path)
-    assert f"All of it is in {tmp_path}: events.jsonl; on one page" in written(out)
+    assert f"All of it is in {tmp_path}: events.jsonl. On one page:\n  atoll report {tmp_path}\n" in written(out)
     (tmp_path / "logs" / "syncer.log").touch()
     (tmp_path / "model.safetensors").touch()
     print_closing(out, summarise([]), [], out=tmp_path)
-    assert "events.jsonl, model.safetensors, logs/; on one page" in written(out)
+    assert "events.jsonl, model.safetensors, logs/. On one page:\n" in written(out)
 
 
 def test_the_closing_says_how_much_was_made_where_the_scripts_ended_first(tmp_path: Path) -> None:
     out = console(200, terminal=False)
-    print_closing(out, summarise([]), [], out=tmp_path, unspent="44 of 1,000 steps")
+    print_closing(out, summarise([]), [], out=tmp_path, unspent="step 44 of 1,000")
     *_, warning, command = written(out).splitlines()
-    assert warning.startswith("Warning: the scripts ended first, after 44 of 1,000 steps. ")
-    assert command == f"It goes on with: atoll train --resume {tmp_path}"
+    assert warning.startswith("Warning: the scripts ended first, at step 44 of 1,000. ")
+    assert warning.endswith(" It goes on with:") and command == f"  atoll train --resume {tmp_path}"
     print_closing(out := console(200), summarise([]), [], out=tmp_path)
     assert "It goes on with" not in written(out)
+
+
+def test_the_closing_of_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
+    """The run's step, apart from the steps that the learners made together."""
+    summary = summarise([]) | {"reason": "the operator asked for it"}
+    print_closing(out := console(200, terminal=False), summary, [], out=tmp_path, unspent="step 293 of 400")
+    assert "It stopped at step 293 of 400. It goes on with:\n  atoll train --resume " in written(out)
+    assert "steps, sum" in written(out)
+    print_closing(out := console(200, terminal=False), summary, [], out=tmp_path)
+    assert "\nIt goes on with:\n" in written(out), "without a budget"
+
+
+def test_a_command_of_the_closing_is_never_broken() -> None:
+    path = Path("atoll-runs") / "a-name-that-is-rather-long"
+    print_closing(out := console(44), summarise([]) | {"reason": "the operator asked for it"}, [], out=path)
+    lines = written(out).splitlines()
+    assert f"  atoll report {path}" in lines and f"  atoll train --resume {path}" in lines
 
 
 def test_the_closing_of_a_run_of_nothing() -> None:

@@ -99,7 +99,7 @@ def train_interrupted(run: Run) -> None:
     train_to_cut(run)
     run.interrupt()
     run.ended()
-    said_once(run, f"It goes on with: atoll train --resume {run.out.relative_to(run.folder)}")
+    said_once(run, f"It goes on with:\n  atoll train --resume {run.out.relative_to(run.folder)}")
 
 
 def syncer_interrupted(run: Run) -> None:
@@ -111,7 +111,7 @@ def syncer_interrupted(run: Run) -> None:
     run.until(cut_is_made)
     run.interrupt()
     run.ended()
-    said_once(run, f"It goes on with: atoll syncer --resume {run.out.relative_to(run.folder)}")
+    said_once(run, f"It goes on with:\n  atoll syncer --resume {run.out.relative_to(run.folder)}")
     assert [learner.wait(WAIT_S) for learner in learners] == [0, 0]
 
 

@@ -33,7 +33,6 @@ from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.effects import ChangeAsked
-from atoll.protocol.syncer.ending import EVERYONE_STOPPED
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.atomic import make_folder, staged
 from atoll.store.cuts import (
@@ -177,20 +176,19 @@ def describe_resume(out: RunDir, shown: Path | None = None) -> str:
 
 
 def describe_unspent(out: RunDir) -> str:
-    """How much of its budget a run made whose scripts ended first: "44 of 1,000 steps". Empty: it spent the budget, has
-    none, or something else ended it."""
+    """How far a run came that has budget left: "step 44 of 1,000". Empty: it spent the budget, or has none."""
     try:
         head = read_head(out)
     except (AtollError, OSError):  # what is wrong with it is said when it is gone on with
         return ""
-    if head is None or not head.started or head.ended not in (EVERYONE_STOPPED, EVERYONE_ENDED):
+    if head is None or not head.started:
         return ""
     machine = _make_reopened(head, head.settings)
-    made = {"steps": machine.global_step, "tokens": machine.members.total_tokens()}
-    budgets = {name: getattr(head.settings, name) for name in made}
     if spent_budget(head, head.settings):
         return ""
-    return " and ".join(f"{made[name]:,} of {budget:,} {name}" for name, budget in budgets.items() if budget)
+    steps, tokens = head.settings.steps, head.settings.tokens
+    made = [("step", machine.global_step, steps), ("token", machine.members.total_tokens(), tokens)]
+    return " and ".join(f"{what} {count:,} of {budget:,}" for what, count, budget in made if budget)
 
 
 def _is_spent(out: RunDir, head: History, changes: tuple[str, ...]) -> bool:

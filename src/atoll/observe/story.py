@@ -51,9 +51,11 @@ def last_sample(events: Iterable[Event]) -> str | None:
 def _work(summary: Summary) -> str:
     learners: dict[str, Any] = summary["per_learner"]
     steps = sum(learner["steps"] for learner in learners.values())
+    together = " together" if len(learners) > 1 else ""
     return (
-        f"{_number(len(learners), 'learner')} made {_number(steps, 'step')} on {count(summary['tokens']['computed'])} "
-        f"tokens in {span(summary['wall_s'])}; {percent(summary['goodput'])} of learner time went into steps."
+        f"{_number(len(learners), 'learner')} made {_number(steps, 'step')}{together} "
+        f"on {count(summary['tokens']['computed'])} tokens in {span(summary['wall_s'])}; "
+        f"{percent(summary['goodput'])} of learner time went into steps."
     )
 
 
@@ -370,8 +372,7 @@ def print_closing(
     again: str = "atoll train",
     unspent: str = "",
 ) -> None:
-    """`again`: the command that goes on with it. `unspent`: how much of its budget was made, where its scripts ended
-    first."""
+    """`again`: the command that goes on with it. `unspent`: how far it came, where some of its budget is left."""
     width = min(console.width, WIDEST)
     console.print()
     console.print(_figures(summary, width))
@@ -385,12 +386,20 @@ def print_closing(
     if out is not None:
         console.print()
         files = ", ".join(_files_in(out))
-        console.print(Text(f"All of it is in {out}: {files}; on one page: atoll report {out}"), soft_wrap=True)
-        if unspent:
-            ended = f"{WARNING}the scripts ended first, after {unspent}. To spend all of it, loop until learner.done."
-            console.print(Text(ended, "yellow"), soft_wrap=True)
-        if unspent or summary["reason"] == INTERRUPTED:
-            console.print(Text(f"It goes on with: {again} --resume {out}"), soft_wrap=True)
+        print_command(console, f"All of it is in {out}: {files}. On one page:", f"atoll report {out}")
+        if summary["reason"] == INTERRUPTED:
+            stopped = f"It stopped at {unspent}. " if unspent else ""
+            print_command(console, f"{stopped}It goes on with:", f"{again} --resume {out}")
+        elif unspent:
+            ended = f"{WARNING}the scripts ended first, at {unspent}. To spend all of it, loop until learner.done."
+            print_command(console, f"{ended} It goes on with:", f"{again} --resume {out}", "yellow")
+
+
+def print_command(console: Console, words: str, command: str, style: str = "") -> None:
+    """The command has a line of its own, which nothing breaks: it is there to be copied."""
+    text = Text(plain(words), style)
+    console.print(text, width=min(console.width, WIDEST), soft_wrap=not console.is_terminal)
+    console.print(Text(f"  {command}"), soft_wrap=True)
 
 
 def _files_in(out: Path) -> list[str]:
@@ -420,7 +429,7 @@ def _figures(summary: Summary, width: int) -> Table:
         ("restarts", f"{summary['restarts']}{_planned_kills(summary)}"),
         ("bytes per token", decimal(summary["bytes_per_token"], 1)),
         ("refusals", str(summary["refusals"])),
-        ("steps", f"{sum(learner['steps'] for learner in learners.values()):,}"),
+        ("steps, sum", f"{sum(learner['steps'] for learner in learners.values()):,}"),
         ("validation", _validation_course(summary)),
         ("training loss", _course(summary["training_loss_start"], summary["training_loss_end"])),
         *((plain(name), _course(one["start"], one["end"])) for name, one in summary["metrics"].items()),
