@@ -61,6 +61,13 @@ async def test_the_operator_says_how_often_a_learner_is_started_again(tmp_path: 
     assert [e["process"] for e in events(run, "restarted")].count("learner-0") == 1
 
 
+async def test_words_of_a_death_that_is_not_followed_by_a_restart(tmp_path: Path) -> None:
+    run = local(tmp_path, "raise SystemExit(7)", max_restarts=0)
+    with pytest.raises(RunFailed, match="every learner died; their logs are in"):
+        await run.run()
+    assert {e["text"].partition(" and ")[0] for e in events(run, "warning")} == {"learner-0 died", "learner-1 died"}
+
+
 TYPO = "import os\nprint(lerner)\n"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import StringIO
 
 from rich.console import Console
@@ -137,6 +138,18 @@ def test_only_who_joined_again_came_back(events: list[Event]) -> None:
     told = story(summarise(events), events)
     assert any(line.startswith("b died and did not come back (") for line in told)
     assert not any("came back" in line for line in told)
+
+
+def test_who_came_back_and_died_again_is_told_once(say: Callable[..., Event], events: list[Event]) -> None:
+    mistake = "failed: ValueError: odd (mine.py, line 9)"
+    deaths = []
+    for at in (9.2, 9.4):
+        for name in ("a", "b"):
+            deaths.append(say(at, "exited", process=name, code=1, text=f"{name} {mistake}"))
+            deaths.append(say(at, "joined", learner=name, incarnation=3))
+    lasting = [event for event in deaths if not (event["kind"] == "joined" and event["at"] == 1009.4)]
+    told = [line for line in story(summarise(events), lasting) if " died " in line]
+    assert told == [f"a and b died more than once and did not come back the last time ({mistake})."]
 
 
 def test_a_run_that_was_gone_on_with_says_so(events: list[Event]) -> None:

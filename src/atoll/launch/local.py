@@ -490,7 +490,7 @@ class LocalRun:
             if code > 0:
                 self._note_failure(child, code)
         elif not child.restart_later():
-            self._log_warning(child, f"{child.name} died too often and is given up: {self._read_last_words(child)}")
+            self._log_warning(child, f"{child.name} {self._died} and is given up: {self._read_last_words(child)}")
             self._failed[child.name] = self._read_last_words(child)
 
     def _find_hopeless_error(self) -> str:
@@ -502,6 +502,10 @@ class LocalRun:
             return "before its first step"
         again = shared.is_in_code and all(child.restarts for child in self._learners.values())
         return "and again after a restart" if again else ""
+
+    @property
+    def _died(self) -> str:
+        return "died too often" if self.max_restarts else "died"
 
     def _fail_with_script(self, child: Child, what: str) -> None:
         """The run ends in good order, with what was merged so far."""
@@ -548,7 +552,7 @@ class LocalRun:
         self._failure = (
             ConfigError(self._refusal)
             if self._refusal
-            else RunFailed(f"every learner died too often{words}; their logs are in {self.out.logs}")
+            else RunFailed(f"every learner {self._died}{words}; their logs are in {self.out.logs}")
         )
         self._mended = "" if self._refusal else ". Once they are mended, it goes on with: "
         self._send_order("unscored")

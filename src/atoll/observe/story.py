@@ -112,7 +112,12 @@ def _deaths(events: Sequence[Event]) -> str:
                 back[name] = dead.pop(name)
             case "started":
                 dead.pop(name, None)  # by an operator, or with a run that goes on
-    told = [_dead(sorted(back), "died and came back", back), _dead(sorted(dead), "died and did not come back", dead)]
+    again = sorted(dead.keys() & back.keys())
+    told = [
+        _dead(sorted(back.keys() - dead.keys()), "died and came back", back),
+        _dead(sorted(dead.keys() - back.keys()), "died and did not come back", dead),
+        _dead(again, "died more than once and did not come back the last time", dead),
+    ]
     return " ".join(sentence for sentence in told if sentence)
 
 
@@ -120,8 +125,9 @@ NO_LEARNERS = ("syncer", "evaluator")
 
 
 def _dead(names: Sequence[str], what: str, how: dict[str, str]) -> str:
-    causes = "; ".join(how[name] for name in names if how[name]) or "logs/ may say why"
-    return f"{listing(names)} {what} ({causes})." if names else ""
+    same = {how[name].removeprefix(f"{name} ") for name in names}
+    causes = same if len(same) == 1 else [how[name] for name in names if how[name]]
+    return f"{listing(names)} {what} ({'; '.join(causes) or 'logs/ may say why'})." if names else ""
 
 
 def _restart_after(recovery: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, Any] | None:
