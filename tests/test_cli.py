@@ -209,7 +209,20 @@ def test_the_status_of_a_run_that_was_cut_off_says_how_to_go_on(
     if address:
         (folder / "old" / "syncer.url").write_text("http://127.0.0.1:9")
     assert atoll(monkeypatch, "status", "old") == 0
-    assert "it was cut off. It goes on with: atoll train --resume old" in capsys.readouterr().out
+    assert "it was cut off. It goes on with:\n  atoll train --resume old\n" in capsys.readouterr().out
+
+
+def test_the_status_of_a_run_that_failed_begins_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    died = {"at": 1012.9, "kind": "exited", "process": "a", "code": 1, "text": "a failed: NameError: name 'lerner'"}
+    lines = [*small_run()[:-1], died, small_run()[-1]]
+    (folder / "old" / "summary.json").unlink(missing_ok=True)
+    (folder / "old" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+    assert atoll(monkeypatch, "status", "old") == 0
+    reason, command, *_ = told = capsys.readouterr().out.splitlines()
+    assert reason.startswith("This run failed: a failed: NameError: name 'lerner'. Once that is mended, ")
+    assert command == "  atoll train --resume old" and told.count(command) == 1
 
 
 @pytest.mark.parametrize("address", [True, False])

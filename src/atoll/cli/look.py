@@ -13,12 +13,11 @@ from atoll.cli.shared import address_of, is_address, short, where
 from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
-from atoll.launch.resume import describe_resume
-from atoll.observe.figures import plain
+from atoll.launch.resume import describe_resume, describe_unspent
 from atoll.observe.report import write_report
-from atoll.observe.report.reading import read_run
+from atoll.observe.report.reading import ReportedRun, read_run
 from atoll.observe.screen import LiveScreen
-from atoll.observe.story import print_closing, story, verification_rows
+from atoll.observe.story import print_closing, print_command, story, verification_rows
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.store.export import export_best, export_run
@@ -95,16 +94,22 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
         print(msgspec.json.encode({"state": found.state, "missing": found.missing, **found.summary}).decode())
         return
     console = Console()
-    print_closing(console, found.summary, story(found.summary, found.timeline), out=short(run.path))
-    again = f"atoll train --resume {short(run.path)}"
+    unspent, again = describe_unspent(run), f"atoll train --resume {short(run.path)}"
+    place = f" at {unspent}" if unspent else ""
     if found.state != "ended":
-        text = f"This run has not ended: it was cut off. It goes on with: {again}"
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print_command(console, f"This run has not ended: it was cut off{place}. It goes on with:", again)
     elif not run.summary.exists():
-        deaths = [e["text"] for e in found.timeline if e["kind"] == "exited" and e.get("code") and e.get("text")]
-        why = plain(deaths[-1] if deaths else str(found.summary.get("reason")))
-        text = f"This run failed: {why}. Once that is mended, it goes on with: {describe_resume(run, short(run.path))}"
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
+        why = f"This run failed{place}: {_find_reason(found)}. Once that is mended, it goes on with:"
+        print_command(console, why, describe_resume(run, short(run.path)))
+    else:
+        place = ""
+    told = story(found.summary, found.timeline)
+    print_closing(console, found.summary, told, out=short(run.path), unspent="" if place else unspent)
+
+
+def _find_reason(found: ReportedRun) -> str:
+    deaths = [e["text"] for e in found.timeline if e["kind"] == "exited" and e.get("code") and e.get("text")]
+    return str(deaths[-1] if deaths else found.summary.get("reason"))
 
 
 async def _status(url: str) -> RunStatus:
