@@ -30,7 +30,15 @@ TERM_S = 10.0
 PACKAGE = Path(__file__).parents[1]
 _API = tuple(str(PACKAGE / name) for name in ("__init__.py", "learner/learner.py", "learner/evaluate.py"))
 """The modules whose functions a script calls …"""
-_CHECKS = ("check_dataset", "check_keywords", "check_kept", "check_model", "check_options", "optimizers_by_path")
+_CHECKS = (
+    "check_dataset",
+    "check_keywords",
+    "check_kept",
+    "check_model",
+    "check_options",
+    "checked_batch_size",
+    "optimizers_by_path",
+)
 """… and the functions that check for them what they were given."""
 _RETURNED = ("read_figures", "read_figure", "check_figure_name")
 """The functions that check what the script's own functions return."""

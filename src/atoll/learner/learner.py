@@ -29,8 +29,8 @@ from atoll.learner.loading import (
     UsedBatches,
     check_dataset,
     check_options,
+    checked_batch_size,
     load,
-    require_batch_size,
     seed_of,
 )
 from atoll.learner.model import BufferRule, check_model, refuse_several_ranks
@@ -262,7 +262,7 @@ class Learner:
         """
         check_dataset(dataset, "batches")
         check_options(loader)
-        batch_size = require_batch_size(batch_size, "batches")
+        batch_size = checked_batch_size(batch_size, "batches")
         found = self._feed.open(dataset, batch_size, weights)
         return self._load(found, batch_size, epochs, loader)
 
@@ -275,7 +275,7 @@ class Learner:
         check_dataset(dataset, "sampler")
         if isinstance(dataset, Mapping):
             raise TypeError("learner.sampler takes one dataset; learner.batches takes several by name, with weights")
-        batch_size = require_batch_size(batch_size, "sampler")
+        batch_size = checked_batch_size(batch_size, "sampler")
         found = self._feed.open(dataset, batch_size, None)
 
         def begin(loop: int) -> Iterator[Drawn]:

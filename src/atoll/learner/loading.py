@@ -150,7 +150,7 @@ def check_dataset(data: object, call: str) -> None:
         )
 
 
-def require_batch_size(batch_size: int | None, call: str) -> int:
+def checked_batch_size(batch_size: int | None, call: str) -> int:
     """The signature lets it be missing, so that whoever hands over a DataLoader is told about that first."""
     if batch_size is None:
         raise TypeError(f"learner.{call} needs a batch size: learner.{call}(dataset, batch_size=8)")
