@@ -167,6 +167,33 @@ def test_it_is_never_higher_than_the_terminal(status: Status, notes: list[Event]
     assert len(text_of(screen, 80).splitlines()) <= 23
 
 
+ADVICE = "learner-1 has made no step yet; does its script call learner.step() after every optimizer step? See the log"
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_newest_events_are_wrapped_where_rows_are_empty(
+    status: Status, say: Callable[..., Event], width: int
+) -> None:
+    screen = LiveScreen(console(width, 30))
+    screen.update(
+        status(learners=2), [say(0, "recovered", text="a"), *(say(n, "stalled", text=ADVICE) for n in (1, 2))]
+    )
+    shown = text_of(screen, width)
+    assert " ".join(shown.split()).count(ADVICE) == 2 and "…" not in shown
+    assert len(shown.splitlines()) <= 29
+
+
+def test_events_are_cut_where_no_row_is_empty_and_the_newest_last(status: Status, say: Callable[..., Event]) -> None:
+    screen = LiveScreen(console(100, 99))
+    screen.update(status(learners=2))
+    rows = len(text_of(screen, 100).splitlines())
+    screen = LiveScreen(console(100, rows + 4))
+    screen.update(status(learners=2), [say(n, "stalled", text=f"{n} {ADVICE}") for n in (1, 2)])
+    *_, older, newer, rest = text_of(screen, 100).rstrip().splitlines()
+    assert older.endswith("…") and "1 learner-1" in older
+    assert "2 learner-1" in newer and rest.endswith("See the log")
+
+
 def test_before_the_syncer_answers_it_says_so_and_then_keeps_what_it_knew(status: Status) -> None:
     screen = LiveScreen(console())
     screen.update(None)

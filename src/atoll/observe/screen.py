@@ -1,7 +1,8 @@
 """The live screen of a run. It shows what it is told and nothing else: a status and the newest events.
 
 Drawn in place, only when `update` is called, and never higher than the terminal: first the run, then the learners, then
-as many of the last notable events as there is room for. `choose_screen` gives plain lines where there is no terminal.
+as many of the last notable events as there is room for. The newest of them that are too long for one row are wrapped
+where rows are empty. `choose_screen` gives plain lines where there is no terminal.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ WIDE = 100
 LABEL = len("participation")
 """Labels at the left take this much, so that all the rows line up."""
 SPARKS = 10
+EVENTS = 6
+"""At most."""
 ALARMS = 4
 """Lines of them at most."""
 OFF_H = 0.15
@@ -121,20 +124,21 @@ class LiveScreen:
         width = min(self._console.width, WIDEST)
         status = self._status
         if status is None:
-            return Group(
-                Panel(Text("starting the syncer …", "dim"), title="Atoll", width=width), self._render_events(4)
-            )
+            start = Panel(Text("starting the syncer …", "dim"), title="Atoll", width=width)
+            return Group(start, self._render_events(self._console.height - 5))
         run = _run_panel(status, self._scores, width)
         if self._link:
             run.subtitle, run.subtitle_align = Text(f"dashboard: {self._link}"), "left"
         learners = _learner_table(status.learners, width, self._work)
         used = len(self._console.render_lines(Group(run, learners), pad=False)) + 2
-        return Group(run, learners, self._render_events(min(6, self._console.height - used)))
+        return Group(run, learners, self._render_events(self._console.height - used))
 
-    def _render_events(self, room: int) -> RenderableType:
-        lines = [self._notes.render_line(event) for event in self._notes.list_newest(room)]
-        for line in lines:
-            line.no_wrap, line.overflow = True, "ellipsis"
+    def _render_events(self, rows: int) -> RenderableType:
+        events = self._notes.list_newest(min(EVENTS, rows))
+        spare, lines = rows - len(events), list[Text]()
+        for event in reversed(events):
+            wrapped = self._notes.wrap_line(event, self._console, 1 + spare)
+            spare, lines = spare - len(wrapped) + 1, [*wrapped, *lines]
         return Group(Text(), *lines) if lines else Text()
 
 

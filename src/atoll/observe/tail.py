@@ -195,11 +195,26 @@ class NotableEvents:
         return list(self._lines)[-most:] if most > 0 else []
 
     def render_line(self, event: Event) -> Text:
+        return self._render_head(event).append(plain(str(event.get("text", ""))))
+
+    def wrap_line(self, event: Event, console: Console, rows: int) -> list[Text]:
+        """The same on at most so many rows; what does not fit is cut."""
+        head = self._render_head(event)
+        body = Text(plain(str(event.get("text", "")))).wrap(console, max(1, console.width - head.cell_len))
+        lines = list(body[:rows]) or [Text()]
+        if len(body) > rows:
+            lines[-1].append(" …")
+        heads = [head, *[Text(" " * head.cell_len)] * (len(lines) - 1)]
+        whole = [Text.assemble(*both) for both in zip(heads, lines, strict=True)]
+        for line in whole:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return whole
+
+    def _render_head(self, event: Event) -> Text:
         begun = self._origin is not None and event["at"] >= self._origin
         time = clock(event["at"] - (self._origin or 0.0)) if begun else NONE
         kind = str(event["kind"])
-        text = plain(str(event.get("text", "")))
-        return Text.assemble((f"{time:>7}  ", "dim"), (f"{kind:<11} ", NOTABLE[kind]), text)
+        return Text.assemble((f"{time:>7}  ", "dim"), (f"{kind:<11} ", NOTABLE[kind]))
 
 
 # ---- plain lines ----------------------------------------------------------------------------------------------------
