@@ -167,6 +167,16 @@ def test_it_is_never_higher_than_the_terminal(status: Status, notes: list[Event]
     assert len(text_of(screen, 80).splitlines()) <= 23
 
 
+def test_the_last_screen_shows_the_last_score(status: Status, say: Callable[..., Event]) -> None:
+    screen = LiveScreen(console(100))
+    screen.update(status("finished", validation_loss=0.272, validation_round=401, metrics={"accuracy": 0.5}))
+    screen.update(None, [say(60, "score", round=444, loss=0.125, metrics={"accuracy": 0.75}, text="the last")])
+    shown = text_of(screen, 100)
+    assert re.search(r"0\.125 .* at 444", shown) and "accuracy 0.75" in shown and "at 401" not in shown
+    screen.update(status("finished", validation_loss=0.3, validation_round=401))
+    assert "at 444" in text_of(screen, 100), "a status that comes late does not know it"
+
+
 ADVICE = "learner-1 has made no step yet; does its script call learner.step() after every optimizer step? See the log"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
+import msgspec
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -84,6 +85,8 @@ class LiveScreen:
         self._notes = NotableEvents()
         self._scores: list[float] = []
         self._scored_round: int | None = None
+        self._score: Event | None = None
+        """The newest that the events tell of."""
         self._status: RunStatus | None = None
         self._link = ""
         self._work = WorkCounter()
@@ -93,8 +96,10 @@ class LiveScreen:
         """`status` is None while the syncer cannot be asked: the last one known stays."""
         for _ in self._notes.take_events(notes):
             pass
-        if status is not None:
-            self._status = status
+        self._status = status or self._status
+        self._score = next((event for event in reversed(notes) if event["kind"] == "score"), self._score)
+        if self._status is not None:
+            self._status = status = _with_score(self._status, self._score)
             if status.validation_loss is not None and status.validation_round != self._scored_round:
                 self._scores.append(status.validation_loss)
                 self._scored_round = status.validation_round
@@ -144,6 +149,16 @@ class LiveScreen:
 
 def choose_screen(console: Console) -> LiveScreen | PlainLines:
     return LiveScreen(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)
+
+
+def _with_score(status: RunStatus, score: Event | None) -> RunStatus:
+    """The last score comes when the syncer may not be asked any more."""
+    if score is None or score.get("loss") is None or score.get("round", -1) <= (status.validation_round or -1):
+        return status
+    metrics = {name: value for name, value in (score.get("metrics") or {}).items() if value is not None}
+    return msgspec.structs.replace(
+        status, validation_loss=score["loss"], validation_round=score["round"], metrics=metrics
+    )
 
 
 def _run_panel(status: RunStatus, scores: Sequence[float], width: int) -> Panel:
