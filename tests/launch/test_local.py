@@ -182,6 +182,21 @@ if os.environ["ATOLL_LEARNER"] == "learner-1":
     assert "learner-1 failed and did not come back: MemoryError: no room for the model" in run.shortfall
 
 
+async def test_the_screen_says_whose_scripts_the_end_waits_for(tmp_path: Path) -> None:
+    """It stood still for seconds after "the run is over"."""
+    seen = tmp_path / "seen"
+    code = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.02)"
+
+    def watch(status: RunStatus | None) -> None:
+        if run.out.events.exists() and events(run, "closing"):
+            seen.touch()
+
+    run = local(tmp_path, code, listens=lambda link: run.request_end("a test asked for it"), watch=watch)
+    await run.run()
+    [told] = events(run, "closing")
+    assert told["text"] == "waiting for learner-0, learner-1: the scripts have not ended yet" and seen.exists()
+
+
 async def test_one_that_is_done_and_one_that_cannot_end_the_run_well(tmp_path: Path) -> None:
     run = local(tmp_path, "import os, sys\nsys.exit('bad disk' if os.environ['ATOLL_LEARNER'][-1] == '1' else 0)")
     await run.run()

@@ -32,6 +32,17 @@ async def test_an_end_without_the_last_word_of_somebody_says_so(lines: list[byte
     ]
 
 
+async def test_the_end_says_what_it_waits_for(lines: list[bytes]) -> None:
+    last = RunEnding(EventLog(lines.append), evaluated=True)
+    last.log_last_work()
+    last.stop_scoring()
+    last.log_last_work()
+    assert said(lines) == [
+        "the last steps are in; the model is written and scored for the last time",
+        "the last steps are in; the model is written",
+    ]
+
+
 async def test_nobody_is_waited_for_who_is_not_there(lines: list[bytes]) -> None:
     scored = RunEnding(EventLog(lines.append), evaluated=True)
     scored.count_connected(0)

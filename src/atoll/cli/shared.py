@@ -68,7 +68,7 @@ def setting_words(words: Sequence[str], *, robust: bool, **given: int | None) ->
 def compile_kernels(console: Console) -> None:
     """Before processes start that would each do it."""
     if not kernels.are_compiled():
-        with console.status("compiling the kernels (only the first time)"):
+        with console.status("compiling the kernels (only the first time; about half a minute)"):
             kernels.warm()
 
 

@@ -281,6 +281,10 @@ class LocalRun:
             if self._learners[name].restarts and self._learners[name].running:
                 self._learners[name].kill_all()
                 self._abandon_restart(self._learners[name])
+        if running := [name for name, child in self._learners.items() if child.running]:
+            whose = "script has" if len(running) == 1 else "scripts have"
+            self._events.say("closing", f"waiting for {', '.join(running)}: the {whose} not ended yet")
+            self._show_status(None)
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline:
             self._note_late_failures()

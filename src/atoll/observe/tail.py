@@ -113,6 +113,7 @@ NOTABLE = {
     "renewed": "cyan",
     "score": "magenta",
     "ending": "bold",
+    "closing": "cyan",
     "finished": "bold green",
 }
 """Kinds of events that people want to hear of, with their colours. Rounds come too fast to be told one by one."""

@@ -6,6 +6,7 @@ Started by a supervisor, which holds its standard input (see `process`).
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -63,4 +64,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # Python would look at every object once more before it ends; who waits for the summary waits for that
+    sys.exit(code)

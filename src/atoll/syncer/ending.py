@@ -71,6 +71,11 @@ class RunEnding:
         """The evaluator has sent its last score, or is gone."""
         self._scored.set()
 
+    def log_last_work(self) -> None:
+        """Log what the end waits for, before it does."""
+        scored = " and scored for the last time" if self._score_s and not self._scored.is_set() else ""
+        self._events.say("closing", f"the last steps are in; the model is written{scored}")
+
     async def wait_for_last(self, *, trained: bool) -> None:
         """Wait for learners and the evaluator; `trained`: there are parameters to score."""
         await self._wait_for(self._emptied, GOODBYE_S, "its last learners")

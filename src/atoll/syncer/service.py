@@ -149,6 +149,7 @@ class SyncerService:
             await self._ending.wait_until_finished()
             trained = self._machine is not None and min(self._machine.versions) >= 0
             if trained:
+                self._ending.log_last_work()
                 await asyncio.to_thread(save, self._parameters)
             self._ending.count_connected(len(self._channels))
             await self._ending.wait_for_last(trained=trained)

@@ -33,6 +33,7 @@ are not finite (about: numbers); the dashboard failed |
 | score | syncer | round, loss, cpu_s, sample, final; not_finite (the loss); where the scorer gives them: metrics,
 directions, unit |
 | ending | syncer | |
+| closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
 | finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
