@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,7 @@ class TensorBlocks(NamedTuple):
 
 
 class Absmax(msgspec.Struct, frozen=True):
+    needs_feedback: ClassVar[bool] = True
     bits: int
     threads: int = 1
 

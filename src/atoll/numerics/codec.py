@@ -65,6 +65,11 @@ class Codec(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether whoever sends keeps what a body leaves out, for the next one."""
+        ...
+
     def nbytes(self, rows: Rows) -> int:
         """The bytes of these rows, exactly."""
         ...

@@ -36,6 +36,7 @@ FAULTS = (
 
 class TopK(msgspec.Struct, frozen=True):
     name: ClassVar[str] = "topk"
+    needs_feedback: ClassVar[bool] = True
     threads: int = 1
 
     def row_bytes(self, values: int) -> int:

@@ -18,6 +18,7 @@ from atoll.numerics.kernels import PART, in_parts, read_only
 
 class Bf16(msgspec.Struct, frozen=True):
     name: ClassVar[str] = "bf16"
+    needs_feedback: ClassVar[bool] = False
     threads: int = 1
 
     def nbytes(self, rows: Rows) -> int:
