@@ -201,7 +201,7 @@ class Peers:
         """Ask another peer; or wait for one that may come; or go on without."""
         if recovery.tries >= TRIES:
             self._continue_without_peer(recovery, f"two tries came to nothing ({recovery.why})")
-        elif (peer := self._healthiest_peer(recovery)) is not None:
+        elif (peer := self._choose_peer(recovery)) is not None:
             self._ask_peer(now, recovery, peer)
         elif now < (until := recovery.since + self._patience_s(recovery)):
             wakes.append(until)
@@ -221,7 +221,7 @@ class Peers:
             return 0.0
         return settings.assemble_s if recovery.frozen else settings.patience_s
 
-    def _healthiest_peer(self, recovery: Recovery) -> KnownLearner | None:
+    def _choose_peer(self, recovery: Recovery) -> KnownLearner | None:
         """One that has not failed yet before one that has, then whoever helps the fewest, then by chance."""
         helps = [one.peer.name for one in self.open.values() if one.peer is not None]
         able = [one for one in self.state.members.stepping_learners() if one.strikes == 0 and recovery.trusts(one)]
