@@ -36,9 +36,9 @@ def test_it_asks_fetches_takes_and_says_so() -> None:
     newcomer.seeking.note_outcome(2.0, fx.Taken("one", t=4))
     assert newcomer.said[1:] == [Settled(ticket="one", peer="a", size=100, t=4)]
     assert not newcomer.seeking.open
-    newcomer.seeking.tell_training()
+    newcomer.seeking.tell_outcome()
     assert newcomer.done[-1] == fx.Begin("goes on with the inner optimizer of a")
-    newcomer.seeking.tell_training()
+    newcomer.seeking.tell_outcome()
     assert len([effect for effect in newcomer.done if isinstance(effect, fx.Begin)]) == 1
 
 
@@ -67,7 +67,7 @@ def test_what_is_refused_is_said_and_another_is_awaited() -> None:
     newcomer.seeking.note_outcome(1.0, fx.StateCame("one"))
     newcomer.seeking.note_outcome(1.0, fx.Taken("one", t=2, reason="'step' is -1.0", refused=True))
     assert newcomer.said == [Settled(ticket="one", peer="a", size=100, t=2, reason="'step' is -1.0", again=True)]
-    newcomer.seeking.tell_training()
+    newcomer.seeking.tell_outcome()
     assert newcomer.seeking.open and newcomer.done == [fx.TakeState("one")]
     newcomer.helped("two", peer="b")
     assert newcomer.done[-1] == fx.FetchState("two", 100, "d", "x")
@@ -79,7 +79,7 @@ def test_where_no_peers_state_can_be_taken_the_search_ends() -> None:
     newcomer.seeking.note_outcome(1.0, fx.StateCame("one"))
     newcomer.seeking.note_outcome(1.0, fx.Taken("one", reason="the state of LBFGS is taken from no peer"))
     assert newcomer.said == [Settled(ticket="one", peer="a", reason="the state of LBFGS is taken from no peer")]
-    newcomer.seeking.tell_training()
+    newcomer.seeking.tell_outcome()
     [begin] = [effect for effect in newcomer.done if isinstance(effect, fx.Begin)]
     assert "which warms up: the state of LBFGS is taken from no peer" in begin.text and not newcomer.seeking.open
 
@@ -88,7 +88,7 @@ def test_without_a_peer_it_goes_on_as_it_is() -> None:
     newcomer = Newcomer()
     newcomer.fetching()
     newcomer.seeking.hear_answer(Fresh(reason="no healthy peer is there"))
-    newcomer.seeking.tell_training()
+    newcomer.seeking.tell_outcome()
     leave, begin = newcomer.done
     assert leave == fx.LeaveState("one") and "warms up where it is fresh: no healthy peer is there" in begin.text
     newcomer.helped("two")
@@ -98,5 +98,5 @@ def test_without_a_peer_it_goes_on_as_it_is() -> None:
 def test_to_stop_what_is_over_changes_nothing() -> None:
     newcomer = Newcomer()
     newcomer.seeking.stop_seeking("the run ends")
-    newcomer.seeking.tell_training()
+    newcomer.seeking.tell_outcome()
     assert newcomer.done == []

@@ -205,7 +205,7 @@ class LearnerMachine:
                 self._send_report(now)
             case Tick():
                 pass
-        self._seeking.tell_training()  # behind the orders that the training process goes on with
+        self._seeking.tell_outcome()  # behind the orders that the training process goes on with
         self._advance_time(now)
         effects, self._effects = self._effects, []
         return effects

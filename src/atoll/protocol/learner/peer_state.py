@@ -95,7 +95,7 @@ class Seeking:
             self._leave_state()
             self.open, self._outcome = False, text
 
-    def tell_training(self) -> None:
+    def tell_outcome(self) -> None:
         """Tell the training process, once whatever it goes on with is on order."""
         if self._outcome:
             self._do(Begin(self._outcome))
