@@ -294,7 +294,7 @@ class TestInARun:
             joined.name_run("r1")
             with joined.learner as learner:
                 start = joined.courier.of(Start)[0]
-                assert isinstance(start, Start) and start.kept == (life == 2)
+                assert isinstance(start, Start) and start.restored == (life == 2)
                 assert len(optimizer.state) == (2 if life == 2 else 0), "AdamW's moments of weight and bias"
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
@@ -332,7 +332,7 @@ class TestInARun:
             joined.name_run(run)
             with joined.learner:
                 start = joined.courier.of(Start)[0]
-                assert isinstance(start, Start) and start.kept == kept
+                assert isinstance(start, Start) and start.restored == kept
 
     def test_a_syncer_that_is_not_there_yet_is_asked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What it saved of the run is looked for once the run is known: it may be started before its syncer."""

@@ -22,13 +22,13 @@ def sought(machine: LearnerMachine, welcome: Welcome) -> list[Seek]:
     return [effect.message for effect in effects if isinstance(effect, fx.Say) and isinstance(effect.message, Seek)]
 
 
-def learner(frozen: str, *, takes: bool = True, kept: bool = False) -> LearnerMachine:
-    return LearnerMachine("a", "session", TENSORS, kept=kept, frozen=frozen, takes_frozen=takes)
+def learner(frozen: str, *, takes: bool = True, restored: bool = False) -> LearnerMachine:
+    return LearnerMachine("a", "session", TENSORS, restored=restored, frozen=frozen, takes_frozen=takes)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_other_ones_are_sought_even_in_a_run_that_has_only_begun(kept: bool) -> None:
-    machine = learner("other", kept=kept)
+@pytest.mark.parametrize("restored", [False, True])
+def test_other_ones_are_sought_even_in_a_run_that_has_only_begun(restored: bool) -> None:
+    machine = learner("other", restored=restored)
     assert machine.hello().frozen == "other"
     assert [(seek.after, seek.frozen) for seek in sought(machine, WELCOME)] == [(0, True)]
     assert not machine.recovered

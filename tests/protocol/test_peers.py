@@ -49,7 +49,7 @@ def test_the_first_learners_of_a_run_are_all_fresh_and_ask_nobody() -> None:
 
 def test_one_that_brings_its_inner_optimizer_out_of_a_cut_asks_nobody() -> None:
     world = running()
-    newcomer = world.join("learner-3", kept=True)
+    newcomer = world.join("learner-3", restored=True)
     world.run_until(seconds=10)
     assert not world.said("helping") and newcomer.source == ""
     assert "learner-3" in world.members(world.syncer.committed - 1)
@@ -187,7 +187,7 @@ def test_in_a_run_that_is_opened_again_the_peers_that_come_back_are_waited_for(l
     """It was told that nobody is there, 0.12 s before the other came; its contributions were refused from then on."""
     world = opened_again()
     newcomer = world.join("learner-0")
-    world.at(world.now + later_s, lambda: world.join("learner-1", kept=True))
+    world.at(world.now + later_s, lambda: world.join("learner-1", restored=True))
     world.run_until(seconds=later_s + 0.2)
     assert until(world, "helped").data["peer"] == newcomer.source == "learner-1"
     assert not world.said("fresh") and not world.said("refused")

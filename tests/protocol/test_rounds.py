@@ -221,7 +221,7 @@ def test_nobody_makes_a_quorum_wait_without_end_by_coming_and_going() -> None:
     lose_downloads(world, "learner-2")
     before = world.syncer.committed
     for turn in range(30):
-        visitor = world.join(f"visitor-{turn}", kept=True)
+        visitor = world.join(f"visitor-{turn}", restored=True)
         world.run_until(seconds=4.0)
         assert visitor.t > 0
         world.kill(f"visitor-{turn}")

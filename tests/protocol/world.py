@@ -70,8 +70,8 @@ class World(simulated.World):
 
     # ---- what a test does to it ---------------------------------------------------------------------------------
 
-    def join(self, name: str, step_s: float = 1.0, *, kept: bool = False) -> SimulatedLearner:
-        learner = super().join(name, step_s, kept=kept)
+    def join(self, name: str, step_s: float = 1.0, *, restored: bool = False) -> SimulatedLearner:
+        learner = super().join(name, step_s, restored=restored)
         self.link(name)
         return learner
 

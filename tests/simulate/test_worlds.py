@@ -183,9 +183,9 @@ def test_a_drained_learner_waits_as_the_real_one_does() -> None:
 class Watched(World):
     """Remembers which processes went on with a state that the one before had saved."""
 
-    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> SimulatedLearner:
-        learner = super().start_process(name, step_s, kept=kept)
-        self.kept = [*getattr(self, "kept", []), (name, kept)]
+    def start_process(self, name: str, step_s: float, *, restored: bool = False) -> SimulatedLearner:
+        learner = super().start_process(name, step_s, restored=restored)
+        self.restored = [*getattr(self, "restored", []), (name, restored)]
         return learner
 
 
@@ -198,6 +198,6 @@ def test_drained_learners_come_back_with_what_they_saved_or_without_or_not_at_al
     world = campaign.make(plan, Watched)
     assert isinstance(world, Watched)
     world.run(60.0)
-    assert world.kept[3:] == [("learner-1", kept) for kept in back]
+    assert world.restored[3:] == [("learner-1", restored) for restored in back]
     assert world.learners["learner-1"].leaving.left != bool(back)
     assert not campaign.run(plan).invariant

@@ -145,7 +145,7 @@ class Courier:
                     frame.session,
                     frame.tensors,
                     frame.data,
-                    kept=frame.kept,
+                    restored=frame.restored,
                     tokens_per_step=frame.tokens_per_step,
                     holder=Holder(frame.session, frame.proof, frame.host, frame.pid),
                     frozen=frame.frozen,

@@ -100,8 +100,8 @@ class RunSession:
         self._peers = PeerStates(model, optimizers, shared, courier, self._tape, joining.buffers, self._unmerged, rest)
         self._own = OwnState(model, optimizers, extras, joining.buffers)
         self._inputs = InputDigest(model, wanted=lambda: feed.position < 0)
-        self._kept = False
-        """Its inner optimizer comes out of a cut, and is put back once it has joined."""
+        self._restored = False
+        """Its inner optimizer comes from what this learner saved, and is put back once it has joined."""
         self._own_folder, self._folder, self._saver = folder, folder.path, Saver(folder.path)
         self._join_by = 0.0
         """Until then it waits for its run."""
@@ -146,7 +146,7 @@ class RunSession:
         run = self._named_run() or self._ask_run()
         self._use_folder_of(run)
         earlier = find_saved_part(self._folder, run)
-        self._kept = earlier is not None
+        self._restored = earlier is not None
         if earlier is not None:
             self._saver.note_life(earlier.file)
         if earlier is not None and self._folder is not None:
@@ -160,7 +160,7 @@ class RunSession:
         self._join()
         if earlier is not None:
             self._put_back(earlier)
-            self._kept = False
+            self._restored = False
         self._say_joined()
         self._look_up()
         self._preemption.begun = True
@@ -240,7 +240,7 @@ class RunSession:
         """All that a courier needs that knows nothing yet."""
         who, boxed = self._joining, self.shared.boundary is not None
         unmerged = (self._unmerged.digest, self._unmerged.takes, self._unmerged.frozen_bytes)
-        known = (who.data, self._kept, who.tokens_per_step, who.host, who.pid, who.proof, *unmerged)
+        known = (who.data, self._restored, who.tokens_per_step, who.host, who.pid, who.proof, *unmerged)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         self._courier.send(start)
         self.shared.hand_to_courier(self._counted(), sure=sure, waits=self._peers.waits)

@@ -51,8 +51,8 @@ class Start(Frame, frozen=True):
     boxed: bool = False
     """A box follows at once: this courier takes over from one that died."""
     data: str = ""
-    kept: bool = False
-    """Its inner optimizer comes out of a cut: it takes no peer's."""
+    restored: bool = False
+    """Its inner optimizer comes from what this learner saved: it takes no peer's."""
     tokens_per_step: int = 0
     """The most that a step has, where the script says so."""
     host: str = ""

@@ -58,7 +58,7 @@ def come_back(world: World, learner: SimulatedLearner) -> object:
         return False
     if learner.leaving.left and not learner.leaving.returns:
         return False
-    learner = world.start_process(learner.name, learner.step_s, kept=learner.leaving.saved)
+    learner = world.start_process(learner.name, learner.step_s, restored=learner.leaving.saved)
     world.network.dial_later(learner)
     return None
 

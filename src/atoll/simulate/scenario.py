@@ -38,8 +38,8 @@ class TapeWorld(World):
         self._heard: dict[str, fx.Inform] = {}
         self._stopped: set[str] = set()
 
-    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> SimulatedLearner:
-        learner = super().start_process(name, step_s, kept=kept)
+    def start_process(self, name: str, step_s: float, *, restored: bool = False) -> SimulatedLearner:
+        learner = super().start_process(name, step_s, restored=restored)
         began = tape.BeganEntry(0, 1, "", "", "cpu", True)
         self.tapes[learner.session] = [began, tape.SuppliedEntry(0, (), own=True)]
         return learner

@@ -100,12 +100,12 @@ class SimulatedLearner(Training):
         step_s: float,
         gradient: Callable[[int], float],
         *,
-        kept: bool = False,
+        restored: bool = False,
         data: learner_fx.Registered | None = None,
     ) -> None:
         super().__init__(world, name, step_s, gradient)
         self.session, self.data = session, data
-        self.machine = LearnerMachine(name, session, TENSORS, kept=kept)
+        self.machine = LearnerMachine(name, session, TENSORS, restored=restored)
         self.clock = HostClock()
         self.connection: Connection | None = None
         self.courier = True

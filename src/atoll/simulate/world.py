@@ -165,16 +165,16 @@ class World:
 
     # ---- learners -----------------------------------------------------------------------------------------------
 
-    def join(self, name: str, step_s: float = 1.0, *, kept: bool = False) -> SimulatedLearner:
+    def join(self, name: str, step_s: float = 1.0, *, restored: bool = False) -> SimulatedLearner:
         """A new training process under this name, not connected yet; the one before it is gone."""
         if (old := self.learners.get(name)) is not None and old.alive:
             self.end_process(old)
-        return self.start_process(name, step_s, kept=kept)
+        return self.start_process(name, step_s, restored=restored)
 
-    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> SimulatedLearner:
+    def start_process(self, name: str, step_s: float, *, restored: bool = False) -> SimulatedLearner:
         self._sessions += 1
         session = f"{name}/{self._sessions}"
-        learner = SimulatedLearner(self, name, session, step_s, self.gradient, kept=kept, data=self.data)
+        learner = SimulatedLearner(self, name, session, step_s, self.gradient, restored=restored, data=self.data)
         if name in self.learners:  # an unseeded script: a restarted process begins with other weights
             learner.set_first_weights(self.start_theta + self._sessions)
         self.learners[name] = learner

@@ -42,21 +42,21 @@ class LearnerMachine:
         tensors: tuple[msg.TensorSpec, ...],
         data: str = "",
         *,
-        kept: bool = False,
+        restored: bool = False,
         tokens_per_step: int = 0,
         holder: Holder | None = None,
         frozen: str = "",
         takes_frozen: bool = False,
     ) -> None:
-        """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins. `holder`: who has this name,
-        and by what it is proved. `frozen`: a digest of what it does not merge; where it is not the run's,
-        `takes_frozen` has it seek a peer's."""
+        """`restored`: its inner optimizer comes from what this learner saved, so it seeks none when it joins. `holder`:
+        who has this name, and by what it is proved. `frozen`: a digest of what it does not merge; where it is not the
+        run's, `takes_frozen` has it seek a peer's."""
         self.name, self.session = name, session
         self._holder = holder or Holder(session)
         self.phase: Phase = "out"
         self.settings = Settings()
         self.wake_at: float | None = None
-        self._tensors, self._data, self._kept, self._declared = tensors, data, kept, tokens_per_step
+        self._tensors, self._data, self._restored, self._declared = tensors, data, restored, tokens_per_step
         self._frozen, self._takes_frozen, self._run_frozen = frozen, takes_frozen, ""
         self._data_of: fx.Registered | None = None
         self._effects: list[fx.LearnerEffect] = []
@@ -296,12 +296,12 @@ class LearnerMachine:
         What is frozen must be the run's from the beginning."""
         self._run_frozen = welcome.frozen
         lacks = self._takes_frozen and welcome.frozen not in ("", self._frozen)
-        if self._seeking.open or (new_life and not self._kept) or lacks:
+        if self._seeking.open or (new_life and not self._restored) or lacks:
             if (welcome.committed > 0 or lacks) and self.phase not in ("ending", "finished"):
                 self._seeking.begin_seeking(now, welcome.committed, frozen=lacks)
             else:
                 self._seeking.stop_seeking("the run has only begun: every inner optimizer is fresh")
-        self._kept = False
+        self._restored = False
 
     def _train_if_recovered(self) -> None:
         """The run's parameters are there, and a peer's state is, or will not come."""
