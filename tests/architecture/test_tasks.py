@@ -29,7 +29,7 @@ KNOWN = {
     "launch/script.py": (1, "a thread that ends its process when the supervisor is gone"),
     "learner/boundary.py": (1, "a thread that tells of copies sooner; without it the next boundary does"),
     "learner/courier_process.py": (1, "a thread that reads frames: what it raises is raised where they are taken"),
-    "learner/peer_state.py": (1, "a thread that answers whatever happens"),
+    "learner/peer_state_transfer.py": (1, "a thread that answers whatever happens"),
     "learner/saved_state.py": (2, "a thread that answers whatever happens; the same for what is not merged"),
     "observe/tail.py": (1, "a thread that prints who comes and goes: no run waits for it"),
     "observe/dashboard/site.py": (2, CONNECTION),

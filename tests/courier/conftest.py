@@ -18,7 +18,7 @@ from torch import nn
 from atoll.config import convert
 from atoll.courier.service import Courier
 from atoll.learner.boundary import Boundary
-from atoll.learner.peer_state import PeerOrder, PeerStates
+from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     CourierChannel,

@@ -12,7 +12,7 @@ from tests.learner.test_peer import Post
 from tests.learner.test_two_learners import WAIT_S, Place, until
 from torch import nn
 
-from atoll.learner.peer_state import PeerStates
+from atoll.learner.peer_state_transfer import PeerStates
 from atoll.learner.snapshot import write
 from atoll.learner.unmerged import FrozenRule, UnmergedTensors
 from atoll.mailbox.channel import StateCopyMade, TakeOrder

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from atoll.digests import compute_digest
-from atoll.learner import peer_state as module
-from atoll.learner.peer_state import PeerStates
+from atoll.learner import peer_state_transfer as module
+from atoll.learner.peer_state_transfer import PeerStates
 from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import StateCopyMade, TakeOrder, ToCourier
 from atoll.protocol.errors import PeerError

@@ -12,7 +12,14 @@ from tests.learner.test_peer import Process
 from torch import nn
 
 from atoll.learner.packing import Packing, Unpacking
-from atoll.learner.peer_state import PeerStates, StateSpec, expected_layout, fit_states, take_peer_state, wrong_buffers
+from atoll.learner.peer_state_transfer import (
+    PeerStates,
+    StateSpec,
+    expected_layout,
+    fit_states,
+    take_peer_state,
+    wrong_buffers,
+)
 from atoll.learner.snapshot import Snapshot, encode, ranged
 from atoll.learner.state import capture
 from atoll.mailbox.box import reserve

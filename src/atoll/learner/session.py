@@ -23,7 +23,7 @@ from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe
 from atoll.learner.data import Feed, NamedDataset
 from atoll.learner.folder import LearnerFolder, ask_run
 from atoll.learner.model import BufferRule, load_weights
-from atoll.learner.peer_state import PeerOrder, PeerStates
+from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
 from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot

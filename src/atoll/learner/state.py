@@ -7,7 +7,7 @@ sending happen in the background.
 
 `restore` loads in place, so that whoever holds a parameter still holds it. It first checks that names, shapes and types
 are the same here and there; whatever is refused, also by an object's own load_state_dict, leaves everything as it was.
-State from a peer goes through peer_state.py, which trusts less.
+State from a peer goes through peer_state_transfer.py, which trusts less.
 
 Inner optimizers: their state is keyed by the names of their parameters, so that another process can load it; torch keys
 it by position, and so do we if some parameter of the optimizer has no name in the model. What is loaded is bit for bit

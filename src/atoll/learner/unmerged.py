@@ -2,8 +2,8 @@
 
 If they differ between learners, the run trains something else than its user thinks, and no figure shows it. So every
 learner that joins compares their digest with the run's, which is that of its first learner. If it differs, the learner
-takes a peer's (peer_state.py, with the inner optimizer), or is refused. Every few steps it checks that no frozen
-parameter has begun to train and that no tensor that takes part was replaced.
+takes a peer's (peer_state_transfer.py, with the inner optimizer), or is refused. Every few steps it checks that no
+frozen parameter has begun to train and that no tensor that takes part was replaced.
 """
 
 from __future__ import annotations
