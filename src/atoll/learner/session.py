@@ -157,7 +157,7 @@ class RunSession:
         self._courier.start()
         self._tape.add(self._began(earlier))
         self._introduce(sure=earlier is not None and earlier.exact)
-        self._join()
+        self._wait_until_joined()
         if earlier is not None:
             self._put_back(earlier)
             self._restored = False
@@ -248,7 +248,7 @@ class RunSession:
             self._courier.send(self._feed.registered)
         self._tape.send_all_entries()
 
-    def _join(self) -> None:
+    def _wait_until_joined(self) -> None:
         """Wait for the run's parameters and a peer's state; past the patience, train on and take them later."""
         deadline = max(self._join_by, time.monotonic() + min(self._joining.wait_s, DIAL_S))
         while self._until is not None and self._until <= self._tally.t and not self._final:
