@@ -303,7 +303,7 @@ class Strikes:
         self.state.out.note("quarantined", text, learner)
         self.not_finite.note_quarantine(learner, reason)
         self.rounds.leave_learner_out(learner, "it is in quarantine")
-        self.peers.lose_learner(learner, "it is in quarantine")
+        self.peers.stop_helping_and_seeking(learner, "it is in quarantine")
         self.joining.close_life(learner, f"its numbers are broken: {reason}")
         self.state.members.restart_learner(now, learner)
         self.accounts.open_life(learner)

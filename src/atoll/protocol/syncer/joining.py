@@ -143,7 +143,7 @@ class Joining:
         learner.state, learner.tokens = "gone", ()
         self.rounds.leave_learner_out(learner, reason)
         self.rounds.cuts.lose_learner(learner)
-        self.peers.lose_learner(learner, reason)
+        self.peers.stop_helping_and_seeking(learner, reason)
         if kind == "left":
             self.state.members.asked_to_leave.pop(learner.session, None)
             self.close_life(learner, reason)

@@ -139,7 +139,7 @@ class Peers:
             recovery.ticket = ""  # it knows of none: nothing to release
             self._note_failure(recovery, said.reason)
 
-    def lose_learner(self, learner: KnownLearner, reason: str) -> None:
+    def stop_helping_and_seeking(self, learner: KnownLearner, reason: str) -> None:
         """It is gone, or its numbers are broken: it helps nobody, and seeks anew when it comes back."""
         self.end_recovery(learner, "the newcomer is gone")
         for recovery in self.open.values():
