@@ -1,7 +1,7 @@
 """How learners join, come back and leave, and how a run begins.
 
-How a killed learner comes back, step by step: docs/protocol.md. machine.py routes a Leave to `lose_learner` with kind
-"left", which closes the life, and a broken connection with "lost", which does not.
+How a killed learner comes back, step by step: docs/protocol.md. machine.py routes a Leave to `end_life`, which closes
+the life, and a broken connection to `lose_connection`, which does not.
 
 Rules kept here, each with its test:
 - a name belongs to the process that said hello last; whether a second process may say it while the first lives is
@@ -73,7 +73,7 @@ class Joining:
     def _drop_connection(self, before: KnownLearner, hello: Hello) -> None:
         if before.connected:
             same = before.session == hello.session
-            self.lose_learner(before, "lost", "it dialled again" if same else "another process took its name")
+            self.lose_connection(before, "it dialled again" if same else "another process took its name")
 
     def _take_the_place_of(self, before: KnownLearner, hello: Hello) -> None:
         """Its connection is gone; so is its life where another process took its name, or the disk did not keep it."""
@@ -137,16 +137,28 @@ class Joining:
         self.state.out.send(learner.name, Drain(reason=reason))
         self.state.out.note("draining", f"{learner.name} is asked to leave: {reason}", learner)
 
-    def lose_learner(self, learner: KnownLearner, kind: str, reason: str) -> None:
-        """Its connection is gone; `kind`: "lost", and it may come back, or "left", which is for good."""
+    def lose_connection(self, learner: KnownLearner, reason: str) -> None:
+        """It may come back: its life stays open."""
+        unmerged = self._disconnect(learner, reason)
+        self._tell_gone("lost", learner, reason, unmerged)
+
+    def end_life(self, learner: KnownLearner, reason: str) -> None:
+        """It said Leave: its life is closed at once."""
+        unmerged = self._disconnect(learner, reason)
+        self.state.members.asked_to_leave.pop(learner.session, None)
+        self.close_life(learner, reason)
+        self._tell_gone("left", learner, reason, unmerged)
+
+    def _disconnect(self, learner: KnownLearner, reason: str) -> int:
+        """No round, snapshot or newcomer waits for it; returns its tokens that no version contains."""
         unmerged = round(learner.unmerged_tokens())
         learner.state, learner.tokens = "gone", ()
         self.rounds.leave_learner_out(learner, reason)
         self.rounds.cuts.lose_learner(learner)
         self.peers.stop_helping_and_seeking(learner, reason)
-        if kind == "left":
-            self.state.members.asked_to_leave.pop(learner.session, None)
-            self.close_life(learner, reason)
+        return unmerged
+
+    def _tell_gone(self, kind: str, learner: KnownLearner, reason: str, unmerged: int) -> None:
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s, "reason": reason}
         self.state.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
         if (next_uploader := self.run_start.replace_lost_uploader(learner)) is not None:
@@ -158,7 +170,7 @@ class Joining:
             self._send_welcome(next_uploader)
 
     def expel_learner(self, learner: KnownLearner, reason: str) -> None:
-        self.lose_learner(learner, "lost", reason)
+        self.lose_connection(learner, reason)
         self.state.out.add_effect(Expel(learner.name, reason))
 
     def close_life(self, learner: KnownLearner, reason: str) -> None:

@@ -205,7 +205,7 @@ class Syncer:
                 self._note_heard(now, learner, contribution)
                 self.contributions.hear_contribution(now, learner, contribution, refusal)
             case fx.Lost(_, reason):
-                self.joining.lose_learner(learner, "lost", reason)
+                self.joining.lose_connection(learner, reason)
             case fx.DrainAsked(_, reason):
                 self.joining.ask_to_leave(learner, reason)
 
@@ -235,7 +235,7 @@ class Syncer:
             case msg.Unable():
                 self.peers.hear_unable(learner, message)
             case msg.Leave(reason=reason):
-                self.joining.lose_learner(learner, "left", reason)
+                self.joining.end_life(learner, reason)
 
     # ---- what need not be followed up -------------------------------------------------------------------------
 
