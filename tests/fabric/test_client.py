@@ -8,6 +8,7 @@ from aiohttp import web
 
 from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
+from atoll.fabric.control_channel import ClientSocket
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import FabricLimits, ScoreReport
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
@@ -99,6 +100,34 @@ async def test_closing_sends_what_is_queued(place: Place) -> None:
     assert (await place.handlers.until("received", 101))[2] == Leave(reason="done")
     await place.handlers.until("closed")
     assert learner.lost.empty()
+
+
+async def test_who_is_closed_while_it_dials_says_no_hello(place: Place) -> None:
+    """Its training process is dead: it would take the name from a successor that is there by now."""
+    await place.open()
+    link = SyncerConnection(
+        place.url,
+        hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
+        on_open=lambda: None,
+        on_message=lambda message: None,
+        on_lost=lambda reason: None,
+    )
+    dial, dialled, go_on = link._dial, asyncio.Event(), asyncio.Event()
+
+    async def dial_slowly() -> ClientSocket:
+        socket = await dial()
+        dialled.set()
+        await go_on.wait()
+        return socket
+
+    link._dial = dial_slowly  # type: ignore[method-assign]
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        tasks.create_task(link.run())
+        await dialled.wait()
+        tasks.create_task(link.close())
+        await place.until(link._closing.is_set)
+        go_on.set()
+    assert place.handlers.told("opened") == []
 
 
 async def test_a_full_queue_drops_the_channel_and_the_link_dials_again(place: Place) -> None:

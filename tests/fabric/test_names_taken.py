@@ -9,6 +9,7 @@ import aiohttp
 
 from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
 from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Refused, Started
+from atoll.protocol.succession import SUCCEEDED
 
 if TYPE_CHECKING:
     from .conftest import Place
@@ -17,9 +18,9 @@ PATIENT = FabricLimits(answer_s=60.0)
 """Nobody waits for this in a test: whoever does not have to be asked is let in at once."""
 
 
-def hello(session: str, proof: str = "") -> bytes:
+def hello(session: str, proof: str = "", seq: int = 1) -> bytes:
     return encode(
-        Hello(protocol=PROTOCOL, learner="learner-0", session=session, host="rack-3", pid=12, proof=proof, seq=1)
+        Hello(protocol=PROTOCOL, learner="learner-0", session=session, host="rack-3", pid=12, proof=proof, seq=seq)
     )
 
 
@@ -122,3 +123,30 @@ async def test_of_several_that_ask_for_a_dead_ones_name_one_has_it(place: Place)
     assert len(place.handlers.told("opened")) == 2
     for task in tasks:
         task.cancel()
+
+
+async def test_a_dead_processs_late_hello_does_not_take_the_name_from_its_successor(place: Place) -> None:
+    """Both show the proof of their folder; the courier of the dead one was dialling when its process was killed."""
+    await place.open(PATIENT)
+    first = await dial(place, hello("first", "p" * 32))
+    await place.handlers.until("opened")
+    second = await dial(place, hello("second", "p" * 32))
+    assert await first_word(second) == Started(uploader="nobody")
+    await first.close()
+    late = await dial(place, hello("first", "p" * 32, seq=2))
+    assert await first_word(late) == Refused(reason=SUCCEEDED, final=True)
+    await second.send_bytes(encode(Heartbeat(seq=2)))
+    assert await place.handlers.until("received") == ("received", "learner-0", Heartbeat())
+    assert [session for _, _, session in place.handlers.told("opened")] == ["first", "second"]
+    assert place.handlers.told("closed") == []
+
+
+async def test_nor_while_the_successor_is_away_which_may_come_back(place: Place) -> None:
+    await place.open(PATIENT)
+    for number, session in enumerate(("first", "second"), 1):
+        socket = await dial(place, hello(session, "p" * 32))
+        assert await first_word(socket) == Started(uploader="nobody")
+        await socket.close()
+        await place.handlers.until("closed", number)
+    assert isinstance(await first_word(await dial(place, hello("first", "p" * 32, seq=2))), Refused)
+    assert await first_word(await dial(place, hello("second", "p" * 32, seq=2))) == Started(uploader="nobody")

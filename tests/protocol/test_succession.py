@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.protocol.messages import Hello
-from atoll.protocol.succession import Holder, judge_claim, tell_taken
+from atoll.protocol.succession import REMEMBERED, Holder, Predecessors, judge_claim, tell_taken
 
 FIRST = Holder("first", proof="p" * 32, host="rack-3", pid=12)
 
@@ -41,3 +41,30 @@ def test_one_that_does_not_say_where_it_is_is_named_by_its_address() -> None:
 
 def test_a_proof_is_printed_nowhere() -> None:
     assert "p" * 32 not in repr(FIRST)
+
+
+def test_who_was_succeeded_is_known_by_name_and_folder_and_the_newest_never_is() -> None:
+    before, second = Predecessors(most=8), Holder("second", proof="p" * 32)
+    for holder in (FIRST, second, FIRST):
+        before.note_hello("learner-0", holder)
+    assert before.has_process("learner-0", FIRST) and not before.has_process("learner-0", second)
+    assert not before.has_process("learner-1", FIRST)
+    assert not before.has_process("learner-0", Holder("first", proof="q" * 32))
+
+
+def test_processes_without_proof_succeed_nobody() -> None:
+    before = Predecessors(most=8)
+    for session in ("first", "second"):
+        before.note_hello("learner-0", Holder(session))
+    assert not before.has_process("learner-0", Holder("first"))
+
+
+def test_of_restarts_and_folders_the_newest_are_remembered() -> None:
+    before = Predecessors(most=2)
+    sessions = [Holder(f"{number}", proof="p") for number in range(REMEMBERED + 1)]
+    for holder in sessions:
+        before.note_hello("learner-0", holder)
+    assert [before.has_process("learner-0", one) for one in sessions] == [False, True, True, True, False]
+    for name in ("learner-1", "learner-2"):
+        before.note_hello(name, FIRST)
+    assert not before.has_process("learner-0", sessions[1])

@@ -217,11 +217,12 @@ class SyncerConnection:
             return str(error)
         except (Unreachable, PeerError) as error:
             return one_line(f"{self.url} cannot be reached: {error}")
+        if self._closing.is_set():  # its training process ended: a hello now could take the name from a successor
+            await close_socket(socket)
+            return "it is closed"
         outbox = SendQueue(self._limits.send_queue)
         outbox.put(self._numbered(self._hello()))
         self._outbox = outbox
-        if self._closing.is_set():
-            outbox.close()
         try:
             self._on_open()
             async with asyncio.TaskGroup() as tasks:

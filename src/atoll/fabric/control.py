@@ -4,7 +4,7 @@ Rules:
 - one live channel per learner: a newer one that the service accepts replaces it, and the service hears no more of the
   replaced one; a newer one that the service refuses changes nothing;
 - another process has the name of a live channel only if it proves to be the successor, or if whoever is there answers
-  no ping; otherwise it is refused, and nobody else notices (see `protocol.succession`);
+  no ping; otherwise it is refused, and nobody else notices; so is a process that was succeeded (`protocol.succession`);
 - a bad frame costs its sender the channel: Refused with one line, then closed; one over 4 MiB is closed unread (1009);
 - a name belongs to the token that it first came by, also for the next syncer (see `join_tokens`); whose token counts no
   more is sent away within a second;
@@ -36,7 +36,7 @@ from atoll.fabric.wire import KIB, PROTOCOL_HEADER, FabricLimits, check_hello, d
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import Budget, Budgets, SharedBytes
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
-from atoll.protocol.succession import Holder, judge_claim, tell_taken
+from atoll.protocol.succession import SUCCEEDED, Holder, Predecessors, judge_claim, tell_taken
 
 BURST_S = 5.0
 """Seconds' worth of messages that may come at once: what waited behind a link that was down."""
@@ -62,6 +62,7 @@ class ControlServer:
         self._channels: dict[str, ControlChannel] = {}
         self._owners = owners or NameOwners()
         self._sequences = SequenceNumbers(limits.sessions)
+        self._predecessors = Predecessors(limits.sessions)
         self._hellos = Budgets(limits.hello_bytes, limits.hello_rate)
         """By token and address."""
         self._unopened = SharedBytes(2 * limits.hello_bytes)
@@ -162,6 +163,7 @@ class ControlServer:
             return False
         self._owners.assign_name(channel.learner, channel.token)
         self._sequences.note(channel, hello)
+        self._predecessors.note_hello(channel.learner, channel.holder)
         older = self._channels.get(channel.learner)
         self._channels[channel.learner] = channel
         if older is not None:
@@ -176,7 +178,10 @@ class ControlServer:
             raise PeerError(f"{len(self._channels)} learners are there, and no more are taken: try again later")
 
     async def _check_free(self, channel: ControlChannel) -> None:
-        """PeerError while another process has the name, and lives. Meanwhile yet another may have taken it."""
+        """PeerError while another process has the name, and lives, or where this one was succeeded. Meanwhile yet
+        another may have taken the name."""
+        if self._predecessors.has_process(channel.learner, channel.holder):
+            raise PeerError(SUCCEEDED)
         while (there := self.channel(channel.learner)) is not None:
             if judge_claim(there.holder, channel.holder) != "stranger" or there.liveness is None:
                 return

@@ -80,7 +80,8 @@ class FabricLimits(msgspec.Struct, frozen=True, kw_only=True):
     run_bytes: int = 65536 * MIB
     """Bodies of all learners being received at once, together."""
     sessions: int = 4096
-    """Whose last sequence numbers are remembered; of more, those that were heard longest ago are forgotten."""
+    """Whose last sequence numbers are remembered, and folders whose last processes are; of more, those that were heard
+    longest ago are forgotten."""
     send_queue: int = 1024
     """Messages waiting for one peer that reads slowly; one more closes its channel."""
     queue_bytes: int = 4 * MIB
