@@ -247,11 +247,11 @@ class LocalRun:
             self._start_child(child)
             for name in ("ATOLL_EXACT", "ATOLL_RUN"):
                 child.env.pop(name, None)
-            child.env["ATOLL_STATE"] = ""  # for its first life only: what dies later is a newcomer
+            child.env["ATOLL_STATE"] = ""  # a restart continues from no saved part: it takes a peer's state
 
     def _learner_env(self, name: str) -> dict[str, str]:
         env = {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner", "ATOLL_FOLDER": str(self.out.learners / name)}
-        env["ATOLL_STATE"] = ""  # a peer's state, not its own of an earlier cut
+        env["ATOLL_STATE"] = ""  # nor does a first start, unless the run resumes (below)
         if self.devices is not None:
             found = re.fullmatch(r"learner-(\d+)", name)
             number = int(found[1]) if found else len(self._learners)

@@ -45,7 +45,7 @@ from atoll.protocol.messages import BUFFER_RULES
 ALONE = "learner-0"
 """What a learner without a run is called: the order of its batches goes by its name."""
 JOIN_WAIT_S = 60.0
-"""How long entering waits for the run's parameters before training begins without them."""
+"""How long entering waits for the run's parameters and a peer's state before training begins without them."""
 
 
 class Learner:

@@ -62,7 +62,7 @@ class JoinRequest:
     data: str
     """A digest of what it trains on."""
     wait_s: float
-    """How long it waits for the run's parameters before training begins without them."""
+    """How long it waits for the run's parameters and a peer's state before training begins without them."""
     tokens_per_step: int = 0
     """The most that a step has, where the script says so."""
     host: str = ""
@@ -104,7 +104,7 @@ class RunSession:
         """Its inner optimizer comes from what this learner saved, and is put back once it has joined."""
         self._own_folder, self._folder, self._saver = folder, folder.path, Saver(folder.path)
         self._join_by = 0.0
-        """Until then it waits for its run."""
+        """When `join` stops waiting and lets training begin."""
         self._preemption = LeaveRequest()
         self._until: int | None = 0 if courier.replays else None
         """Replay: the step at which it waits."""
@@ -114,7 +114,7 @@ class RunSession:
         """What the step under way goes by."""
         self._done = self._final = self._stopped = False
         self._connected = False
-        """It said so: the run had not begun."""
+        """The line 'connected to run …' was printed."""
         self._joined = False
         """It has the run's parameters, and said so."""
         self._unreached = ""
@@ -249,7 +249,8 @@ class RunSession:
         self._tape.send_all_entries()
 
     def _wait_until_joined(self) -> None:
-        """Wait for the run's parameters and a peer's state; past the patience, train on and take them later."""
+        """Wait for the run's parameters and a peer's state, at most `wait_s`; then train without them, and take them
+        when they come."""
         deadline = max(self._join_by, time.monotonic() + min(self._joining.wait_s, DIAL_S))
         while self._until is not None and self._until <= self._tally.t and not self._final:
             self.wait(0.5)

@@ -212,9 +212,10 @@ class Leave(Message, frozen=True):
 
 
 class Seek(Message, frozen=True):
-    """A newcomer asks for a peer whose inner optimizer it may take, as of a time when `after` rounds were behind."""
+    """A newcomer asks for a peer whose inner optimizer it may take."""
 
     after: Number
+    """Rounds that were committed when it asked; for the event's text only."""
     frozen: bool = False
     """And its frozen parameters: the newcomer's are not the run's."""
 

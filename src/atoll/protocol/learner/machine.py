@@ -154,8 +154,8 @@ class LearnerMachine:
 
     def make_goodbye(self, reason: str) -> list[msg.FromLearner]:
         """What is said last when its training process goes. Before the welcome to a new connection nothing is reported,
-        and nobody asks again: so what became of its steps since the last report goes along with the goodbye. It names
-        its incarnation, and a syncer that has given it another one passes it over."""
+        and nobody asks again: so what became of its steps since the last report goes along with the goodbye. That
+        report names its incarnation, and a syncer that has given it another one passes the report over."""
         words: list[msg.FromLearner] = [msg.Leave(reason=reason)]
         if not self._connection.connected and self.versions and self._counters.are_consistent:
             # Without its tape: how much of that the syncer has, only the welcome would tell.
@@ -205,7 +205,7 @@ class LearnerMachine:
                 self._send_report(now)
             case Tick():
                 pass
-        self._seeking.tell_outcome()  # behind the orders that the training process goes on with
+        self._seeking.tell_outcome()  # after the orders it needs for its next step
         self._advance_time(now)
         effects, self._effects = self._effects, []
         return effects
@@ -292,8 +292,8 @@ class LearnerMachine:
         self._send_report(now)
 
     def _seek_peer_state(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
-        """A life that begins in a running run takes a peer's inner optimizer; in one that just begins all are fresh.
-        What is frozen must be the run's from the beginning."""
+        """A life that begins in a running run takes a peer's inner optimizer. Before the first committed round there is
+        nothing to take. Frozen parameters that differ from the run's are sought even then."""
         self._run_frozen = welcome.frozen
         lacks = self._takes_frozen and welcome.frozen not in ("", self._frozen)
         if self._seeking.open or (new_life and not self._restored) or lacks:

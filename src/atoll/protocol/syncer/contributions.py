@@ -277,7 +277,8 @@ class Strikes:
     Rules kept here, each with its test: three refusals (contributions, reports, states given to newcomers) since the
     last accepted contribution send a learner into recovery, as a new life that takes the run's parameters and another
     inner optimizer; meanwhile it is in quarantine: no round waits for it, it helps nobody. The peer whose state
-    a newcomer refused, or went into quarantine with, gets a strike too, and that newcomer never asks it again.
+    a newcomer refused, or went into quarantine with, gets a strike too, and is not chosen for that process again
+    (forgotten when either that process or the syncer restarts).
     """
 
     def __init__(self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, joining: Joining) -> None:

@@ -3,7 +3,7 @@
 How a killed learner comes back, step by step: docs/protocol.md. machine.py routes a Leave to `end_life`, which closes
 the life, and a broken connection to `lose_connection`, which does not.
 
-Rules kept here, each with its test:
+Rules kept here:
 - a name belongs to the process that said hello last; whether a second process may say it while the first lives is
   decided before (succession.py);
 - a learner that knows of rounds which the disk lost begins a new life;
@@ -76,7 +76,8 @@ class Joining:
             self.lose_connection(before, "it dialled again" if same else "another process took its name")
 
     def _take_the_place_of(self, before: KnownLearner, hello: Hello) -> None:
-        """Its connection is gone; so is its life where another process took its name, or the disk did not keep it."""
+        """Its connection is gone; so is its life if another process took its name, or if it knows rounds that the
+        syncer's disk lost."""
         self._drop_connection(before, hello)
         if before.session != hello.session:
             self.close_life(before, "another process took its name")
@@ -174,7 +175,6 @@ class Joining:
         self.state.out.add_effect(Expel(learner.name, reason))
 
     def close_life(self, learner: KnownLearner, reason: str) -> None:
-        """This life is over for good."""
         self.accounts.close_life(learner, reason, self.rounds.under_way(learner))
 
     def close_abandoned_lives(self, now: float, wakes: list[float]) -> None:
@@ -361,7 +361,7 @@ class UploadWait:
 
 
 def wrong_hello(hello: Hello, run: str, fragments: int) -> str | None:
-    """A learner holds a version of every fragment of this run, or of none; of other runs it says what it likes."""
+    """A learner holds a version of every fragment of this run, or of none; versions of other runs are not checked."""
     if hello.tokens_per_step < 0:
         return f"a hello with {hello.tokens_per_step} tokens per step"
     if hello.run != run or len(hello.versions) in (0, fragments):

@@ -66,9 +66,9 @@ class KnownLearner:
     busy_s: float = 0.0
     loss: float | None = None
     agreement: float | None = None
-    """Of its last contribution with the others' …"""
+    """How far its last contribution agreed with the others'."""
     influence: float | None = None
-    """… and its share of that merge."""
+    """Its share of the last merge that it was in."""
     suspect: str = ""
     """Why what it gives is not trusted; empty: it is. When the run is rolled back it goes into quarantine."""
     misses: int = 0
@@ -361,7 +361,7 @@ def _name(one: KnownLearner) -> str:
 
 
 def _had_a_life(known: KnownLearner | None, hello: Hello, run: str) -> bool:
-    """It has been part of this run, and then another process had its name."""
+    """This process was in the run before, and its name was taken since."""
     return known is not None and hello.run == run and hello.incarnation > 0
 
 

@@ -8,10 +8,12 @@ only arranges this; it stores none of it.
 Rules kept here, each with its test:
 - only a live learner that still steps, and that has no strike, helps;
 - several newcomers are spread over several peers;
-- if a peer goes away, declines or takes too long, another one is asked; two tries are enough;
-- a peer whose state was refused gets one strike, and that newcomer never asks it again;
+- if a peer goes away, declines or takes too long, the next try goes to one that has not failed, if there is one; two
+  tries are enough;
+- a peer whose state was refused gets one strike, and is not chosen for that process again (forgotten when either that
+  process or the syncer restarts);
 - in a run that is opened again, those of its last rounds are given the time to come back;
-- without a peer, or after two tries, the newcomer goes on with a fresh inner optimizer;
+- if no peer comes in time (`_patience_s`), or after two tries, the newcomer goes on with a fresh inner optimizer;
 - it is a member of no round before that is settled;
 - tickets and chance come from the sessions of both, which nobody else knows.
 """
@@ -231,9 +233,8 @@ class Peers:
         )
 
     def _may_come(self, recovery: Recovery) -> bool:
-        """Whether somebody may yet turn up: one that is away, about to begin, or does not answer just now. One that
-        seeks an inner optimizer itself, out of quarantine, will soon have one, and has the frozen parameters all along:
-        without it the only learner that has them, refused once too often, would make the newcomer fail."""
+        """Whether somebody may yet turn up: one that is away, about to begin, or does not answer just now. For frozen
+        parameters, a learner in quarantine counts too: it still has them."""
         seeks = self.open.values() if not recovery.frozen else [one for one in self.open.values() if one.frozen]
         lacking = {one.newcomer.name for one in seeks}
         others = [one for one in self.state.members.learners.values() if one.name not in lacking]
