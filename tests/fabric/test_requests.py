@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 STATUS = b"GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n"
 LARGE = b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\n\r\n"
+TUNNEL = b"CONNECT [::1]:80 HTTP/1.1\r\nHost: [::1]\r\n"
 WAIT_S = 30.0
 
 
@@ -118,8 +119,19 @@ async def test_requests_in_one_piece_with_another_are_read_when_that_one_is_answ
             + (STATUS + b"\r\n") * 100,
             "the body has no length",
         ),
+        (STATUS.replace(b"GET", b"HEAD") + b"Content-Length: 1000000\r\n\r\n" + bytes(100_000), ""),
+        (TUNNEL + b"Content-Length: 1000000\r\n\r\n" + (STATUS + b"\r\n") * 100, "no tunnels are made here"),
+        (STATUS + b"Content-Length: %d\r\n\r\n" % (2**64 - 1) + (STATUS + b"\r\n") * 100, "a GET has no body"),
+        (TUNNEL + b"\r\n" + (STATUS + b"\r\n") * 100, "no tunnels are made here"),
     ],
-    ids=["a body that nobody reads", "chunks, and requests behind them"],
+    ids=[
+        "a body that nobody reads",
+        "chunks, and requests behind them",
+        "a body of a HEAD",
+        "a tunnel with a body, which is requests",
+        "a length that aiohttp takes for none",
+        "a tunnel, and requests behind it",
+    ],
 )
 async def test_what_could_hide_requests_is_refused(place: Place, request_: bytes, says: str) -> None:
     await place.open(FabricLimits(flush_s=0.1))

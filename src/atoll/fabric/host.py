@@ -171,8 +171,10 @@ class Port:
                 raise Rejected(400, "a header is not ASCII")  # aiohttp would stumble over it
             if request.headers.get("Transfer-Encoding") is not None:
                 raise Rejected(400, "the body has no length: Content-Length has to name it")  # nothing of it is read
-            if request.body_exists and request.method == "GET":
-                raise Rejected(400, "a GET has no body")  # nobody would read it
+            if request.method == "CONNECT":
+                raise Rejected(400, "no tunnels are made here")
+            if request.method in ("GET", "HEAD") and request.headers.get("Content-Length", "0") != "0":
+                raise Rejected(400, f"a {request.method} has no body")  # nobody would read it
             if "Sec-WebSocket-Protocol" in request.headers:
                 raise Rejected(400, "no sub-protocol is spoken here")  # aiohttp would log all that are offered
             return await self._send_answer(request, await handler(request))

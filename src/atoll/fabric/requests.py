@@ -6,8 +6,9 @@ a megabyte. Nobody who means well sends a request before the last one was answer
 - the headers of a request have `HEAD_BYTES` in all, and `header_s` from their first byte to their last;
 - what comes behind a request waits as it came, until that one is answered: `HEAD_BYTES` of it;
 - whoever writes to it waits until all of it is sent, so that answers do not pile up;
-- a connection that brings more is closed. So is one that makes a mistake in HTTP, or names no length for a body: it is
-  told so, and nothing more of it is read.
+- a connection that brings more is closed. So is one that makes a mistake in HTTP, asks for a tunnel, or names no length
+  for a body: it is told so, and nothing more of it is read;
+- the same when a request names a length and aiohttp expects no body: it would read requests out of those bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http import RawRequestMessage, WebSocketReader
+from aiohttp.streams import StreamReader
 from aiohttp.web_request import BaseRequest
 
 from atoll.fabric.wire import KIB
@@ -86,19 +88,26 @@ class RequestReader(web.RequestHandler):
         before = self._request_count
         self._head += self._hand_on(size)
         if self._request_count > before:
-            self._begin_request(self._messages[-1][0])
+            self._begin_request(*self._messages[-1])
         elif end >= 0:
             self._head = b""  # empty lines before a request
         elif self._timer is None:
             self._timer = self._loop.call_later(self._header_s, self._hang_up)
 
-    def _begin_request(self, message: object) -> None:
+    def _begin_request(self, message: object, payload: StreamReader) -> None:
         self._head, self._answering = b"", True
         self._stop_timer()
-        if not isinstance(message, RawRequestMessage) or message.chunked:
-            self._deaf, self._ahead = True, b""
-        else:
-            self._body_left = int(message.headers.get("Content-Length", 0))
+        if not isinstance(message, RawRequestMessage) or message.chunked or message.method == "CONNECT":
+            self._read_no_more()
+            return
+        self._body_left = int(message.headers.get("Content-Length", 0))
+        if self._body_left and payload.is_eof():
+            self._read_no_more()  # aiohttp would take the body for requests
+
+    def _read_no_more(self) -> None:
+        """This request is answered; then the connection is closed."""
+        self._deaf, self._ahead, self._body_left = True, b"", 0
+        self.close()
 
     async def finish_response(
         self, request: BaseRequest, resp: web.StreamResponse, start_time: float | None
