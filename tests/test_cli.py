@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.observe.conftest import small_run
 from tests.store.written import WrittenRun, cut_run, everything, flip
 
 from atoll import __version__, cli
 from atoll.choices import CODEC, MERGE
 from atoll.cli import train
-from atoll.cli.shared import where
+from atoll.cli.runs import state_of
+from atoll.cli.shared import close, where
 from atoll.launch.local import Kill, LocalRun
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import complete_cuts
+from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import hold_run
 
 
@@ -210,6 +213,38 @@ def test_the_status_of_a_run_that_was_cut_off_says_how_to_go_on(
         (folder / "old" / "syncer.url").write_text("http://127.0.0.1:9")
     assert atoll(monkeypatch, "status", "old") == 0
     assert "it was cut off. It goes on with:\n  atoll train --resume old\n" in capsys.readouterr().out
+
+
+def test_the_status_of_a_run_that_failed_at_its_end_begins_with_the_reason_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    run = folder / "old"
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in small_run()))
+    assert close(RunDir(run), Console(quiet=True), failure="learner-1 failed and did not come back") != ""
+    assert atoll(monkeypatch, "status", "old") == 0
+    assert capsys.readouterr().out.startswith("This run failed: learner-1 failed and did not come back\n")
+    assert state_of(RunDir(run)) == "failed"
+    assert close(RunDir(run), Console(quiet=True)) == "" and state_of(RunDir(run)) == "ended"
+
+
+@pytest.mark.parametrize(
+    ("learners", "default", "told"),
+    [
+        (2, False, ""),
+        (2, True, "2 learners, the default: --learners N starts another number."),
+        (
+            4,
+            True,
+            "4 learners, the default: --learners N starts another number. They share the 2 cores of this machine.",
+        ),
+        (8, False, "8 learners share the 2 cores of this machine."),
+    ],
+)
+def test_how_many_learners_start_is_said_where_nobody_chose(
+    monkeypatch: pytest.MonkeyPatch, learners: int, default: bool, told: str
+) -> None:
+    monkeypatch.setattr("atoll.cli.train.cores", lambda: 2)
+    assert train.describe_learners(learners, None, default=default) == told
 
 
 def test_the_status_of_a_run_that_failed_begins_with_the_reason(

@@ -103,10 +103,61 @@ def test_a_learner_that_is_away_says_why(status: Status) -> None:
     states = ("gone", "restarting", "done")
     learners = [msgspec.structs.replace(one, state=state) for one, state in zip(now.learners, states, strict=True)]
     screen = LiveScreen(console(80))
-    screen.update(msgspec.structs.replace(now, learners=tuple(learners), members=()))
-    for words in ("○ gone", "◌ restarting", "✓ done"):
+    now = msgspec.structs.replace(now, learners=tuple(learners), members=("learner-0",), expected=2, left_s=None)
+    screen.update(now)
+    for words in ("○ gone", "◌ restarting", "✓ done", "· training · 0 of 2 learners here", "nobody makes steps now"):
         assert words in text_of(screen, 80)
-    assert "0 of 0 learners in it" in status_line(msgspec.structs.replace(now, learners=tuple(learners), members=()))
+    assert " · 0 of 2 learners here · " in status_line(now) and status_line(now).endswith(" · left –")
+
+
+def test_without_a_budget_nothing_is_said_of_its_share_or_of_the_time_left(status: Status) -> None:
+    now = status(budgeted=False, progress=0.0, left_s=None)
+    screen = LiveScreen(console(80))
+    screen.update(now)
+    shown = text_of(screen, 80)
+    assert "1:04 elapsed · no budget: it trains until its scripts end" in shown and "…" not in shown
+    assert " 0 %" not in shown and "not known" not in shown
+    assert status_line(now).startswith("   1:04  round 1,203 · ") and "left" not in status_line(now)
+
+
+def test_the_screen_says_when_nothing_was_merged_in_many_rounds(status: Status, say: Callable[..., Event]) -> None:
+    """It showed "round 123", and the summary "rounds 4"."""
+    screen = LiveScreen(console(80))
+    screen.update(status(round=123))
+    assert "rounds;" not in text_of(screen, 80), "nothing is known of single rounds"
+    rounds = [{**say(n, "round"), "members": []} for n in range(4)]
+    screen.count_work(rounds)
+    assert re.search("committed +4 of 123 rounds; nothing was merged in the others", text_of(screen, 80))
+    screen.update(status(round=4))
+    assert "rounds;" not in text_of(screen, 80)
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24)])
+def test_an_alarm_stays_in_sight_between_hundreds_of_refusals(
+    status: Status, say: Callable[..., Event], width: int, height: int
+) -> None:
+    events = [say(0, "recovered", learner="learner-0", text="learner-0 may contribute")]
+    for place in range(200):
+        about = {"learner": f"learner-{place % 2}", "incarnation": place}
+        events += [say(place / 10, kind, text=f"{about['learner']} {kind}", **about) for kind in STORM]
+        if place == 20:
+            events.append(say(2, "alarm", over=False, text="the numbers of every learner are not finite"))
+    screen = LiveScreen(console(width, height))
+    screen.update(status(learners=2), events)
+    lines = [line for line in text_of(screen, width).splitlines() if re.match(r" +\d:\d\d  ", line)]
+    assert [line.split()[1] for line in lines] == ["alarm", *STORM]
+    assert "refused 200 of learner-0 and learner-1 since 0:00; the last:" in " ".join(lines[1].split())
+
+
+STORM = ("refused", "quarantined", "fresh", "recovered")
+
+
+def test_what_comes_much_later_has_a_line_of_its_own(status: Status, say: Callable[..., Event]) -> None:
+    screen = LiveScreen(console(100))
+    deaths = [say(at, "exited", process="learner-0", code=1, text=f"died at {at}") for at in (0, 1, 2, 900)]
+    screen.update(status(learners=2), [say(0, "recovered", text="a"), *deaths])
+    shown = text_of(screen, 100)
+    assert "3 of learner-0 since 0:00; the last: died at 2" in shown and re.search(r"died at 900\s*$", shown)
 
 
 def test_a_learners_steps_are_those_of_the_whole_run(status: Status) -> None:
@@ -281,7 +332,7 @@ def test_plain_lines_come_every_few_seconds_and_events_at_once(status: Status, n
     assert written(out).splitlines() == [
         "      –  waiting for the first parameters, 4 learners here",
         "   0:00  recovered   learner-0 has the run's parameters after 0.4 s",
-        "   1:04   63 %  round 1,203 · 4 of 4 learners in it · H 24.0/24 · goodput 93 % · merged 90 % · "
+        "   1:04   63 %  round 1,203 · 4 of 4 learners here · H 24.0/24 · goodput 93 % · merged 90 % · "
         "84.1k tokens/s · validation 1.83 · left 0:38",
     ]
 

@@ -15,7 +15,7 @@ def test_the_story_of_a_run_with_a_kill(events: list[Event]) -> None:
     assert told == [
         "2 learners made 24 steps together on 240 tokens in 10 s; 68 % of learner time went into steps.",
         "b was killed 4.0 s in and was contributing again 2.0 s after its restart.",
-        "7 rounds with 86 % of the learners alive in them (participation); "
+        "7 committed rounds with 86 % of the learners alive in them (participation); "
         "the longest pause between two was 2.0 s (median 1.5 s).",
         "Of the tokens, 81 % were merged into the model (merged share), 8 % were dropped when a learner adopted a "
         "newer version and 10 % were lost with a process.",

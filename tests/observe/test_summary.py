@@ -32,6 +32,7 @@ BY_HAND: dict[str, Any] = {
     "overlap_p95": 3.0,
     "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "rolled_back": 0, "in_flight": 0},
     "rounds": 7,
+    "rounds_closed": 8,
     "rounds_passed": 1,
     "resumes": [],
     "restarts": 1,

@@ -81,6 +81,24 @@ def test_the_time_left_goes_by_what_this_session_did(machine: Syncer, monkeypatc
     assert meter.make_status(110.5, "r", machine).left_s == pytest.approx(30.0)
 
 
+def test_no_time_is_left_to_tell_while_nobody_steps(machine: Syncer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "left 0:31" stood there while every learner was dead."""
+    monkeypatch.setattr(Syncer, "progress", property(lambda machine: done))
+    meter, done = Meter(CONFIG), 0.0
+    meter.note_event(100.0, "recovered", {})
+    meter.make_status(100.0, "r", machine)
+    done = 0.5
+    machine.handle(0.0, Lost("a", "gone"))
+    assert meter.make_status(110.0, "r", machine).left_s == pytest.approx(10.0), "b steps"
+    machine.handle(0.0, Lost("b", "gone"))
+    assert meter.make_status(110.0, "r", machine).left_s is None
+
+
+def test_a_run_without_a_budget_says_so() -> None:
+    assert Meter(CONFIG).make_status(1.0, "r", None).budgeted
+    assert not Meter(Config()).make_status(1.0, "r", None).budgeted
+
+
 def test_gaps_and_participation() -> None:
     meter = Meter(CONFIG)
     meter.note_event(100.0, "recovered", {})

@@ -8,12 +8,14 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from atoll.cli.shared import address_of, is_address, short, where
+from atoll.cli.shared import address_of, is_address, read_failure, short, where
 from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
 from atoll.launch.resume import describe_resume, describe_unspent
+from atoll.observe.figures import plain
 from atoll.observe.report import write_report
 from atoll.observe.report.reading import ReportedRun, read_run
 from atoll.observe.screen import LiveScreen
@@ -91,7 +93,8 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
     """What came of a run that has ended, or was cut off."""
     found = read_run(run.path)
     if as_json:
-        print(msgspec.json.encode({"state": found.state, "missing": found.missing, **found.summary}).decode())
+        told = {"state": found.state, "missing": found.missing, "failure": read_failure(run) or None}
+        print(msgspec.json.encode({**told, **found.summary}).decode())
         return
     console = Console()
     unspent, again = describe_unspent(run), f"atoll train --resume {short(run.path)}"
@@ -103,8 +106,10 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
         print_command(console, why, describe_resume(run, short(run.path)))
     else:
         place = ""
-    told = story(found.summary, found.timeline)
-    print_closing(console, found.summary, told, out=short(run.path), unspent="" if place else unspent)
+        if failure := read_failure(run):
+            console.print(Text(f"This run failed: {plain(failure)}", "yellow"), soft_wrap=not console.is_terminal)
+    sentences = story(found.summary, found.timeline)
+    print_closing(console, found.summary, sentences, out=short(run.path), unspent="" if place else unspent)
 
 
 def _find_reason(found: ReportedRun) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from atoll.cli.shared import short
+from atoll.cli.shared import read_failure, read_summary, short
 from atoll.observe.figures import NONE, count, measure, plain, span
 from atoll.observe.summary import summarise
 from atoll.observe.tail import EventTail
@@ -57,7 +57,7 @@ def ls(folder: Path | None, json_: bool) -> None:
 
 def describe_run(run: RunDir, now: float) -> dict[str, Any]:
     """What can be said of a run at once, without reading all of its events."""
-    figures = _summary(run) or _figures_of_events(run)
+    figures = read_summary(run) or _figures_of_events(run)
     heard_at = run.events.stat().st_mtime if run.events.exists() else None
     return {
         "run": str(short(run.path)),
@@ -74,7 +74,7 @@ def state_of(run: RunDir) -> State:
     if is_alive(run.path):
         return "alive"
     if run.summary.exists():
-        return "ended"
+        return "failed" if read_failure(run) else "ended"
     return "failed" if _came_to_its_end(run) else "cut off"
 
 
@@ -94,14 +94,6 @@ def _figures_of_events(run: RunDir) -> dict[str, Any]:
         elif event["kind"] == "score":
             found["validation_loss_end"] = event.get("loss")
     return found
-
-
-def _summary(run: RunDir) -> dict[str, Any]:
-    try:
-        found = msgspec.json.decode(run.summary.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _cells(row: dict[str, Any]) -> list[Text]:

@@ -72,15 +72,31 @@ def compile_kernels(console: Console) -> None:
             kernels.warm()
 
 
-def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> str:
-    """The summary, written down and shown. Returns why the run failed; empty: it did not."""
+def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train", failure: str = "") -> str:
+    """The summary, written down and shown. `failure`: why the run failed, where that is known. Returns it, or what the
+    events tell of it; empty: it did not fail."""
     events = list(parse(out.events.read_bytes().splitlines(keepends=True)))
     summary = summarise(events)
+    failure = failure or find_shortfall(summary, events)
+    summary["failure"] = failure or None
     write_summary(out, summary, as_json)
     if not as_json:
         told, sample = story(summary, events), last_sample(events)
         print_closing(console, summary, told, sample, short(out.path), again, describe_unspent(out))
-    return find_shortfall(summary, events)
+    return failure
+
+
+def read_failure(run: RunDir) -> str:
+    """Why a run failed that wrote a summary; empty: it did not fail, or wrote none."""
+    return str(read_summary(run).get("failure") or "")
+
+
+def read_summary(run: RunDir) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(run.summary.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_summary(out: RunDir, summary: dict[str, Any], as_json: bool) -> None:

@@ -18,7 +18,7 @@ from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
 from atoll.cli.shared import close, compile_kernels, document_of, setting_words, settings_of, short, write_summary
 from atoll.config import Config, convert, converted, merged, parse_settings
-from atoll.launch.children import LIMIT
+from atoll.launch.children import LIMIT, cores
 from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
 from atoll.launch.replay.play import TapeRun
@@ -95,8 +95,8 @@ def train(
         return
     workload = WorkloadSettings if script is None else None
     document = merged(document_of(config), DEMO) if demo else document_of(config)
-    settings = convert(settings_of(document, words, workload), str(config or "the command line"))
-    settings = _budgeted(settings, script)
+    said = settings_of(document, words, workload)
+    settings = _budgeted(convert(said, str(config or "the command line")), script)
     _check_at_home(settings)
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
@@ -108,8 +108,8 @@ def train(
         settings = msgspec.structs.replace(settings, script=(str(script.absolute()), *arguments))
     kills = tuple(_kill(text, settings) for text in kill) or ((DEMO_KILL,) if demo else ())
     if tape is not None:
-        said = parse_settings(words, workload).get("protocol", {})
-        _follow(tape, settings, said, out, force=force, as_json=json_, kills=bool(kills))
+        rules = parse_settings(words, workload).get("protocol", {})
+        _follow(tape, settings, rules, out, force=force, as_json=json_, kills=bool(kills))
         return
     options = options.assign_devices(settings)
     run_dir = RunDir.create(out, force=force or demo, shared=settings.service.share_files)
@@ -117,7 +117,20 @@ def train(
     if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
         return
+    if text := describe_learners(
+        settings.protocol.learners, options.devices, default="learners" not in said["protocol"]
+    ):
+        console.print(text, style="dim", soft_wrap=True, highlight=False)
     _train(settings, run_dir, console, command, kills, json_, targets=targets, options=options)
+
+
+def describe_learners(learners: int, devices: Assignment | None, *, default: bool) -> str:
+    """How many learners start, where nobody said so, and that they share this machine's cores; empty: neither."""
+    many, few = f"{learners} learner{'' if learners == 1 else 's'}", cores()
+    told = [f"{many}, the default: --learners N starts another number."] if default else []
+    if devices is None and few < learners:
+        told.append(f"{'They' if default else many} share the {few} core{'' if few == 1 else 's'} of this machine.")
+    return " ".join(told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +308,8 @@ def _train(
         asyncio.run(standby.run(run) if standby is not None else run.run())
     for words in tracking.trouble:
         console.print(f"note: {words}", soft_wrap=True, highlight=False, markup=False)
-    came_to_nothing = close(out, console, as_json)
-    if shortfall := run.shortfall or came_to_nothing:
-        raise RunFailed(shortfall)
+    if failure := close(out, console, as_json, failure=run.shortfall):
+        raise RunFailed(failure)
 
 
 def _follow(

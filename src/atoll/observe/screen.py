@@ -33,9 +33,9 @@ from atoll.observe.figures import (
     sparkline,
 )
 from atoll.observe.summary import WorkCounter
-from atoll.observe.tail import EventTail, NotableEvents, PlainLines
+from atoll.observe.tail import EventTail, NotableEvents, PlainLines, describe_presence
 from atoll.telemetry.events import Event
-from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
+from atoll.telemetry.status import AWAY, STEPPING, LearnerStatus, RunStatus
 
 __all__ = ["EventTail", "LiveScreen", "PlainLines", "choose_screen"]
 
@@ -60,6 +60,8 @@ EVENTS = 6
 """At most."""
 ALARMS = 4
 """Lines of them at most."""
+FEW, MOST = 10, 0.9
+"""After so many rounds, of which fewer than this share were committed, the screen says so."""
 OFF_H = 0.15
 """An effective H further off than this is shown as a warning."""
 
@@ -131,7 +133,7 @@ class LiveScreen:
         if status is None:
             start = Panel(Text("starting the syncer …", "dim"), title="Atoll", width=width)
             return Group(start, self._render_events(self._console.height - 5))
-        run = _run_panel(status, self._scores, width)
+        run = _run_panel(status, self._scores, self._work.rounds, width)
         if self._link:
             run.subtitle, run.subtitle_align = Text(f"dashboard: {self._link}"), "left"
         learners = _learner_table(status.learners, width, self._work)
@@ -161,15 +163,19 @@ def _with_score(status: RunStatus, score: Event | None) -> RunStatus:
     )
 
 
-def _run_panel(status: RunStatus, scores: Sequence[float], width: int) -> Panel:
+def _run_panel(status: RunStatus, scores: Sequence[float], committed: int | None, width: int) -> Panel:
     title = Text.assemble(("Atoll", "bold"), f" · {plain(status.run)}")
     phase = Text(status.phase, _PHASES.get(status.phase, ""))
     alarms = [status.alarm, *(one.alarm for one in status.learners)]
     alarm = [Text(f"ALARM: {plain(text)}", "bold white on red") for text in alarms if text][:ALARMS]
     notice = [Text(plain(status.notice), "yellow")] if status.notice else []
     room = [] if alarm or notice else [Text()]  # their lines come in its place, so that the learners stay on the screen
-    body = Group(*alarm, *notice, _progress(status), *room, _facts(status, scores, width), _last_round(status))
+    body = Group(
+        *alarm, *notice, _progress(status), *room, _facts(status, scores, width), _last_round(status, committed)
+    )
     title.append(" · ").append_text(phase)
+    if status.phase in ("waiting", "training"):
+        title.append(f" · {describe_presence(status)}")
     return Panel(body, title=title, title_align="left", width=width, padding=(0, 1), box=box.ROUNDED)
 
 
@@ -177,7 +183,6 @@ def _progress(status: RunStatus) -> Table:
     line = Table.grid(expand=True, padding=(0, 1))
     line.add_column(ratio=1)
     line.add_column(justify="right", no_wrap=True)
-    left = f"{clock(status.left_s)} left" if status.left_s is not None else "time left not known yet"
     # A later term goes on with what others did: their time is not in elapsed_s.
     elapsed = f"{clock(status.elapsed_s)} {'elapsed' if status.term <= 1 else 'since it went on'}"
     if status.phase == "waiting":
@@ -187,10 +192,22 @@ def _progress(status: RunStatus) -> Table:
     elif status.phase == "finished":
         words = elapsed
     else:
-        words = f"{elapsed} · {left}"
+        words = f"{elapsed} · {_left(status)}"
+    if not status.budgeted:
+        line.add_row(Text(words), Text())
+        return line
     bar = ProgressBar(total=1.0, completed=min(1.0, max(0.0, status.progress)), complete_style="cyan")
     line.add_row(bar, Text(f"{percent(status.progress)} · {words}"))
     return line
+
+
+def _left(status: RunStatus) -> str:
+    if not status.budgeted:
+        return "no budget: it trains until its scripts end"
+    if status.left_s is not None:
+        return f"{clock(status.left_s)} left"
+    anybody = any(one.state in STEPPING for one in status.learners)
+    return "time left not known yet" if anybody else "nobody makes steps now"
 
 
 def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
@@ -217,7 +234,7 @@ def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
     return grid
 
 
-def _last_round(status: RunStatus) -> Table:
+def _last_round(status: RunStatus, committed: int | None) -> Table:
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(style="dim", no_wrap=True, width=LABEL)
     grid.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
@@ -228,6 +245,9 @@ def _last_round(status: RunStatus) -> Table:
         grid.add_row("overlap", Text(_overlap(status)))
     if status.shortage:
         grid.add_row("behind", Text(plain(status.shortage), "yellow"))
+    if committed is not None and status.round >= FEW and committed < MOST * status.round:
+        told = f"{committed:,} of {status.round:,} rounds; nothing was merged in the others"
+        grid.add_row("committed", Text(told, "yellow"))
     if computed := status.fates.get("computed"):
         grid.add_row("not merged", Text(" · ".join(causes_of(status.dropped_by_cause, computed))))
     if status.metrics:

@@ -139,7 +139,8 @@ def _gaps(summary: Summary) -> str:
     if summary["median_gap_s"] is None:
         return ""
     return (
-        f"{_number(summary['rounds'], 'round')} with {percent(summary['participation'])} of the learners alive in them "
+        f"{_number(summary['rounds'], 'committed round')} with {percent(summary['participation'])} of the learners "
+        f"alive in them "
         f"(participation); "
         f"the longest pause between two was {span(summary['longest_gap_s'])} (median {span(summary['median_gap_s'])})."
     )
@@ -419,7 +420,7 @@ def _figures(summary: Summary, width: int) -> Table:
     tokens, learners = summary["tokens"], summary["per_learner"]
     facts = [
         ("goodput", percent(summary["goodput"])),
-        ("rounds", f"{summary['rounds']:,}"),
+        ("rounds committed", f"{summary['rounds']:,} of {summary['rounds_closed']:,}"),
         ("uptime", percent(summary["uptime"])),
         ("participation", percent(summary["participation"])),
         ("liveness", percent(summary["liveness"])),

@@ -14,6 +14,7 @@ tokens and for participation, but not for the gaps, effective H and absences.
 | participation | mean over rounds of members over learners alive and recovered at that moment, the muted included |
 | effective_h, _mean, _p95 | learner steps between two syncs of a fragment: median, mean, 95th percentile |
 | overlap, _mean, _p95 | learner steps from reading a contribution to adopting the version that holds it |
+| rounds, rounds_closed | committed rounds; all, also those in which nothing was merged (`round` on the screen) |
 | tokens | by fate: computed = merged + dropped + lost + in_flight. From the ledger; without it, from the events |
 | tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too); missing where no ledger told |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
@@ -118,6 +119,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         "overlap_p95": overlap.p95,
         "tokens": {**tokens, **causes},
         "rounds": len(rounds),
+        "rounds_closed": closing.get("round", _count_closed(timeline)),
         "rounds_passed": len(select_kinds(timeline, "passed")),
         "resumes": resumes(timeline, part),
         "restarts": len(select_kinds(timeline, "restarted")),
@@ -136,6 +138,11 @@ def summarise(events: Iterable[Event]) -> Summary:
         "per_learner": per_learner(timeline, work, part, closing.get("fates") or {}),
         "settings": settings,
     }
+
+
+def _count_closed(timeline: Sequence[Event]) -> int:
+    """As far as events tell of single rounds."""
+    return 1 + max((event["round"] for event in select_kinds(timeline, "round", "passed")), default=-1)
 
 
 def resumes(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
@@ -168,8 +175,11 @@ class WorkCounter:
         self._merged: dict[Incarnation, LearnerWork] = {}
         self._heard: dict[Incarnation, LearnerWork] = {}
         self._told: dict[Incarnation, LearnerWork] = {}
+        self.rounds: int | None = None
+        """Those that were committed; None: no event was added."""
 
     def add(self, event: Event) -> None:
+        self.rounds = (self.rounds or 0) + (event["kind"] == "round")
         if event["kind"] == "joined" and event.get("known_as", 0) not in (0, event["incarnation"]):
             before = (event["learner"], event["known_as"])
             self._first[before[0], event["incarnation"]] = self._process(before)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from atoll.observe.figures import NONE, clock, count, decimal, measure, percent, plain
+from atoll.observe.figures import NONE, clock, count, decimal, listing, measure, percent, plain
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import AWAY, RunStatus
 
@@ -134,17 +134,42 @@ def is_routine(event: Event) -> bool:
     return kind in ROUTINE
 
 
-REPEATED = {"refused", "quarantined", "recovered", "fresh", "passed"}
-"""Kinds that come by the hundred where numbers break again and again …"""
-LINES = 3
-"""… so many of them, per kind and learner, have a line each …"""
+REPEATED = {"refused": 1, "quarantined": 1, "recovered": 2, "fresh": 1, "passed": 1}
+"""Kinds that come by the hundred where numbers break again and again: so many of them, by learner, are printed …"""
 QUIET_S = 30.0
-"""… and then one in so many seconds, which says how many had none."""
+"""… and then one in so many seconds, which says how many were not."""
+FOLDED = REPEATED.keys() | {"left", "lost", "exited", "restarted", "joined"}
+"""Kinds of which the screen shows one line, once more of them come …"""
+APART = 2
+"""… than so many, each within QUIET_S of the one before."""
+
+
+@dataclass(slots=True)
+class Fold:
+    """Events of one kind, soon after each other."""
+
+    first_at: float
+    last_at: float
+    number: int = 0
+    names: set[str] = field(default_factory=set)
+    """Whom they are about."""
+
+    def add_event(self, event: Event) -> None:
+        self.last_at, self.number = event["at"], self.number + 1
+        if name := str(event.get("learner") or event.get("process") or ""):
+            self.names.add(name)
+
+    def describe(self, since: str) -> str:
+        whose = f" of {listing(sorted(self.names))}" if self.names else ""
+        return f"{self.number:,}{whose} since {since}"
 
 
 @dataclass(slots=True)
 class Repeats:
     """Events of one kind about one learner."""
+
+    most: int
+    """Lines in QUIET_S."""
 
     lines: int = 0
     last_at: float = 0.0
@@ -153,8 +178,8 @@ class Repeats:
 
     def has_line(self, at: float) -> bool:
         if at >= self.last_at + QUIET_S:
-            self.lines = min(self.lines, LINES - 1)
-        if self.lines >= LINES:
+            self.lines = min(self.lines, self.most - 1)
+        if self.lines >= self.most:
             self.left_out += 1
             return False
         self.lines, self.last_at = self.lines + 1, at
@@ -166,31 +191,49 @@ class Repeats:
 
 
 class NotableEvents:
-    """The last few notable events. Scores in a row become one line, the newest; what repeats itself has few lines."""
+    """The last notable events. Scores in a row become one line, the newest, and so do others that repeat themselves:
+    what came between them stays in sight."""
 
-    def __init__(self, most: int = 6) -> None:
+    def __init__(self, most: int = 40) -> None:
         self._lines: deque[Event] = deque(maxlen=most)
         self._origin: float | None = None
         """The first parameters: times count from there, as they do in the summary. What comes before has none."""
         self._repeats: dict[tuple[str, str], Repeats] = {}
+        self._folds: dict[str, Fold] = {}
 
     def take_events(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Notes them, and gives back those that are notable."""
+        """Notes them, and gives back those that have a line where each is printed once."""
         for event in events:
             if self._origin is None and event["kind"] in ("recovered", "round"):
                 self._origin = event["at"]
             if event["kind"] not in NOTABLE or is_routine(event):
                 continue
+            self._note_line(event)
             if event["kind"] in REPEATED:
                 key = (str(event["kind"]), str(event.get("learner", "")))
-                repeats = self._repeats.setdefault(key, Repeats())
+                repeats = self._repeats.setdefault(key, Repeats(REPEATED[key[0]]))
                 if not repeats.has_line(event["at"]):
                     continue
                 event = repeats.with_count(event)
-            if event["kind"] == "score" and self._lines and self._lines[-1]["kind"] == "score":
-                self._lines.pop()
-            self._lines.append(event)
             yield event
+
+    def _note_line(self, event: Event) -> None:
+        if event["kind"] == "score" and self._lines and self._lines[-1]["kind"] == "score":
+            self._lines.pop()
+        self._lines.append(self._fold_into(event) if event["kind"] in FOLDED else event)
+
+    def _fold_into(self, event: Event) -> Event:
+        """The line of this event. Where it repeats others, it takes the place of their lines."""
+        kind, at = str(event["kind"]), event["at"]
+        fold = self._folds.get(kind)
+        if fold is None or at >= fold.last_at + QUIET_S:
+            fold = self._folds[kind] = Fold(at, at)
+        fold.add_event(event)
+        if fold.number <= APART:
+            return event
+        for line in [one for one in self._lines if one["kind"] == kind and one["at"] >= fold.first_at]:
+            self._lines.remove(line)
+        return {**event, "text": f"{fold.describe(self._tell_time(fold.first_at))}; the last: {event.get('text', '')}"}
 
     def list_newest(self, most: int) -> list[Event]:
         return list(self._lines)[-most:] if most > 0 else []
@@ -212,10 +255,11 @@ class NotableEvents:
         return whole
 
     def _render_head(self, event: Event) -> Text:
-        begun = self._origin is not None and event["at"] >= self._origin
-        time = clock(event["at"] - (self._origin or 0.0)) if begun else NONE
         kind = str(event["kind"])
-        return Text.assemble((f"{time:>7}  ", "dim"), (f"{kind:<11} ", NOTABLE[kind]))
+        return Text.assemble((f"{self._tell_time(event['at']):>7}  ", "dim"), (f"{kind:<11} ", NOTABLE[kind]))
+
+    def _tell_time(self, at: float) -> str:
+        return clock(at - self._origin) if self._origin is not None and at >= self._origin else NONE
 
 
 # ---- plain lines ----------------------------------------------------------------------------------------------------
@@ -298,24 +342,32 @@ class Comings:
                 self._console.print(plain(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
+def describe_presence(status: RunStatus) -> str:
+    """How many are connected, of those that the run is meant for."""
+    here = sum(learner.state not in AWAY for learner in status.learners)
+    meant = max(status.expected, here)
+    return f"{here} of {meant} learner{'' if meant == 1 else 's'} here"
+
+
 def status_line(status: RunStatus) -> str:
     """The run in one line."""
     if status.phase == "waiting":
         here = len(status.learners)
         told = f"waiting for the first parameters, {here} learner{'' if here == 1 else 's'} here"
         return f"{NONE:>7}  {told}{f' · {plain(status.notice)}' if status.notice else ''}"
-    here = max(len(status.members), sum(learner.state not in AWAY for learner in status.learners))
+    spent = f"  {percent(status.progress):>5}" if status.budgeted else ""
     parts = [
-        f"{clock(status.elapsed_s):>7}  {percent(status.progress):>5}  round {status.round:,}",
-        f"{len(status.members)} of {here} learners in it",
+        f"{clock(status.elapsed_s):>7}{spent}  round {status.round:,}",
+        describe_presence(status),
         f"H {decimal(status.effective_h, 1)}/{status.sync_every}",
         f"goodput {percent(status.goodput)}",
         f"merged {percent(status.merged_share)}",
         f"{count(status.tokens_per_s)} tokens/s",
         f"validation {measure(status.validation_loss)}",
         *(f"{plain(name)} {measure(value)}" for name, value in status.metrics.items()),
-        f"left {clock(status.left_s) if status.left_s is not None else NONE}",
     ]
+    if status.budgeted:
+        parts.append(f"left {clock(status.left_s) if status.left_s is not None else NONE}")
     if status.phase != "training":
         parts.append(status.phase)
     return " · ".join(parts)

@@ -97,6 +97,7 @@ class RunEnding:
         ledger = machine.history.ledger if machine is not None else None
         data: dict[str, object] = {
             "reason": self._reason,
+            "round": machine.committed if machine is not None else 0,
             "learners": [
                 {
                     "learner": one.name,

@@ -19,7 +19,7 @@ from atoll.protocol.statistics import participation, spread
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer.shortage import describe_shortage
-from atoll.telemetry.status import LearnerStatus, RunStatus
+from atoll.telemetry.status import STEPPING, LearnerStatus, RunStatus
 
 RECENT = 256
 """Rounds behind the live figures."""
@@ -124,7 +124,7 @@ class Meter:
             run=run,
             phase=phase,
             elapsed_s=elapsed,
-            left_s=self._estimate_left(now, progress),
+            left_s=self._estimate_left(now, progress) if phase != "training" or _anybody_steps(learners) else None,
             progress=progress,
             global_step=machine.global_step if machine else 0,
             round=machine.committed if machine else 0,
@@ -148,6 +148,7 @@ class Meter:
             loss_unit=self._score.unit if self._score else "",
             metrics=self._score.metrics if self._score else {},
             directions=dict(self._score.directions) if self._score else {},
+            budgeted=bool(settings.steps or settings.tokens),
             scorer=self.scorer,
             learners=learners,
             term=machine.history.term if machine else 0,
@@ -233,6 +234,10 @@ class Meter:
             seen.append((now, one.tokens_total))
         (first, few), (last, many) = seen[0], seen[-1]
         return (many - few) / (last - first) if last > first and one.connected else 0.0
+
+
+def _anybody_steps(learners: Sequence[LearnerStatus]) -> bool:
+    return any(one.state in STEPPING for one in learners)
 
 
 def is_deserted(phase: str, learners: Sequence[LearnerStatus]) -> bool:

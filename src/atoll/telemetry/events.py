@@ -34,7 +34,8 @@ are not finite (about: numbers); the dashboard failed |
 directions, unit |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
-| finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
+| finished | syncer | reason, round (how many were closed), learners (t, tokens, busy_s), tokens, dropped_by_cause,
+fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |

@@ -6,6 +6,8 @@ import msgspec
 
 AWAY = ("gone", "restarting", "done")
 """States of a learner that is not connected. That one is being restarted only its supervisor knows."""
+STEPPING = ("training", "muted", "quarantined")
+"""States of one that makes steps."""
 
 
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +43,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
     """Since the first parameters were there."""
     left_s: float | None
+    """None: not known yet, or nobody makes steps now."""
     progress: float
     global_step: int
     round: int
@@ -111,5 +114,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Other figures of the newest score, by name …"""
     directions: dict[str, str] = {}
     """… and whether small ("min") or large ("max") values of them are better, where it was declared."""
+    budgeted: bool = True
+    """False: it trains until its scripts end; `progress` and `left_s` say nothing."""
     scorer: bool = True
     """False: nobody will score it."""

@@ -37,7 +37,7 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
     figures: list[tuple[str, str, float | None]] = [
         ("progress_ratio", "Share of the budget that is spent.", status.progress),
         ("global_step", "Steps of the global model.", status.global_step),
-        ("rounds", "Rounds committed.", status.round),
+        ("rounds", "Rounds closed, also those in which nothing was merged.", status.round),
         ("goodput_ratio", "Learner-seconds spent stepping over those allocated.", status.goodput),
         ("liveness_ratio", "Mean share of the M learners alive.", status.liveness),
         ("participation_ratio", "Mean share of the learners alive and recovered in a round.", status.participation),

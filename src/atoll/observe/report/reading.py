@@ -80,6 +80,7 @@ def read_run(folder: Path, now: float | None = None) -> ReportedRun:
 def _figures(timeline: Sequence[Event], told: dict[str, Any]) -> Summary:
     folded = summarise(timeline)
     if told and not any(event["kind"] in ("run", "round") for event in timeline):
+        folded["rounds_closed"] = told.get("rounds", 0)
         folded |= {key: value for key, value in told.items() if key in folded}
         folded["per_learner"] = folded["per_learner"] if isinstance(folded["per_learner"], dict) else {}
     return folded

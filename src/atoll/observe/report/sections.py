@@ -43,7 +43,11 @@ def summary(run: ReportedRun) -> Html:
         ("liveness", percent(figures["liveness"]), "of the learners were alive"),
         ("participation", percent(figures["participation"]), "of those alive were in a round"),
         ("effective H", decimal(figures["effective_h"], 1), _steps_between(figures, int(meant))),
-        ("rounds", f"{figures['rounds']:,}", f"{figures['rounds_passed']} passed over"),
+        (
+            "rounds committed",
+            f"{figures['rounds']:,}",
+            f"of {figures['rounds_closed']:,}, {figures['rounds_passed']} passed over",
+        ),
         ("tokens", count(tokens["computed"]), f"in {steps:,} steps" if steps else ""),
         ("merged share", percent(figures["merged_share"]), "of fragment-tokens"),
         ("bytes per token", decimal(figures["bytes_per_token"], 1), "in and out of the syncer"),

@@ -19,11 +19,13 @@ function put(node, text) {
 export function head(run) {
   const now = run.now;
   put(by("run"), `· run ${now.run}`);
-  document.title = `${percent(now.progress)} · Atoll ${now.run}`;
+  const spent = now.budgeted ? `${percent(now.progress)} · ` : "";
+  document.title = `${spent}Atoll ${now.run}`;
   put(by("phase"), now.phase);
   by("progress").value = now.progress;
-  const left = now.phase === "training" && now.left_s !== null ? ` · ${clock(now.left_s)} left` : "";
-  put(by("progress-words"), now.phase === "waiting" ? "waiting for the first parameters" : `${percent(now.progress)} · ${clock(now.elapsed_s)} ${now.term <= 1 ? "gone" : "since it went on"}${left}`);
+  by("progress").hidden = !now.budgeted;
+  const left = now.phase === "training" && now.left_s !== null ? ` · ${clock(now.left_s)} left` : now.budgeted ? "" : " · no budget: it trains until its scripts end";
+  put(by("progress-words"), now.phase === "waiting" ? "waiting for the first parameters" : `${spent}${clock(now.elapsed_s)} ${now.term <= 1 ? "elapsed" : "since it went on"}${left}`);
   const alarms = [now.alarm, ...now.learners.map((one) => one.alarm)].filter(Boolean);
   by("alarm").hidden = !alarms.length;
   put(by("alarm"), alarms.length ? `Alarm: ${listing(alarms, ALARMS)}` : "");
