@@ -18,9 +18,11 @@ from atoll.launch import local as local_run
 from atoll.launch.children import Child
 from atoll.launch.environment import LaunchEnvironment, assign_devices, read_environment
 from atoll.launch.local import LocalRun, script_arguments
+from atoll.launch.supervision import Supervision
 from atoll.observe.screen import LiveScreen
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.rundir import RunDir
+from atoll.telemetry.events import EventLog
 from atoll.telemetry.status import RunStatus
 
 pytestmark = pytest.mark.system
@@ -139,7 +141,7 @@ async def test_a_mistake_in_the_code_after_the_first_steps_is_repeated_once(
     tmp_path: Path, code: str, again: bool
 ) -> None:
     """What comes from outside may be mended by the next start."""
-    run = local(tmp_path, code, watch=lambda status: setattr(run, "_stepped", True), max_restarts=3)
+    run = local(tmp_path, code, watch=lambda status: setattr(run._processes, "_stepped", True), max_restarts=3)
     words = "the script failed on every learner and again after a restart" if again else "every learner died too often"
     with pytest.raises(RunFailed, match=words):
         await run.run()
@@ -342,12 +344,13 @@ if os.environ["ATOLL_LEARNER"] == "learner-1":
 
 
 def test_why_a_learner_is_not_connected_is_the_supervisors_to_say(tmp_path: Path) -> None:
-    run = local(tmp_path, "")
-    waiting = Child("learner-0", [], {}, tmp_path / "log")
+    log = tmp_path / "log"
+    processes = Supervision(RunDir(tmp_path), EventLog(lambda line: None), Child("syncer", [], {}, log), children.LIMIT)
+    waiting = Child("learner-0", [], {}, log)
     waiting.restart_later()
-    run._learners = {"learner-0": waiting, "learner-1": Child("learner-1", [], {}, tmp_path / "log")}
-    run._done, run._orders, run._ending = {"learner-1"}, [], False
+    processes.learners.update({"learner-0": waiting, "learner-1": Child("learner-1", [], {}, log)})
+    processes.done.add("learner-1")
     names = ("learner-0", "learner-1", "by-hand")
-    assert [run._absence(name, "training") for name in names] == ["restarting", "done", "gone"]
-    run._orders.append("end the operator asked for it")
-    assert run._absence("learner-0", "ending") == "gone", "no restart comes any more"
+    assert [processes.describe_absence(name, "training") for name in names] == ["restarting", "done", "gone"]
+    processes.send_order("end the operator asked for it")
+    assert processes.describe_absence("learner-0", "ending") == "gone", "no restart comes any more"

@@ -1,0 +1,314 @@
+"""What becomes of a run's processes that ended, as its supervisor (local.py) decides.
+
+- a learner with exit code 0 is done; when the last one is, the run ends;
+- a learner with exit code 2 found something wrong that a restart cannot mend: it is left out and the others go on; when
+  none is left, the run fails with its words;
+- a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
+  anybody made a step, an exception of the scorer, or a return that is no score, before the first score;
+- any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit;
+- a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from math import inf
+
+from atoll.launch.children import Child, ScriptError, describe_exit, find_shared_error, read_script_error
+from atoll.launch.resume import EVERYONE_ENDED, describe_resume
+from atoll.launch.script import USAGE
+from atoll.protocol.errors import AtollError, ConfigError, RunFailed
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import EventLog
+from atoll.telemetry.status import AWAY, RunStatus
+
+SAME_INTERRUPT_S = 0.5
+"""Two interrupts so close to each other are one: nobody presses Ctrl-C so fast to have everything killed."""
+SAME_MISTAKE_S = 5.0
+"""So long the learners have to fail as the evaluator did, before the mistake is taken for the evaluator's own."""
+UNWRITABLE = 4
+"""A syncer whose disk failed ends with this code: starting it again would not mend the disk."""
+
+
+class Killed(RunFailed):
+    """The operator did not want to wait for a good end."""
+
+    exit_code = 130
+
+
+class Supervision:
+    """The processes of one run. Belongs to one event loop."""
+
+    def __init__(self, out: RunDir, events: EventLog, syncer: Child, max_restarts: int) -> None:
+        self._out, self._max_restarts = out, max_restarts
+        self._events = events
+        self.syncer = syncer
+        self.learners: dict[str, Child] = {}
+        self.scorer: Child | None = None
+        self.done: set[str] = set()
+        self.interrupts, self._interrupted_at = 0, 0.0
+        self._blame_scorer_at = inf
+        self._orders: list[str] = []
+        self.ending = False
+        self._refusal = ""
+        self._failure: AtollError | None = None
+        self._mended = ""
+        """What leads over to the command that goes on with a failed run."""
+        self._errors: dict[str, ScriptError] = {}
+        """By process, what its script failed with last."""
+        self.here: set[str] = set()
+        """Learners that joined since they were started last."""
+        self._without_step: set[str] = set()
+        """Learners that have been here for long and made no step."""
+        self._first_tokens: int | None = None
+        self._stepped = self._scored = self._joined = False
+        """Since this supervisor started."""
+        self.failed: dict[str, str] = {}
+        """Learners that will not come back, with their last words."""
+
+    # ---- the processes, and what is heard of them -------------------------------------------------------------------
+
+    def list_children(self) -> list[Child]:
+        return [self.syncer, *self.learners.values(), *([self.scorer] if self.scorer else [])]
+
+    def send_order(self, line: str) -> None:
+        """To the syncer; one that takes over from a dead one hears it again."""
+        self._orders.append(line)
+        self.syncer.send_order(line)
+
+    def note_progress(self, status: RunStatus) -> None:
+        if self._first_tokens is None:
+            self._first_tokens = status.tokens  # of a run that goes on
+        self._stepped = self._stepped or status.tokens > self._first_tokens
+        self._scored = self._scored or status.validation_round is not None
+        self._joined = self._joined or bool(status.learners)
+        self.here |= {one.learner for one in status.learners if one.state not in AWAY}
+        self._without_step |= {one.learner for one in status.learners if one.state == "stalled"}
+        self._without_step -= {one.learner for one in status.learners if one.step}
+
+    def describe_absence(self, name: str, phase: str) -> str:
+        child = self.learners.get(name)
+        if child is None:
+            return "gone"
+        if name in self.done or (phase == "finished" and child.running):
+            return "done"
+        restarts = not self.is_ending and (child.waiting or (child.running and child.restarts > 0))
+        return "restarting" if restarts else "gone"
+
+    def handle_interrupt(self) -> None:
+        now = time.monotonic()
+        if self.interrupts == 1 and now < self._interrupted_at + SAME_INTERRUPT_S:
+            return  # `timeout` signals a process and then its group
+        self.interrupts, self._interrupted_at = self.interrupts + 1, now
+        if self.interrupts == 1:
+            self._events.say("warning", "asked to end: the last steps are collected; once more to kill everything")
+            self.send_order("end the operator asked for it")
+        else:
+            for child in self.list_children():
+                child.kill_all()
+
+    @property
+    def is_ending(self) -> bool:
+        """Learners that die now are not restarted: a restart takes longer than the run, and the end would wait for
+        it."""
+        return self.ending or any(order.startswith("end ") for order in self._orders)
+
+    # ---- what died is started again ---------------------------------------------------------------------------------
+
+    def restart_syncer(self, code: int | None) -> None:
+        if code is None:
+            if self._restart_if_due(self.syncer):
+                for line in self._orders:
+                    self.syncer.send_order(line)
+            return
+        self._say_exited(self.syncer, code)
+        if self.interrupts > 1:
+            raise Killed("everything was killed, as asked; the last steps are not in the model")
+        if code == UNWRITABLE or not self.syncer.restart_later():
+            raise RunFailed(f"the syncer died ({describe_exit(code)}): {self.read_last_words(self.syncer)}")
+
+    def restart_dead(self) -> None:
+        for child in self.list_children()[1:]:
+            code = child.poll_exit()
+            if code is None:
+                if child is self.scorer or not self.is_ending:
+                    self._restart_if_due(child)
+                elif child.waiting:
+                    self.abandon_restart(child)
+                continue
+            self._say_exited(child, code)
+            if child is self.scorer:
+                self._handle_exit_of_scorer(child, code)
+            else:
+                self._handle_exit_of_learner(child, code)
+        if self.scorer is not None and (self.interrupts or time.monotonic() >= self._blame_scorer_at):
+            self._blame_scorer(self.scorer)
+        if not any(child.running or child.waiting for child in self.learners.values()):
+            self._end_without_learners()
+
+    def _restart_if_due(self, child: Child) -> bool:
+        due = child.restart_if_due()
+        if due:
+            assert child.process is not None
+            self.here.discard(child.name)
+            data: dict[str, object] = {"process": child.name, "pid": child.process.pid}
+            self._events.say("restarted", f"{child.name} was started again", data)
+        return due
+
+    def _say_exited(self, child: Child, code: int) -> None:
+        """With the cause, where its log ends with one. Where to read on is said once for every mistake."""
+        error = read_script_error(child.read_log_tail()) if code in (1, USAGE) else None
+        how = "" if code == ConfigError.exit_code else f": {describe_exit(code)}"  # a warning with its words follows
+        text = f"failed: {error.summary}" if error is not None else f"ended{how}"
+        self._events.say("exited", f"{child.name} {text}", {"process": child.name, "code": code})
+        if error is None:
+            self._errors.pop(child.name, None)
+            return
+        if not any(error.is_same_mistake(known) for known in self._errors.values()):
+            self._log_warning(child, f"the whole traceback is in {child.log}")
+        self._errors[child.name] = error
+
+    # ---- learners ---------------------------------------------------------------------------------------------------
+
+    def _handle_exit_of_learner(self, child: Child, code: int) -> None:
+        if code == 0:
+            self.done.add(child.name)
+        elif code == USAGE:
+            self._fail_with_script(child, "the script calls Atoll wrongly")
+        elif code == 2:
+            self._log_warning(child, f"{child.name} cannot take part: {self.read_last_words(child)}")
+            self._refusal = self._refusal or self.read_last_words(child)
+        elif when := self._find_hopeless_error():
+            self._fail_with_script(child, f"the script failed on every learner {when}")
+        elif self.is_ending:
+            if code > 0:
+                self._note_failure(child, code)
+        elif not child.restart_later():
+            self._log_warning(child, f"{child.name} {self._died} and is given up: {self.read_last_words(child)}")
+            self.failed[child.name] = self.read_last_words(child)
+
+    def _find_hopeless_error(self) -> str:
+        """When every learner failed in the same way, so that restarts would only repeat it; empty: they did not."""
+        shared = find_shared_error(self._errors.get(name) for name in self.learners)
+        if shared is None:
+            return ""
+        if not self._stepped:
+            return "before its first step"
+        again = shared.is_in_code and all(child.restarts for child in self.learners.values())
+        return "and again after a restart" if again else ""
+
+    @property
+    def _died(self) -> str:
+        return "died too often" if self._max_restarts else "died"
+
+    def _end_without_learners(self) -> None:
+        """The syncer writes down what there is; a run that nobody finished has failed."""
+        if self.is_ending:
+            return
+        self.ending = True
+        if self.done:
+            self.send_order(f"end {EVERYONE_ENDED}")
+            return
+        words = next((f" ({words})" for words in self.failed.values() if words), "")
+        self._failure = (
+            ConfigError(self._refusal)
+            if self._refusal
+            else RunFailed(f"every learner {self._died}{words}; their logs are in {self._out.logs}")
+        )
+        self._mended = "" if self._refusal else ". Once they are mended, it goes on with: "
+        self.send_order("unscored")
+        self.send_order("end no learner is left")
+
+    # ---- the script's mistakes, and its scorer ----------------------------------------------------------------------
+
+    def _fail_with_script(self, child: Child, what: str) -> None:
+        """The run ends in good order, with what was merged so far."""
+        if self._failure is not None or self.interrupts:
+            return
+        self._failure = RunFailed(f"{what}: {self.read_last_words(child)}. The whole traceback is in {child.log}")
+        self._mended = "; once the script is mended, the run goes on with: "
+        self.ending = True
+        for one in self.list_children()[1:]:
+            one.cancel_restart()
+        self.send_order("unscored")
+        self.send_order("end its script failed")
+
+    def _handle_exit_of_scorer(self, child: Child, code: int) -> None:
+        if child.name in self._errors and (code == USAGE or not self._scored):
+            self._blame_scorer_at = time.monotonic() + (0.0 if code == USAGE or self._joined else SAME_MISTAKE_S)
+            return
+        if self._failure is not None:
+            return
+        if code not in (0, 2) and child.restart_later():
+            return
+        if code != 0:
+            never = "" if self._scored else "the model is not scored"
+            self._log_warning(child, f"{never or 'the model is not scored any more'}: {self.read_last_words(child)}")
+        self.send_order("unscored")
+
+    def _blame_scorer(self, child: Child) -> None:
+        if self._blame_scorer_at == inf:
+            return
+        self._blame_scorer_at = inf
+        self._fail_with_script(child, "the script failed in the evaluator before its first score")
+        if self._failure is None:  # the run was asked to end: it waits for no score
+            self.send_order("unscored")
+
+    def find_failure(self) -> AtollError | None:
+        """Why the run failed, with the command that goes on with it: what that needs is known at the end."""
+        if self._failure is None or not self._mended:
+            return self._failure
+        return RunFailed(f"{self._failure}{self._mended}{describe_resume(self._out)}")
+
+    def find_shortfall(self) -> str:
+        """What went wrong in a run that came to its end all the same; empty: nothing."""
+        if self.failed:
+            name, words = next(iter(self.failed.items()))
+            others = f" (and {len(self.failed) - 1} more)" if len(self.failed) > 1 else ""
+            return f"{name}{others} failed and did not come back: {words}; its log is {self._out.log(name)}"
+        if not self._joined and not self.interrupts:
+            return (
+                "no learner joined the run: the script has to train inside 'with atoll.Learner(model, optimizer) as "
+                f"learner:'; what it printed is in {self._out.logs}"
+            )
+        return ""
+
+    # ---- at the end of the run --------------------------------------------------------------------------------------
+
+    def kill_without_step(self) -> None:
+        """Only learner.step tells a script that the run ends: one that never calls it would hold up the end."""
+        for name in self._without_step:
+            if name in self.learners and self.learners[name].running:
+                self.learners[name].kill_all()
+                self._log_warning(self.learners[name], f"{name} was killed: its script never called learner.step()")
+
+    def note_late_failures(self) -> None:
+        """Of scripts that were to be started again when the run ended, or fail in what they do after it."""
+        for child in self.learners.values():
+            code = child.poll_exit()
+            if code is not None and code > 0:
+                self._say_exited(child, code)
+                self._note_failure(child, code)
+            elif code is None and child.waiting:
+                self.abandon_restart(child)
+
+    def abandon_restart(self, child: Child) -> None:
+        """It will not be back in time. That is a failure where its script failed before."""
+        child.cancel_restart()
+        self._note_failure(child, 1)
+
+    def _note_failure(self, child: Child, code: int) -> None:
+        """Its script failed, and the run ends without it. What Atoll itself had to say ended it in good order."""
+        if child.name in self._errors or code not in (1, ConfigError.exit_code, Killed.exit_code):
+            self.failed[child.name] = self.read_last_words(child) or describe_exit(code)
+
+    # ---- small things -----------------------------------------------------------------------------------------------
+
+    def _log_warning(self, child: Child, text: str) -> None:
+        self._events.say("warning", text, {"process": child.name})
+
+    def read_last_words(self, child: Child) -> str:
+        """Why it ended: the exception of its script, else the last line of its log."""
+        if (error := self._errors.get(child.name)) is not None:
+            return error.summary
+        return child.last_words().removeprefix("atoll: ")
