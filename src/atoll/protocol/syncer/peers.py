@@ -263,7 +263,7 @@ class Peers:
         asked = Help(ticket=recovery.ticket, newcomer=newcomer.name, after=recovery.after, frozen=recovery.frozen)
         self.state.out.send(peer.name, asked)
         again = f", after {recovery.why}" if recovery.failed else ""
-        text = f"{peer.name} helps {newcomer.name} with its inner optimizer, as of round {recovery.after}{again}"
+        text = f"{peer.name} helps {newcomer.name} with its inner optimizer, asked after {recovery.after} rounds{again}"
         known = {"peer": peer.name, "after": recovery.after, "attempt": recovery.tries, "reason": recovery.why}
         self.state.out.note("helping", text, newcomer, **known)
 
