@@ -9,6 +9,7 @@ BENCH ?= $(sort $(wildcard benchmarks/*.py))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PACKAGES := $(VENV)/.packages
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
 INTEGRATIONS := $(VENV)/.integrations
@@ -19,54 +20,62 @@ INTEGRATIONS := $(VENV)/.integrations
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(RUNTIME) $(DEV) ## install all that the other verbs need into .venv
+setup: ## install all that the other verbs need into .venv
+	@$(MAKE) --no-print-directory -j 2 $(RUNTIME) $(DEV)
 
 run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
 	$(BIN)/atoll train --out atoll-runs/first --demo
 
-# Every worker collects every test. Beside the checks one process writes their bytecode, so that no worker rewrites them.
-test: $(DEV) ## check, then every test but the long ones of `make faults`
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -q >/dev/null 2>&1 & $(MAKE) check; status=$$?; wait; exit $$status
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30
+# Every worker collects every test: one process writes their bytecode first, so that no worker rewrites them. The checks
+# run beside all that; their output comes last.
+test: $(RUNTIME) $(DEV) ## the checks, and every test but the long ones of `make faults`
+	@said=$$(mktemp); $(MAKE) --no-print-directory check >$$said 2>&1 & checks=$$!; \
+	export PYTHONDONTWRITEBYTECODE=; $(BIN)/pytest --collect-only -q >/dev/null 2>&1; \
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30; tests=$$?; \
+	wait $$checks; checked=$$?; cat $$said; rm -f $$said; test $$tests = 0 -a $$checked = 0
 
-integrations: $(INTEGRATIONS) ## the examples, also those with transformers and peft: at most 10 minutes
+integrations: $(RUNTIME) $(INTEGRATIONS) ## the examples, also those with transformers and peft: at most 10 minutes
 	$(BIN)/pytest tests/integrations -m integrations --session-timeout 600
 
 check: $(DEV) ## ruff, mypy --strict, the layers of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(JOBS) $(BIN)/mypy
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(DEV) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV) ## the benchmarks; one of them: make bench BENCH=benchmarks/NAME.py
+bench: $(RUNTIME) $(DEV) ## the benchmarks; one of them: make bench BENCH=benchmarks/NAME.py
 	@set -e; for bench in $(BENCH); do echo "== $$bench"; $(BIN)/python $$bench; done
 
-faults: $(DEV) ## the long tests: fault campaigns, and all cases of what make test samples
+faults: $(RUNTIME) $(DEV) ## the long tests: fault campaigns, and all cases of what make test samples
 	$(BIN)/pytest -m faults --timeout 3600
 
 clean: ## remove .venv and every cache; runs stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Three stamps, so that a first run does not wait for the tools of development. Compiling all of torch takes half of an
-# install and most of it is never imported: so one import compiles what is, even where Python is told to write none.
-$(RUNTIME): pyproject.toml constraints.txt
+# Stamps, so that a first run does not wait for the tools of development, and those do not wait for what is compiled.
+# Compiling all of torch takes half of an install and most of it is never imported: so one import compiles what is, even
+# where Python is told to write none. It finds our source by its path: pip may be putting it in place anew meanwhile.
+$(PACKAGES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	    echo "Atoll needs Python 3.11 or newer and '$(PYTHON)' is not: name another one, as in make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
+	    echo "Atoll needs Python 3.11 or newer and '$(PYTHON)' is not: name another one, as in make PYTHON=python3.12 setup" >&2; exit 1; }
 	@echo "Installing Atoll into $(VENV): a minute or two the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --no-compile -e .
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch, rich.live, atoll.cli, atoll.courier.service, atoll.syncer.service, \
+	@touch $@
+
+$(RUNTIME): $(PACKAGES)
+	@PYTHONDONTWRITEBYTECODE= PYTHONPATH=$(CURDIR)/src $(BIN)/python -c 'import torch, rich.live, atoll.cli, atoll.courier.service, atoll.syncer.service, \
 	    atoll.workloads.builtin, atoll.workloads.data_parallel; from atoll.numerics import kernels; \
 	    atoll.evaluate; torch.optim.AdamW([torch.zeros(1, requires_grad=True)]); kernels.warm()'
 	@$(BIN)/python -m compileall -q src/atoll
 	@touch $@
 
-$(DEV): $(RUNTIME)
+$(DEV): $(PACKAGES)
 	@echo "Installing the tools of development."
 	@$(PIP) -e '.[dev]'
 	@touch $@

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 from tests.system.conftest import SCRIPTS, Run, members
+from tests.system.crashing import facts
+from tests.system.test_kill_storm import LEASED, check_all_accounted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -75,6 +77,7 @@ def test_a_bad_plan_is_one_line_and_nothing_is_started(run: Run, tmp_path: Path,
 
 
 def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
+    """Also the sample of the kill storms in every run of the tests: each sample of the data has one fate."""
     plan = run.folder / "plan.toml"
     faults = [
         {"kind": "kill", "target": "learner-1", "at_s": 0.5},
@@ -82,7 +85,7 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
         {"kind": "syncer-kill", "at_s": 3.0},
     ]
     plan.write_text(tomli_w.dumps({"seconds": 10.0, "fault": faults, "verdict": {"syncer_back_s": 30.0}}))
-    run.train(SCRIPTS / "plain.py", "--learners", "2", "--set", "evaluate_every=0", "--breakable", "--json")
+    run.train(*LEASED, "--learners", "2", "--breakable", "--json")
     run.until(lambda events: len({name for name, _ in members(events)}) == 2)
     done = run.command("chaos", plan, "--run", run.folder / "nothing")
     assert done.returncode == 2 and "holds no run" in done.stderr
@@ -97,3 +100,5 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
     assert {event["process"] for event in run.events("killed")} == {"learner-1", "syncer"}
     assert len(run.events("fault")) == len(run.events("mended")) == 3
     assert not (run.out / "standby.json").exists()
+    facts.check_rounds(run, most_untold=1)
+    check_all_accounted(run)

@@ -12,6 +12,9 @@ What a user expects of each cell:
 
 `--from-cut` makes a new run of every one of them, and leaves the old one as it is to the byte. After every end that a
 run comes to, model.safetensors is the head that the journal gives: `verify` compares the two.
+
+The table belongs to `make faults`. One cell of it, more steps for a run that spent its own, is in every run of the
+tests: `test_train.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from atoll.store.journal import read
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 SCRIPT = SCRIPTS / "ended.py"
 SETTINGS = """
@@ -231,13 +234,7 @@ def expected(run: Run) -> str:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-SAMPLE = {("steps_spent", "more_steps")}
-"""In every run of the tests; the whole table belongs to `make faults`."""
-TABLE = [
-    pytest.param(end, way, marks=[] if (end, way) in SAMPLE else [pytest.mark.faults], id=f"{end}-{way}")
-    for end in ENDS
-    for way in WAYS
-]
+TABLE = [pytest.param(end, way, id=f"{end}-{way}") for end in ENDS for way in WAYS]
 
 
 @pytest.fixture(scope="module")

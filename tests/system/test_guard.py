@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.system.conftest import SCRIPTS, Run
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(600)]
 
 LINE = (SCRIPTS / "drift.py", "--learners", "2", "--set", "fragments=2", "--set", "sync_every=4", "--set", "overlap=1")
 
@@ -55,7 +55,6 @@ def _good_again(events: list[dict[str, Any]], committed: int) -> bool:
     return bool(later) and later[-1]["loss"] is not None and later[-1]["loss"] < 0.2
 
 
-@pytest.mark.faults
 def test_with_an_alarm_the_operator_is_told_and_nothing_else_happens(run: Run) -> None:
     poison = run.out.parent / "poison"
     drift(run, script=("--while", poison))
@@ -70,7 +69,6 @@ def test_with_an_alarm_the_operator_is_told_and_nothing_else_happens(run: Run) -
     assert not run.events("restored")
 
 
-@pytest.mark.faults
 def test_a_run_that_was_rolled_back_is_repeated_bit_for_bit(run: Run) -> None:
     drift(run, "--set", "guard=rollback", script=("--from", "150", "--to", "450", "--broken-at", "20"))
     run.until(lambda events: any(event["kind"] == "restored" for event in events))

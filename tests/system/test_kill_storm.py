@@ -79,10 +79,6 @@ def survive(run: Run, seed: int, *, learners: int, kills: int) -> None:
     check_all_accounted(run)
 
 
-def test_every_token_and_every_sample_is_accounted_for_after_a_small_storm(run: Run) -> None:
-    survive(run, 1, learners=2, kills=3)
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_every_token_and_every_sample_is_accounted_for_after_a_storm(run: Run, seed: int) -> None:

@@ -15,6 +15,7 @@ import os
 import pwd
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from typing import Any
 import pytest
 from tests.system.conftest import SCRIPTS, Run, browser_page, members
 from tests.system.test_secrets import PAGES, asked, leaks
+from tests.system.test_two_terminals import paste
 
 from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.store.verify import verify_run
@@ -303,6 +305,15 @@ async def answered_in_the_clear(boss: SyncerAddress) -> dict[str, tuple[int, byt
 
 def check_told(secrets: list[bytes], told: list[subprocess.CompletedProcess[str]]) -> None:
     assert leaks(secrets, **{str(one.args): (one.stdout + one.stderr).encode() for one in told}) == []
+
+
+def test_a_second_process_of_one_name_is_refused_and_the_run_goes_on(live: Run) -> None:
+    """The sample of test_two_terminals.py in every run of the tests."""
+    second = paste(live, live.folder / "elsewhere", "--syncer", live.address(), "--name", "learner-0")
+    assert second.returncode == 2 and "Traceback" not in second.stderr
+    line = second.stderr.strip().splitlines()[-1]
+    assert line.startswith(f"atoll: learner-0 is here already, from {socket.gethostname()}, pid ")
+    until_rounds(live, 5)
 
 
 # ---- how its learners leave, and how it ends -------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 from tests.system.conftest import SCRIPTS, Run
 
+from atoll.store.verify import verify_run
+
 pytestmark = pytest.mark.system
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_script.py"
@@ -20,7 +22,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-def test_two_learners_train_the_built_in_model(run: Run) -> None:
+def test_two_learners_train_the_built_in_model_and_go_on_with_more_steps(run: Run) -> None:
     run.train("--learners", "2", "--steps", "40", *TINY).ended()
     summary = run.summary
     assert summary.keys() >= FIELDS
@@ -35,6 +37,10 @@ def test_two_learners_train_the_built_in_model(run: Run) -> None:
     assert 0 < summary["median_gap_s"] <= summary["longest_gap_s"] <= summary["wall_s"] <= summary["total_s"]
     assert all(math.isfinite(tensor.sum()) for tensor in load_file(run.out / "model.safetensors").values())
     assert "what the trained model writes" in run.stdout and run.stderr == ""
+    run.start("train", "--resume", run.out, "--steps", "60").ended()
+    assert run.summary["reason"] == "60 steps are done" and run.summary["rounds"] > summary["rounds"]
+    assert run.summary["tokens"]["computed"] > tokens["computed"] and run.summary["tokens"]["in_flight"] == 0
+    assert verify_run(run.out).ok
 
 
 @pytest.mark.parametrize(

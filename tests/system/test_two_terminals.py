@@ -59,6 +59,7 @@ def end(run: Run, learners: list[subprocess.Popen[str]]) -> None:
     assert summary["tokens"]["computed"] == TOKENS * sum(steps.values())
 
 
+@pytest.mark.faults
 def test_the_same_line_in_two_terminals_is_two_learners_or_one_that_is_told(run: Run) -> None:
     url, learners = start(run)
     name = next(default_names())
