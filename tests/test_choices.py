@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from atoll import choices
-from atoll.choices import ADOPT, CHOICES, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY, Choice
+from atoll.choices import ADOPT, CHOICES, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY, VERSION_CODEC, Choice
 from atoll.config import Config, Outer, known_settings, parse
 from atoll.protocol.errors import ConfigError
 
@@ -18,6 +18,7 @@ DEFAULTS = {
     MERGE: Outer().merge,
     OUTER_OPTIMIZER: Outer().optimizer,
     CODEC: Config().protocol.codec,
+    VERSION_CODEC: Config().protocol.version_codec,
     PLAN: Config().protocol.plan,
     ADOPT: Config().protocol.adopt,
     QUORUM_POLICY: Config().protocol.quorum_policy,
@@ -26,6 +27,7 @@ NEEDED = {
     MERGE: "merge_piece",
     OUTER_OPTIMIZER: "make",
     CODEC: "make",
+    VERSION_CODEC: "make",
     PLAN: "deal",
     ADOPT: "adopt",
     QUORUM_POLICY: "wait_s",

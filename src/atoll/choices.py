@@ -1,4 +1,4 @@
-"""Settings whose value is the name of a piece of code: merge, outer optimizer, codec, adoption, plan, quorum policy.
+"""Settings whose value is the name of a piece of code: merge, outer optimizer, codecs, adoption, plan, quorum policy.
 
 A choice is one module in the package of its kind, and its name is the module's: `merges/rda_row.py` is "rda-row". No
 list has to be edited: the packages are searched. Names and descriptions are found without importing the modules, so a
@@ -47,10 +47,11 @@ class Choice:
 MERGE = Choice("merge", "atoll.numerics.merges")
 OUTER_OPTIMIZER = Choice("outer_optimizer", "atoll.numerics.outers")
 CODEC = Choice("codec", "atoll.numerics.codecs")
+VERSION_CODEC = Choice("version_codec", "atoll.numerics.codecs")
 PLAN = Choice("plan", "atoll.numerics.plans")
 ADOPT = Choice("adopt", "atoll.learner.adoption")
 QUORUM_POLICY = Choice("quorum_policy", "atoll.protocol.syncer.quorums")
-CHOICES = (MERGE, OUTER_OPTIMIZER, CODEC, PLAN, ADOPT, QUORUM_POLICY)
+CHOICES = (MERGE, OUTER_OPTIMIZER, CODEC, VERSION_CODEC, PLAN, ADOPT, QUORUM_POLICY)
 
 
 @cache

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_origin
 import msgspec
 import tomli_w
 
-from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY
+from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY, VERSION_CODEC
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import MAX_COUNTER
 from atoll.protocol.settings import Settings
@@ -119,6 +119,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         PLAN.check(self.protocol.plan)
         ADOPT.check(self.protocol.adopt)
         QUORUM_POLICY.check(self.protocol.quorum_policy)
+        VERSION_CODEC.check(self.protocol.version_codec)
+        if self.protocol.version_codec != Settings().version_codec:
+            from atoll.numerics.updates import check_version_codec  # brings NumPy, as above
+
+            check_version_codec(self.protocol.version_codec, self.outer.optimizer)
 
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)

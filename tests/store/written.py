@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from atoll.config import Outer
@@ -32,6 +33,7 @@ from atoll.protocol.records import (
     JoinedRecord,
     MergedRecord,
     PassedRecord,
+    ResetRecord,
     RestoredRecord,
     ScoredRecord,
     Share,
@@ -47,7 +49,7 @@ from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
 from atoll.store.verify import VerifyReport, verify_run
 from atoll.store.writer_lease import claim
-from atoll.syncer.parameters import Parameters
+from atoll.syncer.parameters import Overflow, Parameters
 from atoll.syncer.recovery import read_earlier
 
 P = 3
@@ -86,14 +88,15 @@ class WrittenRun:
         run: str = "small",
         outer: dict[str, str | float] = OUTER,
         tensors: tuple[TensorSpec, ...] = TENSORS,
+        version_codec: str = "fp32",
     ) -> None:
         self.dir = RunDir.create(path)
         self.dir.settings.write_text("seed = 7\n")
         self.dir.journal.mkdir()
         self.dice = np.random.default_rng(7)
-        settings = Settings(learners=2, fragments=P, sync_every=6)
+        settings = Settings(learners=2, fragments=P, sync_every=6, version_codec=version_codec)
         plan = make_plan(tensors, P, settings.plan)
-        self.parameters = Parameters(plan, msgspec.convert(outer, Outer))
+        self.parameters = Parameters(plan, msgspec.convert(outer, Outer), version_codec)
         self.history = History(BegunRecord(run, settings, outer, tensors, plan.fingerprint))
         self.rounds = [-1] * P
         self.islands: dict[str, Island] = {}
@@ -155,11 +158,12 @@ class WrittenRun:
         shares = tuple(self._share(name, fragment) for name in names)
         size = self.parameters.plan.fragments[fragment].size
         deltas = [self.dice.standard_normal(size).astype(np.float32) for _ in shares]
-        mark = self.parameters.stage_merge(fragment, deltas, [one.weight for one in shares])
+        weights, bases = [one.weight for one in shares], [one.base for one in shares]
+        mark = self.parameters.stage_merge(fragment, deltas, weights, bases=bases)
         version = self.history.versions[fragment] + 1
         honest = MergedRecord(number, fragment, version, 1, "every live learner reported", shares, mark, step=self.step)
         told = change(replace(honest, members=(share(shares[0]), *shares[1:])))
-        self.raw(told, self.parameters.outer_gradient(fragment).data if keep else None)
+        self.raw(told, self.parameters.round_payload(fragment) if keep else None)
         self.parameters.commit_version(fragment, version, number)
         if replace(told, digest=mark) == honest:
             self.history.apply(told)
@@ -192,6 +196,20 @@ class WrittenRun:
     def set_guard(self, guard: str) -> None:
         settings = msgspec.convert({**msgspec.to_builtins(self.history.settings), "guard": guard}, Settings)
         self.write(ChangedRecord(settings, self.history.outer, f"guard={guard}"))
+
+    def set_outer(self, **changes: float) -> None:
+        outer = {**self.history.outer, **changes}
+        self.write(ChangedRecord(self.history.settings, outer, "outer"))
+        self.parameters.change_outer(msgspec.convert(outer, Outer))
+
+    def overflow(self) -> None:
+        """A round whose outer step is not finite: it is passed over, and its fragment's outer state starts anew."""
+        fragment = self.history.committed % P
+        huge = np.full(self.parameters.plan.fragments[fragment].size, 3e38, np.float32)
+        with pytest.raises(Overflow):
+            self.parameters.stage_merge(fragment, [huge], [1.0], bases=[-1])
+        self.write(ResetRecord(fragment, "the outer step gave values that are not finite"))
+        self.pass_over()
 
     def score(self, loss: float | None) -> None:
         self.write(ScoredRecord(self.history.committed, loss))
@@ -243,6 +261,7 @@ class WrittenRun:
         self.journal.close()
         self.journal = begin_term(self.dir.journal, before.term + 1)
         self.write(TermRecord(before.term + 1, before.offset, before.hash, self.history.committed))
+        self.parameters.restart_feedback()
 
     def end(self, progress: float = -1.0) -> None:
         self.write(EndedRecord("24 steps are done", step=self.history.step))

@@ -98,7 +98,7 @@ class Reigning:
             share = Share("learner-0", 1, t, 2, tokens, 128.0, version - 1, 8 * t)
             record = MergedRecord(number, f, version, 1, "every live learner reported", (share,), mark)
             self.history.apply(record)
-            self.run_store.append([(record, self.parameters.outer_gradient(f).data)])
+            self.run_store.append([(record, self.parameters.round_payload(f))])
             self.parameters.commit_version(f, version, number)
         return self
 

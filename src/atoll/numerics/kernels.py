@@ -217,6 +217,25 @@ def sgd(theta: FloatArray, delta: FloatArray, lr: np.float32) -> None:
 
 
 @kernel
+def nesterov_update(
+    momentum: FloatArray, delta: FloatArray, update: FloatArray, lr: np.float32, mu: np.float32
+) -> None:
+    """u ← η(Δ + μ(μb + Δ)): what `nesterov` lowers Θ by."""
+    for i in range(update.size):
+        update[i] = lr * (delta[i] + mu * (mu * momentum[i] + delta[i]))
+
+
+@kernel
+def nesterov_advance(
+    momentum: FloatArray, update: FloatArray, lr_inverse: np.float32, mu: np.float32, share: np.float32
+) -> None:
+    """b ← μb + Δ̂, where Δ̂ = (û/η − μ²b)/(1 + μ). `lr_inverse` is 1/η, `share` 1/(1 + μ)."""
+    for i in range(momentum.size):
+        moved = mu * momentum[i]
+        momentum[i] = moved + share * (lr_inverse * update[i] - mu * moved)
+
+
+@kernel
 def nearest_bf16(value: np.float32) -> np.uint32:
     """The bits of a float32, its upper half rounded to nearest even. The lower half is what is left over: drop it."""
     bits = np.float32(value).view(np.uint32)
@@ -600,6 +619,8 @@ def warm() -> None:
     scale_rows(y, read_only(np.ones(1, np.float32)))
     nesterov(y, z, given, one, one)
     sgd(y, given, one)
+    nesterov_update(given, given, y, one, one)
+    nesterov_advance(z, given, one, one, one)
     bf16_encode(given, halves)
     bf16_encode_delta(given, given, halves)
     bf16_decode(read_only(halves), y.view(np.uint32))

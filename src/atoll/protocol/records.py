@@ -2,19 +2,21 @@
 
 With `durability = "round"` they are durable before anybody hears of them (protocol/syncer/effect_order.py).
 
-A run's state is a fold over its records (history.py). The merged outer gradients are stored beside them; a record names
-their place. Structs are written as arrays without names: a round of four members takes under 300 bytes.
+A run's state is a fold over its records (history.py). What changed each version is stored beside them; a record names
+its place. Structs are written as arrays without names: a round of four members takes under 300 bytes.
 
     BegunRecord     the run: its settings, model and data               first of all
-    TermRecord      a new term, and what it found of the one before      first of every later segment
+    TermRecord      a new term, and what it found of the one before      first of every later segment. The feedback of a
+                    lossy version codec starts at zero with it
     JoinedRecord    a learner's incarnation has begun
     OwnedRecord     which join token owns a learner's name: only in a run that asks for tokens
     StartedRecord   version 0 is in cut 0
-    MergedRecord    a round: its members, weights and reason, and where its outer gradient is stored
+    MergedRecord    a round: its members, weights and reason, and where its outer gradient is stored; with a lossy
+                    version codec, the bytes that changed the version
     PassedRecord    a round that was passed over, and why
-    ResetRecord     a fragment's outer state starts anew: its last step was not finite
+    ResetRecord     a fragment's outer state starts anew, its feedback too: its last step was not finite
     ScoredRecord    a score of the run's evaluator
-    RestoredRecord  a rollback: values and outer state of all fragments are stored beside it
+    RestoredRecord  a rollback: values and outer state of all fragments are stored beside it; feedback starts at zero
     SourcesRecord   the data that leases are taken from
     GrantedRecord   a lease: a range of the data for one learner
     GoneRecord      an incarnation is over: what it had reported, what was dropped, what is lost

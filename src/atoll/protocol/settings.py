@@ -40,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """α of adopt = "blend": the share of the learner's own values that stays."""
     codec: ChoiceName = "bf16"
     """How contributions travel. It encodes Δ = base − θ, never θ."""
+    version_codec: ChoiceName = "fp32"
+    """How versions come down. fp32: whole, as Θ. Any other encodes what changes Θ, once, with feedback of its own."""
     plan: ChoiceName = "balanced"
     """How tensors are dealt into fragments."""
     steps: int = 0

@@ -1,4 +1,7 @@
-"""Rebuild Θ and the outer optimizer's state from a cut and the outer gradients after it, and check them.
+"""Rebuild Θ and the outer optimizer's state from a cut and the payloads of the rounds after it, and check them.
+
+A payload is a round's outer gradient; with a lossy version codec it is the bytes that changed the version. Such a codec
+has feedback, which lies in cuts: no payload gives it again, so that a cut's own digest is all it is held to.
 
 This reader shares only the arithmetic of the outer step with the syncer, so that agreement between the two means
 something. It holds the model once, reads only, and never writes into a run's folder.
@@ -23,6 +26,7 @@ from atoll.digests import compute_digest
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors, make_plan
 from atoll.numerics.outer import take_outer_step
+from atoll.numerics.updates import WHOLE, apply_update, decode_update, make_version_codec
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, PassedRecord, ResetRecord, RestoredRecord
@@ -37,34 +41,52 @@ TRIES = 5
 """A live run may take a cut and trim its payloads while it is read: then it is read again."""
 
 
+_FEEDBACK = "feedback-"
+
+
 class NotKept(AtollError):
-    """An outer gradient is not there: it was trimmed, or never written."""
+    """The payload of a round is not there: it was trimmed, or never written."""
 
 
 class RebuiltModel:
     """The whole model at one point of a run."""
 
-    def __init__(self, plan: FragmentPlan, outer: Outer, arrays: Mapping[str, ByteArray]) -> None:
+    def __init__(
+        self, plan: FragmentPlan, outer: Outer, arrays: Mapping[str, ByteArray], version_codec: str = WHOLE
+    ) -> None:
         """ValueError where the arrays are not those of the plan. They are taken over, not copied."""
         self.plan = plan
+        self._codec = make_version_codec(version_codec)
         self._arrays = {name: values.view(np.float32) for name, values in arrays.items()}
         for name, values in self._arrays.items():
             if values.size != plan.fragments[int(name.rsplit("-", 1)[1])].size:
                 raise ValueError(f"{name} has {values.size} values, another number than its fragment")
         if any(f"theta-{part.index:03d}" not in self._arrays for part in plan.fragments):
             raise ValueError("some fragment's values are missing")
+        kept = {name for name in self._arrays if name.startswith(_FEEDBACK)}
+        if kept != (self._feedback_names() if self._codec is not None and self._codec.needs_feedback else set()):
+            raise ValueError(f"its feedback is not that of version_codec = {version_codec!r}")
+        for name in kept:
+            del self._arrays[name]
         self._optimizer = outer.make()
 
-    def take_step(self, fragment: int, gradient: bytes) -> str:
+    def _feedback_names(self) -> set[str]:
+        return {f"{_FEEDBACK}{part.index:03d}" for part in self.plan.fragments}
+
+    def take_step(self, fragment: int, payload: bytes) -> str:
         """The outer step; the digest of the new version."""
-        theta = self._arrays[f"theta-{fragment:03d}"]
-        if len(gradient) != theta.nbytes:
-            raise ValueError(
-                f"{len(gradient)} bytes are no outer gradient of fragment {fragment}: it has {theta.nbytes}"
-            )
+        theta, part = self._arrays[f"theta-{fragment:03d}"], self.plan.fragments[fragment]
         state = {slot: self._slot_array(slot, fragment) for slot in self._optimizer.slots()}
-        delta = np.frombuffer(gradient, dtype=np.float32)
-        take_outer_step(self._optimizer, self.plan.fragments[fragment], theta, theta, state, delta)
+        if self._codec is not None:
+            update = decode_update(self._codec, part, np.frombuffer(payload, dtype=np.uint8))
+            apply_update(self._optimizer, part, theta, theta, state, update)
+        elif len(payload) != theta.nbytes:
+            raise ValueError(
+                f"{len(payload)} bytes are no outer gradient of fragment {fragment}: it has {theta.nbytes}"
+            )
+        else:
+            delta = np.frombuffer(payload, dtype=np.float32)
+            take_outer_step(self._optimizer, part, theta, theta, state, delta)
         return compute_digest(theta.view(np.uint8).data)
 
     def restore_packed(self, packed: bytes) -> tuple[str, ...]:
@@ -104,7 +126,8 @@ class RebuiltModel:
         """The first file of a cut that does not hold what lies here, or is missing."""
         kinds = ("theta", *self._optimizer.slots())
         due = {f"{kind}-{fragment.index:03d}.bin" for kind in kinds for fragment in self.plan.fragments}
-        for name in sorted(due | part.files.keys() - {"state.bin"}):
+        beside = {"state.bin", *(f"{name}.bin" for name in self._feedback_names())}
+        for name in sorted(due | part.files.keys() - beside):
             here, file = self._arrays.get(name.removesuffix(".bin")), part.files.get(name)
             if here is None or file is None or compute_digest(here.view(np.uint8).data) != file.digest:
                 return name
@@ -120,7 +143,8 @@ def load_cut(root: Path, cut: StoredCut) -> RebuiltModel:
     _, _, arrays = read_syncer_part(root, cut.number)
     history = cut.state.history
     try:
-        return RebuiltModel(plan_of(history), msgspec.convert(history.outer, Outer), arrays)
+        outer, version_codec = msgspec.convert(history.outer, Outer), history.begun.settings.version_codec
+        return RebuiltModel(plan_of(history), outer, arrays, version_codec)
     except (ValueError, LookupError, msgspec.MsgspecError, AtollError) as error:
         raise BadCut(f"cut {cut.number} cannot be used: {error}") from error
 

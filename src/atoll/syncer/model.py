@@ -100,18 +100,20 @@ def model_of_first_joiner(hello: Hello, config: Config, run: str, term: int) -> 
         seed=config.seed,
         frozen=hello.frozen,
     )
-    return Model(History(begun, term), plan, _room_for(plan, config.outer))
+    return Model(History(begun, term), plan, _room_for(plan, config.outer, settings.version_codec))
 
 
 def model_of_earlier_terms(found: Recovered) -> Model:
     history = found.history
     plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
-    return Model(history, plan, found.parameters or Parameters(plan, outer_of(history)))
+    return Model(
+        history, plan, found.parameters or _room_for(plan, outer_of(history), history.begun.settings.version_codec)
+    )
 
 
-def _room_for(plan: FragmentPlan, outer: Outer) -> Parameters:
+def _room_for(plan: FragmentPlan, outer: Outer, version_codec: str) -> Parameters:
     try:
-        return Parameters(plan, outer)
+        return Parameters(plan, outer, version_codec)
     except (MemoryError, ValueError):  # numpy raises ValueError for more than the address space
         raise PlanError(f"a model of {plan.size:,} parameters does not fit into this syncer's memory") from None
 

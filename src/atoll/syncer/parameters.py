@@ -1,6 +1,9 @@
 """The global parameters and the outer optimizer's state: Θ, momentum, versions.
 
-- A cut and the outer gradients of the rounds after it give all of it again, bit for bit.
+- A cut and the payloads of the rounds after it give all of it again, bit for bit. A payload is the outer gradient; with
+  a lossy version codec it is the bytes that changed the version (numerics/updates.py).
+- With such a codec each fragment has feedback: what its bytes left out. It is in cuts, and cannot be had from payloads,
+  so it starts at zero in every term, and behind a rollback or a reset.
 - A committed version is never written to: the outer step writes into another buffer, and a commit exchanges the two.
 - A buffer that a learner reads or a cut is written from is not reused before its readers let go. Outer state that a cut
   is written from is copied before the next step changes it.
@@ -11,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,10 +26,21 @@ from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.kernels import read_only, square_norms
 from atoll.numerics.merge import merge
 from atoll.numerics.outer import take_outer_step
+from atoll.numerics.updates import (
+    WHOLE,
+    apply_update,
+    check_version_codec,
+    compute_rest,
+    decode_update,
+    encode_update,
+    make_version_codec,
+)
 from atoll.protocol.errors import PeerError
 
 OLD = 2
 """Versions of a fragment before the committed one that slow readers may hold."""
+FEEDBACK = "feedback"
+"""Beside the slots of the outer optimizer."""
 
 
 class Overflow(ValueError):
@@ -68,20 +83,36 @@ class Reader:
             self._buffer.disconnects.pop(self, None)
 
 
+class StagedUpdate(NamedTuple):
+    """With a lossy version codec, what the round that was staged last changes its fragment by."""
+
+    data: ByteArray
+    rest: FloatArray | None
+    """The next feedback; None: there is none, or it is not known, since the bytes are the journal's."""
+
+
 class Parameters:
-    def __init__(self, plan: FragmentPlan, outer: Outer) -> None:
+    def __init__(self, plan: FragmentPlan, outer: Outer, version_codec: str = WHOLE) -> None:
+        check_version_codec(version_codec, outer.optimizer)
         self.plan = plan
         self._rule = outer.merge
         self._optimizer = outer.make()
+        self._codec = make_version_codec(version_codec)
         self._committed = [Buffer(np.zeros(part.size, dtype=np.float32)) for part in plan.fragments]
         self._spare: list[list[Buffer]] = [[] for _ in plan.fragments]
         self._staged: dict[int, Buffer] = {}
-        self._state = [
-            {name: np.zeros(part.size, dtype=np.float32) for name in self._optimizer.slots()} for part in plan.fragments
-        ]
+        slots = [*self._optimizer.slots(), *([FEEDBACK] if self.has_feedback else [])]
+        self._state = [{name: np.zeros(part.size, dtype=np.float32) for name in slots} for part in plan.fragments]
         self._shared: set[int] = set()
         """Fragments whose outer state a cut may still be written from."""
         self._delta: FloatArray = np.empty(plan.largest, dtype=np.float32)
+        self._updates: dict[int, StagedUpdate] = {}
+        self._without_feedback: set[int] = set()
+        """Fragments whose feedback is not known: bytes of the journal were applied to them."""
+
+    @property
+    def has_feedback(self) -> bool:
+        return self._codec is not None and self._codec.needs_feedback
 
     # ---- version 0 ----------------------------------------------------------------------------------------------
 
@@ -128,13 +159,33 @@ class Parameters:
         return momentum if momentum is not None and momentum.any() else None
 
     def outer_gradient(self, fragment: int) -> FloatArray:
-        """The merged gradient of the fragment that was staged last: the journal keeps it."""
+        """The merged gradient of the fragment that was staged last."""
         return self._delta[: self.plan.fragments[fragment].size]
 
+    def round_payload(self, fragment: int) -> memoryview:
+        """What the journal keeps of the fragment that was staged last."""
+        if self._codec is None:
+            return self.outer_gradient(fragment).view(np.uint8).data
+        return self._updates[fragment].data.data
+
     def _stage_step(self, fragment: int) -> str:
-        old, new = self._committed[fragment], self._take_buffer(fragment)
-        part, delta = self.plan.fragments[fragment], self.outer_gradient(fragment)
-        take_outer_step(self._optimizer, part, old.values, new.values, self._own_state(fragment), delta)
+        new, part = self._take_buffer(fragment), self.plan.fragments[fragment]
+        old, state, delta = self._committed[fragment].values, self._own_state(fragment), self.outer_gradient(fragment)
+        if self._codec is None:
+            take_outer_step(self._optimizer, part, old, new.values, state, delta)
+            return self._finish_step(fragment, new)
+        assert fragment not in self._without_feedback, "rounds go on from the journal until the feedback is known"
+        data, total = encode_update(self._codec, part, self._optimizer, state, delta, state.get(FEEDBACK))
+        try:
+            update = decode_update(self._codec, part, data)
+        except ValueError:
+            update = np.full(part.size, np.nan, np.float32)  # what is not finite has no bytes
+        apply_update(self._optimizer, part, old, new.values, state, update)
+        mark = self._finish_step(fragment, new)
+        self._updates[fragment] = StagedUpdate(data, compute_rest(part, total, update) if self.has_feedback else None)
+        return mark
+
+    def _finish_step(self, fragment: int, new: Buffer) -> str:
         if not is_finite(new.values):
             self._spare[fragment].append(new)
             self.reset_outer_state(fragment)
@@ -143,10 +194,18 @@ class Parameters:
         self._staged[fragment] = new
         return new.digest
 
-    def stage_gradient(self, fragment: int, gradient: memoryview) -> str:
-        """Take the outer step with a gradient from the journal. Returns the digest; ValueError: the round is void."""
-        np.copyto(self.outer_gradient(fragment), np.frombuffer(gradient, dtype=np.float32))
-        return self._stage_step(fragment)
+    def stage_payload(self, fragment: int, payload: memoryview) -> str:
+        """Take the outer step as the journal keeps it. Returns the digest; ValueError: it gives no such step."""
+        if self._codec is None:
+            np.copyto(self.outer_gradient(fragment), np.frombuffer(payload, dtype=np.float32))
+            return self._stage_step(fragment)
+        part, data = self.plan.fragments[fragment], np.frombuffer(payload, dtype=np.uint8)
+        update, new = decode_update(self._codec, part, data), self._take_buffer(fragment)
+        old, state = self._committed[fragment].values, self._own_state(fragment)
+        apply_update(self._optimizer, part, old, new.values, state, update)
+        mark = self._finish_step(fragment, new)
+        self._updates[fragment] = StagedUpdate(data, None)
+        return mark
 
     def piece_marks(self, fragment: int) -> bytes:
         """A 4-byte checksum of each piece that was staged last: tells which tensor differs in a replay."""
@@ -155,9 +214,26 @@ class Parameters:
         return np.bitwise_xor.reduceat(words, starts).tobytes() if starts else b""
 
     def reset_outer_state(self, fragment: int) -> None:
-        """Set the outer state to zero: it may contain what overflowed."""
+        """Set the outer state and the feedback to zero: they may contain what overflowed."""
         for slot in self._own_state(fragment).values():
             slot.fill(0.0)
+        self._without_feedback.discard(fragment)
+
+    def restart_feedback(self) -> None:
+        """A new term begins: nothing was left out before it."""
+        for fragment in range(len(self._committed)):
+            self._set_feedback(fragment, None)
+        self._without_feedback.clear()
+
+    def knows_feedback(self, fragment: int) -> bool:
+        """Whether a round of it can be made of its contributions."""
+        return fragment not in self._without_feedback
+
+    def _set_feedback(self, fragment: int, rest: FloatArray | None) -> None:
+        """In an array of its own: a cut may be written from the one before. None: zero."""
+        if self.has_feedback:
+            size = self.plan.fragments[fragment].size
+            self._state[fragment][FEEDBACK] = np.zeros(size, dtype=np.float32) if rest is None else rest
 
     def _own_state(self, fragment: int) -> dict[str, FloatArray]:
         """The outer state, to be changed: a cut that is written from it keeps the arrays that it has."""
@@ -171,11 +247,20 @@ class Parameters:
         self._rule, self._optimizer = outer.merge, outer.make()
 
     def commit_version(self, fragment: int, version: int, round: int) -> None:
-        new = self._staged.pop(fragment)
+        new, update = self._staged.pop(fragment), self._updates.pop(fragment, None)
         new.version, new.round = version, round
+        self._keep_update(fragment, update)
         self._spare[fragment].append(self._committed[fragment])
         self._committed[fragment] = new
         self._disconnect_slow_readers(fragment)
+
+    def _keep_update(self, fragment: int, update: StagedUpdate | None) -> None:
+        """What the round left out is the feedback of the next; behind a rollback there is none."""
+        if update is None or update.rest is not None or not self.has_feedback:
+            self._set_feedback(fragment, None if update is None else update.rest)
+            self._without_feedback.discard(fragment)
+        else:
+            self._without_feedback.add(fragment)
 
     def _disconnect_slow_readers(self, fragment: int) -> None:
         """OLD versions may still be read. Readers of older ones are disconnected, and fetch a newer version."""
@@ -195,9 +280,9 @@ class Parameters:
 
     # ---- recovery and cuts --------------------------------------------------------------------------------------
 
-    def replay_round(self, fragment: int, version: int, round: int, gradient: memoryview, mark: str) -> None:
+    def replay_round(self, fragment: int, version: int, round: int, payload: memoryview, mark: str) -> None:
         """Apply a round of the journal. ValueError: its digest is not the one of then."""
-        found = self.stage_gradient(fragment, gradient)
+        found = self.stage_payload(fragment, payload)
         if found != mark:
             raise ValueError(f"round {round} gives fragment {fragment} the digest {found}, the journal says {mark}")
         self.commit_version(fragment, version, round)
@@ -222,19 +307,24 @@ class Parameters:
             raise ValueError(f"{packed.nbytes} bytes are not the values and outer state of this model")
         for fragment, version in enumerate(versions):
             size = self.plan.fragments[fragment].size
-            names = ("", *sorted(self._state[fragment]))
+            names = ("", *self._packed_slots(fragment))
             parts = {name: values[start + at * size :][:size] for at, name in enumerate(names)}
             start += size * len(names)
             self._staged[fragment] = new = Buffer(parts.pop(""))
             new.digest = digests[fragment] if digests else compute_digest(new.values.view(np.uint8).data)
             self._state[fragment] = parts
+            self._set_feedback(fragment, None)
             self._shared.discard(fragment)
             self.commit_version(fragment, version, round)
         return self.digests()
 
     def _state_arrays(self, fragment: int) -> list[FloatArray]:
         state = self._state[fragment]
-        return [self._committed[fragment].values, *(state[name] for name in sorted(state))]
+        return [self._committed[fragment].values, *(state[name] for name in self._packed_slots(fragment))]
+
+    def _packed_slots(self, fragment: int) -> list[str]:
+        """All but the feedback: behind a rollback it starts at zero."""
+        return sorted(self._state[fragment].keys() - {FEEDBACK})
 
     def digests(self) -> tuple[str, ...]:
         """Of the committed versions."""
@@ -279,6 +369,8 @@ class Parameters:
     ) -> None:
         """Take over what a cut holds, with the digests that it was checked against. ValueError: it is of another
         model."""
+        if not self.has_feedback and any(name.startswith(f"{FEEDBACK}-") for name in arrays):
+            raise ValueError("it holds the feedback of another version_codec")
         for index, part in enumerate(self.plan.fragments):
             theta = f"theta-{index:03d}"
             self._committed[index] = buffer = Buffer(_array_of(arrays, theta, part.size))
@@ -286,6 +378,7 @@ class Parameters:
             self._state[index] = {
                 name: _array_of(arrays, f"{name}-{index:03d}", part.size) for name in self._state[index]
             }
+        self._without_feedback.clear()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 

@@ -132,9 +132,9 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
         case records.MergedRecord(round=number, fragment=fragment, version=version, digest=mark, payload=place):
             if place is None:
                 raise BadCut(f"round {number} has no outer gradient in the journal")
-            gradient = payload(folder, position.term, place, disk=disk)
+            kept = payload(folder, position.term, place, disk=disk)
             try:
-                found.parameters.replay_round(fragment, version, number, memoryview(gradient), mark)
+                found.parameters.replay_round(fragment, version, number, memoryview(kept), mark)
             except ValueError as error:
                 raise BadCut(f"the journal does not give again what was committed: {error}") from error
             found.rounds += 1
@@ -148,6 +148,8 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
                 raise BadCut(f"the journal does not give again what the run was rolled back to: {error}") from error
             if given != marks:
                 raise BadCut(f"the journal does not give again what the run was rolled back to at round {at}")
+        case records.TermRecord():
+            found.parameters.restart_feedback()
         case records.ResetRecord(fragment):
             found.parameters.reset_outer_state(fragment)
         case records.ChangedRecord(outer=outer):
@@ -160,7 +162,7 @@ def _parameters(history: History) -> Parameters:
     plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
     if plan.fingerprint != history.begun.fingerprint:
         raise BadCut("this version of Atoll cuts the run's model another way: use the version that began it")
-    return Parameters(plan, outer_of(history))
+    return Parameters(plan, outer_of(history), history.begun.settings.version_codec)
 
 
 def _torn(tail: TornTail) -> str:

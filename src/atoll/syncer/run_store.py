@@ -91,6 +91,8 @@ class RunStore:
             self._journal.append([(line, None) for line in lines])
             for line in lines:
                 history.apply(line)
+            if self.found_on_disk.parameters is not None:
+                self.found_on_disk.parameters.restart_feedback()  # as its TermRecord says
             if self.found_on_disk.cut is not None:
                 self._kept.append(self.found_on_disk.kept)
 

@@ -493,7 +493,7 @@ class SyncerService:
             return None
         assert self._machine is not None
         fragment = schedule.fragment_of(persist.round, self._machine.settings)
-        return self._parameters.outer_gradient(fragment).view(np.uint8).data
+        return self._parameters.round_payload(fragment)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None

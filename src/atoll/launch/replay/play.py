@@ -98,7 +98,7 @@ class RunReplay:
         plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
         if plan.fingerprint != begun.fingerprint:
             raise ConfigError("this version of Atoll cuts the run's model another way: use the version that ran it")
-        parameters = Parameters(plan, outer_of(History(begun)))
+        parameters = Parameters(plan, outer_of(History(begun)), begun.settings.version_codec)
         decisions, parts, states = self._beginning(score, parameters)
 
         def gradient(record: MergedRecord | RestoredRecord) -> memoryview | None:
@@ -146,6 +146,7 @@ class RunReplay:
             if one is None
             or (isinstance(one, MergedRecord | PassedRecord) and one.round >= history.committed)
             or (isinstance(one, RestoredRecord) and one.at >= history.committed)
+            or (isinstance(one, TermRecord) and one.term > then.position.term)
         )
         parts: list[tuple[ProcessRecording, list[RecordedAction]]] = []
         states: dict[str, Path] = {}
@@ -259,7 +260,7 @@ class TapeRun:
     def _make_syncer(self, score: RunRecording) -> ReplaySyncer:
         def stage(tensors: tuple[TensorSpec, ...]) -> Parameters:
             self._tensors, self._plan = tensors, _plan(score.begun, tensors)
-            return Parameters(self._plan, self.config.outer)
+            return Parameters(self._plan, self.config.outer, score.begun.settings.version_codec)
 
         return ReplaySyncer(
             score,

@@ -27,6 +27,7 @@ from atoll.protocol.records import (
     ResetRecord,
     RestoredRecord,
     StartedRecord,
+    TermRecord,
 )
 from atoll.protocol.tape import AdoptedEntry, AnyEntry, BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, OwnedEntry
 
@@ -42,7 +43,7 @@ class RecordedCopy(msgspec.Struct, frozen=True):
 
 
 RecordedAction = AnyEntry | RecordedCopy
-Decision = StartedRecord | MergedRecord | PassedRecord | ResetRecord | RestoredRecord | ChangedRecord
+Decision = StartedRecord | MergedRecord | PassedRecord | ResetRecord | RestoredRecord | ChangedRecord | TermRecord
 
 
 @dataclass
@@ -149,7 +150,7 @@ def _take(score: RunRecording, record: AnyRecord) -> None:
             _decided(score, record)
         case PassedRecord():
             _decided(score, record)
-        case StartedRecord() | ResetRecord() | RestoredRecord() | ChangedRecord():
+        case StartedRecord() | ResetRecord() | RestoredRecord() | ChangedRecord() | TermRecord():
             score.decisions.append(record)
         case GrantedRecord():
             range_ = Range(record.lease, record.dataset, record.epoch, record.start, record.stop)

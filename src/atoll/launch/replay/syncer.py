@@ -5,8 +5,10 @@ for as long as a part is still to adopt it. Nothing here depends on time: what a
 part, and it waits until what it needs is there; so the result is the same on one core and on many.
 
 A round whose members cannot all be played (an entry of a tape is missing, a copy was read before the cut that the
-replay begins with) is taken from the journal where its outer gradient is still kept, and that is said; where it is not,
-the replay ends there. A rollback goes back to what the replay itself had then, or to what the journal keeps of it.
+replay begins with) is taken from the journal where its payload is still kept, and that is said; where it is not, the
+replay ends there. With a lossy version codec nobody knows what such a round left out: later rounds of its fragment are
+taken from the journal too, until a new term, a reset or a rollback starts the feedback at zero. A rollback goes back to
+what the replay itself had then, or to what the journal keeps of it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import difference
 from atoll.protocol import tape
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import ChangedRecord, MergedRecord, PassedRecord, ResetRecord, RestoredRecord, StartedRecord
+from atoll.protocol.records import (
+    ChangedRecord,
+    MergedRecord,
+    PassedRecord,
+    ResetRecord,
+    RestoredRecord,
+    StartedRecord,
+    TermRecord,
+)
 from atoll.syncer.parameters import Parameters
 
 LOOK_S = 0.5
@@ -295,6 +305,8 @@ class ReplaySyncer:
             case RestoredRecord():
                 if not self._restore_state(decision):
                     return False
+            case TermRecord():
+                self._parameters.restart_feedback()
             case ResetRecord(fragment):
                 self._parameters.reset_outer_state(fragment)
             case ChangedRecord(outer=outer):
@@ -305,7 +317,8 @@ class ReplaySyncer:
 
     def _merge_round(self, record: MergedRecord) -> bool:
         members = [share.learner for share in record.members]
-        if all((record.round, name) in self._given for name in members):
+        known = self._parameters.knows_feedback(record.fragment)
+        if known and all((record.round, name) in self._given for name in members):
             deltas = [self._given.pop((record.round, name)) for name in members]
             try:
                 weights, bases = [share.weight for share in record.members], [share.base for share in record.members]
@@ -315,19 +328,19 @@ class ReplaySyncer:
             except ValueError as error:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False
-        elif all((record.round, name) in self._copied for name in members):
+        elif self._waits_for_copies(record, known):
             return False
         else:
             for name in members:
                 self._given.pop((record.round, name), None)
-            if (gradient := self._gradient(record)) is None:
-                lacks = [name for name in members if (record.round, name) not in self._copied]
-                self.outcome.stopped = (
-                    f"the steps of {', '.join(lacks)} for round {record.round} cannot be made again, "
-                    "and the journal does not keep its outer gradient any more"
-                )
+            if (kept := self._gradient(record)) is None:
+                self.outcome.stopped = self._explain_missing(record, known)
                 return False
-            mark = self._parameters.stage_gradient(record.fragment, gradient)
+            try:
+                mark = self._parameters.stage_payload(record.fragment, kept)
+            except ValueError as error:
+                self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
+                return False
             self.outcome.from_journal.append(record.round)
         if record.digest and mark != record.digest:
             self.outcome.difference = self._find_difference(record)
@@ -338,6 +351,24 @@ class ReplaySyncer:
         self._keep_current([record.fragment])
         self._keep_for_rollback(record.round + 1)
         return True
+
+    def _waits_for_copies(self, record: MergedRecord, known: bool) -> bool:
+        """Whether contributions of it are still to be given. A round whose fragment's feedback is not known waits for
+        them too, although they are not merged: nothing of it is given behind it."""
+        keys = [(record.round, share.learner) for share in record.members]
+        if all(key in self._copied for key in keys):
+            return known or not all(key in self._given for key in keys)
+        return False
+
+    def _explain_missing(self, record: MergedRecord, known: bool) -> str:
+        lacks = [share.learner for share in record.members if (record.round, share.learner) not in self._copied]
+        reason = (
+            f"the steps of {', '.join(lacks)} for round {record.round} cannot be made again"
+            if known
+            else f"what earlier rounds of fragment {record.fragment} left out is not known: they were taken from the "
+            f"journal, so round {record.round} cannot be made again"
+        )
+        return f"{reason}, and the journal does not keep its outer gradient any more"
 
     def _keep_for_rollback(self, rounds: int) -> None:
         """So many are behind the run: keep what is here, if the run comes back to it."""

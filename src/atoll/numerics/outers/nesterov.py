@@ -1,4 +1,7 @@
-"""SGD with Nesterov momentum: b ← μb + Δ;  Θ ← Θ − η(Δ + μb)."""
+"""SGD with Nesterov momentum: b ← μb + Δ;  Θ ← Θ − η(Δ + μb).
+
+A step lowers Θ by u = η((1 + μ)Δ + μ²b). So an update û stands for the gradient Δ̂ = (û/η − μ²b)/(1 + μ).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,20 @@ class Nesterov(msgspec.Struct, frozen=True):
         lr, mu, b, given = np.float32(self.lr), np.float32(self.momentum), state["momentum"], kernels.read_only(delta)
         for part in copied_parts(theta, new_theta):
             kernels.nesterov(new_theta[part], b[part], given[part], lr, mu)
+
+    def update(self, state: dict[str, FloatArray], delta: FloatArray, out: FloatArray) -> None:
+        b, given = kernels.read_only(state["momentum"]), kernels.read_only(delta)
+        kernels.nesterov_update(b, given, out, np.float32(self.lr), np.float32(self.momentum))
+
+    def advance(self, state: dict[str, FloatArray], update: FloatArray) -> None:
+        """Where η is 0 no update stands for any gradient: b ← μb."""
+        lr, mu, b = np.float32(self.lr), np.float32(self.momentum), state["momentum"]
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse, share = np.float32(1) / lr, np.float32(1) / (np.float32(1) + mu)
+        if np.isfinite(inverse):
+            kernels.nesterov_advance(b, kernels.read_only(update), inverse, mu, share)
+        else:
+            np.multiply(b, mu, out=b)
 
 
 make = Nesterov

@@ -24,6 +24,12 @@ class Sgd(msgspec.Struct, frozen=True):
         for part in copied_parts(theta, new_theta):
             kernels.sgd(new_theta[part], given[part], np.float32(self.lr))
 
+    def update(self, state: dict[str, FloatArray], delta: FloatArray, out: FloatArray) -> None:
+        np.multiply(delta, np.float32(self.lr), out=out)
+
+    def advance(self, state: dict[str, FloatArray], update: FloatArray) -> None:
+        """It has no state."""
+
 
 def make(lr: float, momentum: float) -> Sgd:
     return Sgd(lr)
