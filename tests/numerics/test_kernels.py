@@ -158,7 +158,7 @@ def kinds():
 
 kernels.warm()
 before = kinds()
-assert set(before.values()) == {1} and len(before) == 19, before
+assert set(before.values()) == {1} and len(before) == 21, before
 fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
 x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
@@ -172,6 +172,8 @@ filter.Filter(plan).judge(0, ["a"], [received], x)
 for name in ("nesterov", "sgd"):
     outer.make_outer(name, 0.7, 0.5).step(received, y, {"momentum": x}, received)
     outer.make_outer(name, 0.7, 0.5).step(y, y, {"momentum": x}, x)
+    outer.make_outer(name, 0.7, 0.5).update({"momentum": x}, received, y)
+    outer.make_outer(name, 0.7, 0.5).advance({"momentum": x}, received)
 for by in [*map(codec.make_codec, choices.CODEC.names()), topk.TopK()]:
     rows = ((4, 2),)
     body = np.zeros(by.nbytes(rows), np.uint8)
@@ -205,7 +207,7 @@ def test_nothing_but_a_call_of_a_kernel_loads_numba() -> None:
 def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernels.warm()
     files = [kernel.index_file for kernel in kernels._KERNELS]
-    assert len(files) == 25 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
+    assert len(files) == 27 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
     source, numba, kept = tmp_path / "kernels.py", tmp_path / "numba.py", tmp_path / "__pycache__"
     kept.mkdir()
     for file in (source, numba, *(kept / one.name for one in files)):
