@@ -45,6 +45,7 @@ def test_a_learner_that_trained_on_alone_makes_no_burst_when_it_comes_back() -> 
 
 def test_a_change_of_members_does_not_move_the_clock() -> None:
     pace = Pace(interval=1.0)
+    pace.set_members({"a": 0})
     pace.set_members({"a": 0, "b": 100})
     pace.move_learner("a", 4)
     assert pace.clock == 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from atoll.protocol.history import History
 from atoll.protocol.messages import Announce, Hello, Progress, Welcome
 from atoll.protocol.records import BegunRecord, EndedRecord, PassedRecord, StartedRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import closing
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.closing import APART, Pace
 from atoll.protocol.syncer.machine import Syncer
@@ -184,20 +186,103 @@ def test_two_honest_learners_are_paced_by_their_mean(ratio: float) -> None:
     assert pace.clock == (999 + int(999 * ratio)) / 2
 
 
-@pytest.mark.parametrize("learners", [2, 3])
-def test_a_claim_of_many_steps_does_not_end_a_run(learners: int) -> None:
-    settings = Settings(learners=learners, fragments=2, sync_every=4, steps=1000).resolved(4)
-    syncer, names = Syncer.fresh(settings, run="r", fingerprint=""), "abc"[:learners]
+def _syncer_of(names: str, steps: int) -> Syncer:
+    """Of a run that these learners have joined."""
+    settings = Settings(learners=len(names), fragments=2, sync_every=4, steps=steps).resolved(4)
+    syncer = Syncer.fresh(settings, run="r", fingerprint="")
     for name in names:
         syncer.handle(0.0, fx.Greeted(Hello(protocol=2, learner=name, session=f"s-{name}")))
     syncer.handle(0.0, fx.Initialised("a", "s-a"))
+    for name in names:
+        syncer.handle(0.1, fx.Received(name, _report(0)))
+    return syncer
+
+
+def _report(t: int, *, stopped: bool = False) -> Progress:
+    none = (0, 0)
+    return Progress(
+        t=t,
+        steps=none,
+        tokens=none,
+        versions=none,
+        dropped=none,
+        counted=none,
+        tokens_total=10 * t,
+        incarnation=1,
+        stopped=stopped,
+    )
+
+
+@pytest.mark.parametrize("learners", [2, 3])
+def test_a_claim_of_many_steps_does_not_end_a_run(learners: int) -> None:
+    names = "abc"[:learners]
+    syncer = _syncer_of(names, steps=1000)
     for t in range(20):
         for name in names:
-            claim = t if name != "b" else t * 2**40
-            none = (0, 0)
-            said = Progress(t=claim, steps=none, tokens=none, versions=none, tokens_total=10 * claim, incarnation=1)
-            syncer.handle(t + 0.1, fx.Received(name, msgspec.structs.replace(said, dropped=none, counted=none)))
+            syncer.handle(t + 0.1, fx.Received(name, _report(t if name != "b" else t * 2**40)))
     assert syncer.phase == "running" and 0 < syncer.rounds.step <= (19 if learners == 3 else (19 + APART * 20) / 2)
+
+
+def test_one_of_two_that_reconnects_again_and_again_does_not_end_a_run() -> None:
+    """Each time it comes it claims a hundred steps more; the other is in a long step."""
+    syncer = _syncer_of("ab", steps=1000)
+    for visit in range(1, 200):
+        syncer.handle(1.0, fx.Lost("b", "the line broke"))
+        hello = Hello(protocol=2, learner="b", session="s-b", run="r", incarnation=1, versions=(0, 0), t=100 * visit)
+        syncer.handle(1.0, fx.Greeted(hello))
+        for t in (100 * visit, 100 * visit + 99):
+            syncer.handle(1.0, fx.Received("b", _report(t)))
+    assert syncer.phase == "running" and syncer.rounds.step <= APART
+
+
+def test_a_training_loop_that_has_ended_does_not_begin_again() -> None:
+    """Of two learners one says stopped and not stopped in turn, with more steps each time: it is sent away."""
+    syncer = _syncer_of("ab", steps=1000)
+    syncer.handle(1.0, fx.Received("b", _report(1)))
+    step = syncer.rounds.step
+    for t in range(1, 1000):
+        for stopped in (True, False, False):
+            syncer.handle(1.0, fx.Received("b", _report(100 * t, stopped=stopped)))
+    assert syncer.phase == "running" and not syncer.members.learners["b"].connected
+    assert syncer.rounds.step == step
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=60), st.integers(0, 20), st.booleans())
+def test_coming_and_going_brings_no_steps(claims: list[int], honest: int, same_name: bool) -> None:
+    pace, t = Pace(interval=1.0), 0
+    for number, claim in enumerate(claims):
+        pace.set_members({"honest": t})
+        liar = "liar" if same_name else f"liar-{number}"
+        pace.set_members({"honest": t, liar: 7})
+        pace.move_learner(liar, 7 + claim)
+        if number < honest:
+            t += 1
+            pace.move_learner("honest", t)
+        assert pace.clock <= (t + APART * (1 + t)) / 2
+
+
+@pytest.mark.parametrize("changes", [0.02, 0.2, 1.0], ids=lambda share: f"{share:g} changes a step")
+@pytest.mark.parametrize("step_s", [[1.0, 1.0], [1.0, 10.0], [1.0, 1.4, 1.7], [1.0, 10.0, 10.0, 10.0]])
+def test_honest_learners_that_come_and_go_do_not_slow_the_run(
+    step_s: list[float], changes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = _storm(step_s, changes)
+    monkeypatch.setattr(closing, "APART", 1e12)  # everybody is believed
+    assert limited >= 0.995 * _storm(step_s, changes)
+
+
+def _storm(step_s: list[float], changes: float) -> float:
+    """The run's step after 5,000 reports of honest learners, whom a dice makes come and go."""
+    pace, dice, here = Pace(interval=1.0), random.Random(1), set(range(len(step_s)))
+    t, next_at = [0] * len(step_s), list(step_s)
+    for _ in range(5000):
+        one = min(range(len(step_s)), key=lambda number: next_at[number])  # one that is away trains on
+        t[one], next_at[one] = t[one] + 1, next_at[one] + step_s[one]
+        if dice.random() < changes:
+            here = (here ^ {dice.randrange(len(step_s))}) or here
+        pace.set_members({str(number): t[number] for number in here})
+        pace.move_learner(str(one), t[one])
+    return pace.clock
 
 
 # ---- what is left of a budget --------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> f
 
 APART = 16.0
 """Of the two middle learners (an even number), the faster one counts for at most this many times the steps of the
-other. If honest learners differ by more, the run is only paced a little more slowly."""
+other. If honest learners differ by more, the run is paced a little more slowly."""
 
 
 @dataclass(slots=True)
@@ -336,8 +336,10 @@ class Pace:
 
     The clock is also the run's step: it never falls, every round's record holds it, and a later term continues from the
     journal. One learner cannot move it far by claiming steps: with three or more learners the median stays among the
-    steps of the others; of two, the faster one counts for at most `APART` times the other. In a synchronous run the
-    schedule alone sets the step (schedule.py).
+    steps of the others; of two, the faster one counts for at most `APART` times the other. It may also be ahead by one
+    step of the other, times `APART`: that step is given once, to whoever steps alone, and again for each step that
+    another makes, so that coming and going brings nobody a second one. In a synchronous run the schedule alone sets the
+    step (schedule.py).
     """
 
     interval: float
@@ -353,6 +355,8 @@ class Pace:
     """Where each learner stands on the clock."""
     _sorted: list[float] = field(default_factory=list)
     """The same places, in order: one of them moves with every report."""
+    _ahead: dict[str, float] = field(default_factory=dict)
+    """By how many steps of the other each learner may be ahead at the anchor: 0 to 1."""
 
     def __post_init__(self) -> None:
         self.due = self.interval
@@ -360,6 +364,7 @@ class Pace:
     def set_members(self, steps: dict[str, int]) -> None:
         """The stepping learners have changed."""
         if steps.keys() != self._anchors.keys():
+            self._settle_steps()
             self._anchored_at, self._anchors = self.clock, dict(steps)
             # The same order of operations as in move_learner: equal to the bit.
             self._places = {learner: self.clock + t - t for learner, t in steps.items()}
@@ -372,13 +377,23 @@ class Pace:
             insort(self._sorted, self._places[learner])
             self.clock = max(self.clock, self._middle())
 
+    def _settle_steps(self) -> None:
+        """What the steps since the last anchor leave of how far each learner may be ahead at the next."""
+        made = {learner: place - self._anchored_at for learner, place in self._places.items()}
+        in_all = sum(made.values())
+        for learner, own in made.items():
+            ahead = self._ahead.get(learner, 0.0) + (in_all - own) - own / APART
+            self._ahead[learner] = max(0.0, min(1.0, ahead)) if len(made) > 1 else 1.0
+
     def _middle(self) -> float:
         """The median place. Of two in the middle, the upper one is limited by `APART`."""
         half, odd = divmod(len(self._sorted), 2)
         if odd:
             return self._sorted[half]
         lower, upper = self._sorted[half - 1 : half + 1]
-        most = self._anchored_at + APART * (1.0 + lower - self._anchored_at)
+        most = self._anchored_at + APART * (lower - self._anchored_at)
+        if upper > most:
+            most += APART * max(self._ahead.get(one, 0.0) for one, place in self._places.items() if place == upper)
         return (lower + min(upper, most)) / 2
 
     def go_on_from(self, step: float) -> None:

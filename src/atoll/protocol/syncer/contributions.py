@@ -190,6 +190,8 @@ def wrong_report(learner: KnownLearner, report: Progress, versions: Sequence[int
         return "a report with counters that no run reaches"
     if report.t < learner.t or report.tokens_total < learner.tokens_total:
         return f"its counters went back: step {report.t} after step {learner.t}"
+    if learner.stopped and not report.stopped:
+        return "its training loop had ended, and it makes steps again"
     if any(map(gt, report.versions, versions)):
         return "a report of versions that this run never committed"
     return None
