@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
+from tests.observe.conftest import a_status
 
 from atoll.config import convert
 from atoll.launch import children
@@ -197,6 +199,23 @@ async def test_the_screen_says_whose_scripts_the_end_waits_for(tmp_path: Path) -
     await run.run()
     [told] = events(run, "closing")
     assert told["text"] == "waiting for learner-0, learner-1: the scripts have not ended yet" and seen.exists()
+
+
+def test_a_script_that_never_makes_a_step_is_killed_at_the_end_and_the_reason_told(tmp_path: Path) -> None:
+    lines: list[bytes] = []
+    syncer = Child("syncer", [], {}, tmp_path / "log")
+    processes = Supervision(RunDir(tmp_path), EventLog(lines.append), syncer, children.LIMIT)
+    idle = processes.learners["learner-0"] = Child("learner-0", ["sleep", "60"], {}, tmp_path / "log")
+    idle.start()
+    status = a_status(learners=1)
+    stalled = msgspec.structs.replace(status.learners[0], state="stalled", step=0)
+    processes.note_progress(msgspec.structs.replace(status, learners=(stalled,)))
+    processes.kill_without_step()
+    [told] = [json.loads(line) for line in lines]
+    assert (told["kind"], told["code"], told["stepless"]) == ("exited", -9, True)
+    assert told["text"] == "learner-0 was killed: its script never called learner.step()"
+    processes.restart_dead()
+    assert idle.process is None and not any(b"SIGKILL" in line for line in lines)
 
 
 async def test_one_that_is_done_and_one_that_cannot_end_the_run_well(tmp_path: Path) -> None:

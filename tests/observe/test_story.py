@@ -140,6 +140,14 @@ def test_only_who_joined_again_came_back(events: list[Event]) -> None:
     assert not any("came back" in line for line in told)
 
 
+def test_who_was_killed_since_it_never_made_a_step_did_not_just_die(say: Callable[..., Event]) -> None:
+    """ "died and did not come back (killed by SIGKILL)", and it was our own kill."""
+    exits = [say(9.0, "exited", process=name, code=-9, stepless=True) for name in ("learner-0", "learner-1")]
+    told = story(summarise(exits), exits)
+    assert "learner-0 and learner-1 were killed at the end: their scripts never called learner.step()." in told
+    assert not any("died" in sentence for sentence in told)
+
+
 def test_who_came_back_and_died_again_is_told_once(say: Callable[..., Event], events: list[Event]) -> None:
     mistake = "failed: ValueError: odd (mine.py, line 9)"
     deaths = []

@@ -280,7 +280,9 @@ class Supervision:
         for name in self._without_step:
             if name in self.learners and self.learners[name].running:
                 self.learners[name].kill_all()
-                self._log_warning(self.learners[name], f"{name} was killed: its script never called learner.step()")
+                text = f"{name} was killed: its script never called learner.step()"
+                data: dict[str, object] = {"process": name, "code": self.learners[name].poll_exit(), "stepless": True}
+                self._events.say("exited", text, data)
 
     def note_late_failures(self) -> None:
         """Of scripts that were to be started again when the run ended, or fail in what they do after it."""

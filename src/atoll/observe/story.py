@@ -95,6 +95,7 @@ def _deaths(events: Sequence[Event]) -> str:
     planned: Counter[str] = Counter()
     dead: dict[str, str] = {}
     back: dict[str, str] = {}
+    stepless: list[str] = []
     for event in events:
         name = str(event.get("learner") or event.get("process", ""))
         match event["kind"]:
@@ -102,6 +103,8 @@ def _deaths(events: Sequence[Event]) -> str:
                 planned[name] += 1
             case "exited" if event.get("code") in (0, ConfigError.exit_code):
                 dead.pop(name, None)  # it did what it could; or a warning says why it cannot take part
+            case "exited" if event.get("stepless"):
+                stepless.append(name)
             case "exited" if planned[name]:
                 planned[name] -= 1
             case "exited":
@@ -117,8 +120,14 @@ def _deaths(events: Sequence[Event]) -> str:
         _dead(sorted(back.keys() - dead.keys()), "died and came back", back),
         _dead(sorted(dead.keys() - back.keys()), "died and did not come back", dead),
         _dead(again, "died more than once and did not come back the last time", dead),
+        _stepless(stepless),
     ]
     return " ".join(sentence for sentence in told if sentence)
+
+
+def _stepless(names: Sequence[str]) -> str:
+    were, its = ("was", "its script") if len(names) == 1 else ("were", "their scripts")
+    return f"{listing(names)} {were} killed at the end: {its} never called learner.step()." if names else ""
 
 
 NO_LEARNERS = ("syncer", "evaluator")
