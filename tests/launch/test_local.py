@@ -198,7 +198,7 @@ async def test_the_screen_says_whose_scripts_the_end_waits_for(tmp_path: Path) -
     run = local(tmp_path, code, listens=lambda link: run.request_end("a test asked for it"), watch=watch)
     await run.run()
     [told] = events(run, "closing")
-    assert told["text"] == "waiting for learner-0, learner-1: the scripts have not ended yet" and seen.exists()
+    assert told["text"] == "waiting for the scripts of learner-0, learner-1 to end" and seen.exists()
 
 
 def test_a_script_that_never_makes_a_step_is_killed_at_the_end_and_the_reason_told(tmp_path: Path) -> None:

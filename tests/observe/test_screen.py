@@ -145,8 +145,9 @@ def test_an_alarm_stays_in_sight_between_hundreds_of_refusals(
     screen = LiveScreen(console(width, height))
     screen.update(status(learners=2), events)
     lines = [line for line in text_of(screen, width).splitlines() if re.match(r" +\d:\d\d  ", line)]
-    assert [line.split()[1] for line in lines] == ["alarm", *STORM]
+    assert [line.split()[1] for line in lines] == ["recovered", "refused", "quarantined", "fresh", "alarm"]
     assert "refused 200 of learner-0 and learner-1 since 0:00; the last:" in " ".join(lines[1].split())
+    assert lines[1].lstrip().startswith("0:20 "), "the time of the newest"
 
 
 STORM = ("refused", "quarantined", "fresh", "recovered")

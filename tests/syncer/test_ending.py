@@ -38,7 +38,7 @@ async def test_the_end_says_what_it_waits_for(lines: list[bytes]) -> None:
     last.stop_scoring()
     last.log_last_work()
     assert said(lines) == [
-        "the last steps are in; the model is written and scored for the last time",
+        "the last steps are in; the model is written and scored",
         "the last steps are in; the model is written",
     ]
 

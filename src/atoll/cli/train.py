@@ -120,7 +120,7 @@ def train(
     if text := describe_learners(
         settings.protocol.learners, options.devices, default="learners" not in said["protocol"]
     ):
-        console.print(text, style="dim", soft_wrap=True, highlight=False)
+        console.print(text, style="dim", soft_wrap=not console.is_terminal, highlight=False)
     _train(settings, run_dir, console, command, kills, json_, targets=targets, options=options)
 
 
@@ -273,7 +273,7 @@ def _train(
     compile_kernels(console)
     if resume is None and not (config.protocol.steps or config.protocol.tokens):
         text = "No --steps and no --tokens: it trains until its scripts end; Ctrl-C ends it in good order."
-        console.print(text, style="dim", soft_wrap=True, highlight=False)
+        console.print(text, style="dim", soft_wrap=not console.is_terminal, highlight=False)
     tail = EventTail(out.events)
     earlier = tail.read_new() if resume is not None else []  # what happened before was told then
     standby = Standby(config, out) if options.breakable else None

@@ -236,8 +236,9 @@ class LocalRun:
                 self._learners[name].kill_all()
                 self._processes.abandon_restart(self._learners[name])
         if running := [name for name, child in self._learners.items() if child.running]:
-            whose = "script has" if len(running) == 1 else "scripts have"
-            self._events.say("closing", f"waiting for {', '.join(running)}: the {whose} not ended yet")
+            others = f" and {len(running) - 3} more" if len(running) > 3 else ""
+            script = "script" if len(running) == 1 else "scripts"
+            self._events.say("closing", f"waiting for the {script} of {', '.join(running[:3])}{others} to end")
             self._show_status(None)
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline:

@@ -220,20 +220,26 @@ class NotableEvents:
     def _note_line(self, event: Event) -> None:
         if event["kind"] == "score" and self._lines and self._lines[-1]["kind"] == "score":
             self._lines.pop()
-        self._lines.append(self._fold_into(event) if event["kind"] in FOLDED else event)
+        if event["kind"] in FOLDED:
+            self._note_folded(event)
+        else:
+            self._lines.append(event)
 
-    def _fold_into(self, event: Event) -> Event:
-        """The line of this event. Where it repeats others, it takes the place of their lines."""
+    def _note_folded(self, event: Event) -> None:
+        """Where it repeats others, it has one line with them, where the first of these is: lines do not jump."""
         kind, at = str(event["kind"]), event["at"]
         fold = self._folds.get(kind)
         if fold is None or at >= fold.last_at + QUIET_S:
             fold = self._folds[kind] = Fold(at, at)
         fold.add_event(event)
-        if fold.number <= APART:
-            return event
-        for line in [one for one in self._lines if one["kind"] == kind and one["at"] >= fold.first_at]:
-            self._lines.remove(line)
-        return {**event, "text": f"{fold.describe(self._tell_time(fold.first_at))}; the last: {event.get('text', '')}"}
+        same = [n for n, line in enumerate(self._lines) if line["kind"] == kind and line["at"] >= fold.first_at]
+        if fold.number <= APART or not same:
+            self._lines.append(event)
+            return
+        for place in reversed(same[1:]):
+            del self._lines[place]
+        since = fold.describe(self._tell_time(fold.first_at))
+        self._lines[same[0]] = {**event, "text": f"{since}; the last: {event.get('text', '')}"}
 
     def list_newest(self, most: int) -> list[Event]:
         return list(self._lines)[-most:] if most > 0 else []
@@ -245,9 +251,8 @@ class NotableEvents:
         """The same on at most so many rows; what does not fit is cut."""
         head = self._render_head(event)
         body = Text(plain(str(event.get("text", "")))).wrap(console, max(1, console.width - head.cell_len))
-        lines = list(body[:rows]) or [Text()]
-        if len(body) > rows:
-            lines[-1].append(" …")
+        rest = Text(" ".join(line.plain.rstrip() for line in body[rows - 1 :]))
+        lines = [*body[: rows - 1], rest]
         heads = [head, *[Text(" " * head.cell_len)] * (len(lines) - 1)]
         whole = [Text.assemble(*both) for both in zip(heads, lines, strict=True)]
         for line in whole:

@@ -73,7 +73,7 @@ class RunEnding:
 
     def log_last_work(self) -> None:
         """Log what the end waits for, before it does."""
-        scored = " and scored for the last time" if self._score_s and not self._scored.is_set() else ""
+        scored = " and scored" if self._score_s and not self._scored.is_set() else ""
         self._events.say("closing", f"the last steps are in; the model is written{scored}")
 
     async def wait_for_last(self, *, trained: bool) -> None:

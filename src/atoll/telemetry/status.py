@@ -6,8 +6,8 @@ import msgspec
 
 AWAY = ("gone", "restarting", "done")
 """States of a learner that is not connected. That one is being restarted only its supervisor knows."""
-STEPPING = ("training", "muted", "quarantined")
-"""States of one that makes steps."""
+STEPPING = ("joining", "training", "muted", "quarantined")
+"""States of one that makes steps, or is about to: out of quarantine it joins again, and trains meanwhile."""
 
 
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
