@@ -36,6 +36,8 @@ class MemoryDesk:
         self.buffers: dict[tuple[str, int, int], bytearray] = {}
         self.initials: dict[int, bytearray] = {}
         self.fragments: dict[int, bytes] = {}
+        self.steps: list[bytes] = []
+        """Of every fragment, to versions 1, 2 and 3."""
         self.tickets: dict[str, tuple[str, str]] = {}
         """The newcomer and the peer of each recovery."""
         self.held = 0
@@ -90,12 +92,13 @@ class MemoryDesk:
     async def initial_arrived(self, learner: str, session: str, fragment: int, body: memoryview, digest: str) -> None:
         self.note("initial", learner, fragment, digest)
 
-    def fragment(self, index: int) -> ServedFragment:
+    def fragment(self, index: int, have: int) -> ServedFragment:
         if index not in self.fragments:
             raise PeerError(f"there is no fragment {index}")
         self.held += 1
         data = self.fragments[index]
-        return ServedFragment(3, 7, compute_digest(data), memoryview(data), self._release)
+        steps = tuple((compute_digest(one), memoryview(one)) for one in self.steps[have:3]) if have >= 0 else ()
+        return ServedFragment(3, 7, compute_digest(data), memoryview(data), self._release, steps=steps)
 
     def _release(self) -> None:
         self.held -= 1

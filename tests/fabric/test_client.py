@@ -53,6 +53,46 @@ async def test_a_fragment_of_another_length_or_digest_is_a_peer_error(place: Pla
         await link.get_fragment(0, memoryview(bytearray(4095)), 10)
 
 
+async def test_whoever_holds_a_version_gets_the_steps_from_there(place: Place) -> None:
+    await place.open()
+    link = (await place.joined()).link
+    place.handlers.fragments[0], place.handlers.steps = BODY, [b"aa", b"bb", b"cc"]
+    into = bytearray(len(BODY))
+    found = await link.get_version(0, 1, 2, memoryview(into), 10)
+    assert (found.version, found.digest) == (3, compute_digest(BODY))
+    assert [bytes(step) for step in found.steps] == [b"bb", b"cc"]
+    assert not any(into) and link.bytes_in < len(BODY)
+    whole = await link.get_version(0, 3, 2, memoryview(into), 10)
+    assert whole == (3, compute_digest(BODY), ()) and into == BODY
+    assert place.handlers.held == 0
+
+
+@pytest.mark.parametrize(
+    ("have", "step_bytes", "steps", "size", "text"),
+    [
+        (1, 2, [b"aa", b"bb", b"c"], 4096, "has 3 bytes, 4 were expected"),
+        (0, 2, [b"aa", b"bb"], 4096, "came as 2 steps from version 0 to 3"),
+        (1, 2, [b"aa", b"bb", b"cc"], 4, "came as 2 steps from version 1 to 3"),
+    ],
+)
+async def test_steps_that_do_not_lead_to_the_version_are_a_peer_error(
+    place: Place, have: int, step_bytes: int, steps: list[bytes], size: int, text: str
+) -> None:
+    await place.open()
+    link = (await place.joined()).link
+    place.handlers.fragments[0], place.handlers.steps = BODY, steps
+    with pytest.raises(PeerError, match=text):
+        await link.get_version(0, have, step_bytes, memoryview(bytearray(size)), 10)
+
+
+@pytest.mark.parametrize("have", ["-1", "x", "1" * 13, "\u0663", "1,2"])
+async def test_a_version_that_is_no_number_is_refused(place: Place, have: str) -> None:
+    await place.open()
+    place.handlers.fragments[0] = BODY
+    with pytest.raises(PeerError, match="have is no version"):
+        await get_json(place.url, f"/v1/fragments/0?have={have}")
+
+
 async def test_a_body_past_its_deadline_is_unreachable(place: Place) -> None:
     await place.open()
     link = (await place.joined()).link

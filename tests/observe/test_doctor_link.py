@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,20 @@ def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:
         (192, "bf16", True),
     ]
     assert found.next == (
-        "Nobody waits, but fragments are synced every 100 steps. It carries sync_every = 192 with bf16."
+        "Nobody waits, but fragments are synced every 100 steps. It carries sync_every = 192 with bf16. "
+        "Versions alone are too much for it: version_codec = int4 is for that."
     )
     hopeless = carry.judge_load(LOAD, MeasuredLink(1e5, 1e5, 0.01))
     assert hopeless.next.endswith("Not even H = 1536 fits: this model needs another link.")
+
+
+def test_versions_by_a_smaller_codec_need_less_of_the_link() -> None:
+    link = MeasuredLink(1e9, 100e6, 0.01)
+    assert carry.judge_load(LOAD, link).verdict == "warn"
+    smaller = carry.judge_load(replace(LOAD, down="int4"), link)
+    assert smaller.verdict == "ok" and smaller.figures["version_codec"] == "int4"
+    whole, steps = (carry.compute_need(load, link, "bf16", 24) for load in (LOAD, replace(LOAD, down="int4")))
+    assert whole.down_bits_per_s == 8 * steps.down_bits_per_s and whole.up_bits_per_s == steps.up_bits_per_s
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tests.store.written import OUTER, P, WrittenRun, begun, well, with_rounds, wrong
 
 from atoll.config import Outer
+from atoll.digests import compute_digest
 from atoll.numerics.codec import body_nbytes, make_codec
 from atoll.numerics.updates import decode_update
 from atoll.protocol.messages import TensorSpec
@@ -237,3 +238,59 @@ def test_the_default_is_as_it_was(tmp_path: Path) -> None:
     assert not plain.has_feedback and set(bits(plain)) == {
         f"{kind}-{f:03d}" for kind in ("theta", "momentum") for f in range(P)
     }
+
+
+# ---- who is a few versions behind -----------------------------------------------------------------------------------
+
+
+@each
+def test_k_steps_lead_to_the_bits_of_the_whole(tmp_path: Path, codec: str) -> None:
+    run = with_rounds(tmp_path, P, version_codec=codec, tensors=TENSORS)
+    by, parameters = make_codec(codec), run.parameters
+    held = {
+        f: (parameters.committed_buffers()[f].version, parameters.committed_buffers()[f].values.copy())
+        for f in range(P)
+    }
+    for _ in range(6 * P):
+        run.round()
+        for fragment, (have, values) in held.items():
+            part = parameters.plan.fragments[fragment]
+            served = parameters.serve_fragment(fragment, have)
+            served.release()
+            k, size = served.version - have, body_nbytes(by, part)
+            if 0 < k * size < 4 * part.size:
+                assert len(served.steps) == k, "fewer bytes than the whole"
+                now = values.copy()
+                for mark, step in served.steps:
+                    assert compute_digest(step) == mark
+                    now -= decode_update(by, part, np.frombuffer(step, np.uint8))
+                assert compute_digest(now.view(np.uint8).data) == served.digest
+            else:
+                assert not served.steps and served.body == [served.data]
+
+
+def test_steps_are_kept_within_the_size_of_the_fragment_and_a_number(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path, 12 * P, version_codec="int4", tensors=TENSORS)
+    for fragment, steps in enumerate(run.parameters._steps):
+        size = 4 * run.parameters.plan.fragments[fragment].size
+        assert size / 2 < sum(step.data.nbytes for step in steps) < size
+        assert [step.version for step in steps] == list(range(steps[0].version, 13))
+
+
+def test_a_rollback_is_no_step_and_neither_is_a_version_that_is_not_kept(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path, P, version_codec="int4", tensors=TENSORS)
+    cut = run.cut()
+    for _ in range(P):
+        run.round()
+    assert len(run.parameters.serve_fragment(0, 1).steps) == 1
+    for have in (-1, 2, 3, 10**12):
+        assert not run.parameters.serve_fragment(0, have).steps
+    run.roll_back(cut)
+    assert not run.parameters.serve_fragment(0, 2).steps
+    run.round()
+    assert not run.parameters.serve_fragment(0, 2).steps and len(run.parameters.serve_fragment(0, 3).steps) == 1
+
+
+def test_with_fp32_every_version_is_whole(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path, 2 * P)
+    assert not run.parameters.serve_fragment(0, 1).steps

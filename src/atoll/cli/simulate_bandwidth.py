@@ -40,6 +40,7 @@ def bandwidth(
     utilization: Changed,
     gbit_s: Changed,
     codec: Changed,
+    version_codec: Changed,
     methods: str,
     parameters: Changed,
     learners: Changed,
@@ -65,6 +66,7 @@ def bandwidth(
         overlap=overlap,
         latency_s=latency_s,
         topology=topology,
+        down=version_codec,
     )
     asked = cases(
         run,
@@ -93,7 +95,7 @@ def _changed(run: SpreadRun, **given: Changed) -> SpreadRun:
 
 def _value(name: str, text: str) -> str | float:
     option = f"--{name.replace('_', '-')}"
-    if name == "topology":
+    if name in ("topology", "down"):
         return text
     return number(option, text) if name in ("parameters", "latency_s") else count(option, text)
 

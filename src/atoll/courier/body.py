@@ -11,6 +11,7 @@ replaces it waits until every answer that was begun is encoded, and no answer is
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -20,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from atoll.choices import CODEC
+from atoll.courier.held import HeldVersions
 from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
+from atoll.fabric.transfer import FetchedVersion
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
 from atoll.mailbox.box import Mailbox, can_spare
 from atoll.mailbox.channel import Start
@@ -55,7 +58,10 @@ def load_kernels() -> None:
     """They are loaded at their first use: a second of work, many seconds on a busy machine."""
     one, rows = np.zeros(1, dtype=np.float32), ((1, 1),)
     for codec in map(make_codec, CODEC.names()):
-        codec.encode_delta(Delta(one, one), rows, np.zeros(codec.nbytes(rows), dtype=np.uint8))
+        body = np.zeros(codec.nbytes(rows), dtype=np.uint8)
+        codec.encode_delta(Delta(one, one), rows, body)
+        codec.check(body, rows)
+        codec.decode(body, rows, np.zeros(1, dtype=np.float32))
     round_to_dtype(one, "bfloat16")
 
 
@@ -73,6 +79,9 @@ class FragmentTransfers:
         self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec = make_codec(settings.codec)
+        self._held = HeldVersions(box, settings.version_codec)
+        self._applying = asyncio.Lock()
+        """Steps of one large fragment at a time: each takes memory for another fragment."""
         self._group = tasks
         self._running: set[asyncio.Task[None]] = set()
         self._fetching: set[int] = set()
@@ -206,7 +215,7 @@ class FragmentTransfers:
         slot = await self.incoming.take_slot()
         values = self._box.incoming(slot, fragment)
         try:
-            version, _, _ = await self._link.get_fragment(fragment, values.view(np.uint8).data, BODY_S)
+            version = await self._fetch_into(fragment, values)
         except (PeerError, Unreachable) as error:
             self._fetching.discard(fragment)
             self.incoming.note_failed(slot)
@@ -214,15 +223,39 @@ class FragmentTransfers:
             return
         part = self._box.plan.fragments[fragment]
         if is_small(part):
-            as_held(part, values)
+            self._keep_and_round(part, version, values)
         else:
-            await asyncio.to_thread(as_held, part, values)
+            await asyncio.to_thread(self._keep_and_round, part, version, values)
             async with self._base_locks[fragment]:
                 pass  # the training process may subtract the base when it adopts this: it is whole by then
         self._fetching.discard(fragment)
         self.incoming.note_landed(fragment, slot)
         self._tell(fx.Fetched(fragment, version))
         self.incoming.release_unwanted(fragment)
+
+    async def _fetch_into(self, fragment: int, values: FloatArray) -> int:
+        """The version that is now in `values`, made of what is held where the syncer has the steps from there."""
+        have, data = self._held.version_of(fragment), values.view(np.uint8).data
+        if have >= 0:
+            found = await self._link.get_version(fragment, have, self._held.step_bytes(fragment), data, BODY_S)
+            if not found.steps or await self._apply_steps(fragment, have, found, values):
+                return found.version
+            print(
+                f"courier: fragment {fragment} is fetched whole: its steps do not fit version {have}", file=sys.stderr
+            )
+        version, _, _ = await self._link.get_fragment(fragment, data, BODY_S)
+        return version
+
+    async def _apply_steps(self, fragment: int, have: int, found: FetchedVersion, values: FloatArray) -> bool:
+        given = (fragment, have, found.steps, values, found.digest)
+        if is_small(self._box.plan.fragments[fragment]):
+            return self._held.apply_steps(*given)
+        async with self._applying, self._base_locks[fragment]:
+            return await asyncio.to_thread(self._held.apply_steps, *given)
+
+    def _keep_and_round(self, part: Fragment, version: int, values: FloatArray) -> None:
+        self._held.keep(part.index, version, values)
+        as_held(part, values)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)

@@ -23,9 +23,9 @@ hide more than everything. Then Pτ/H fragments are under way at the same time, 
 
 In a star, which is what Atoll does, the link of a data center carries one copy for every learner in it, both ways at
 the same time: f = ⌈M/n⌉, and a fragment comes down after it went up. It goes up as the codec says, and may come down as
-another does (`down`; this software's versions come down in fp32): S is then the larger of the two where a link has to
-keep up, and w has a leg of each, (f·S_up + f·S_down)/(P·B). The syncer's own link carries M copies; it is taken to be
-wide enough.
+another does (`down`; this software's `version_codec`, by default fp32): S is then the larger of the two where a link
+has to keep up, and w has a leg of each, (f·S_up + f·S_down)/(P·B). The syncer's own link carries M copies; it is taken
+to be wide enough.
 
 A step of Atoll never waits for the network: a link that is too slow costs freshness, not time. `effective_h` and
 `late_steps` say how much. Utilization is as if exposed time were waited for, so that methods compare.
@@ -48,7 +48,7 @@ Topology = Literal["ring", "star"]
 BITS: dict[Codec, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 GRADIENT_BITS = BITS["bf16"]
 VERSIONS: Codec = "fp32"
-"""As which this software's versions come down, whatever its contributions go up as."""
+"""As which this software's versions come down by default, whatever its contributions go up as."""
 BACKWARD = 2 / 3
 """The backward pass's share of a step."""
 LEAST, MOST = 1e-9, 1e18
@@ -315,8 +315,8 @@ PROFILES = {
         SpreadRun(sync_every=24, fragments=24, overlap=2, topology="star", down=VERSIONS),
         ("bf16",),
         "What this software does by default: a star through the syncer, H = P = 24, τ = 2; contributions go up as the "
-        "codec says, versions come down in fp32. 60 layers for data-parallel are a fit to the published table, not the "
-        "authors' value.",
+        "codec says, versions come down in fp32 unless --version-codec names another. 60 layers for data-parallel are "
+        "a fit to the published table, not the authors' value.",
     ),
 }
 

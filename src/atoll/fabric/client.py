@@ -29,10 +29,12 @@ from atoll.fabric.calls import close_session, close_socket, dial_socket, open_se
 from atoll.fabric.control_channel import ClientSocket, SendQueue
 from atoll.fabric.state import Into, Parts, StateArrival, StateSource, get_state, put_relay
 from atoll.fabric.transfer import (
+    FetchedVersion,
     body_headers,
     body_session,
     fragment_url,
     get_body,
+    get_version,
     put_body,
     reason_of,
     showing,
@@ -145,6 +147,15 @@ class SyncerConnection:
         labels = await get_body(self._for_bodies(), fragment_url(self.url, index), into, deadline_s)
         self.bytes_in += into.nbytes
         return labels
+
+    async def get_version(
+        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float
+    ) -> FetchedVersion:
+        """The same for whoever holds version `have`: perhaps as steps from there, of `step_bytes` each."""
+        url = fragment_url(self.url, index)
+        found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s)
+        self.bytes_in += found.nbytes or into.nbytes
+        return found
 
     async def get_state(
         self,

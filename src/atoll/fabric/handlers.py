@@ -24,6 +24,13 @@ class ServedFragment:
     release: Callable[[], None]
     on_cut: Callable[[Callable[[], None]], None] = lambda cut: None
     """Told how to cut the reader off: one that is too slow must not keep versions that are long past."""
+    steps: tuple[tuple[str, memoryview], ...] = ()
+    """Sent instead of `data` where there are any: digest and bytes of every step from what the reader holds to this
+    version. `digest` is of the version's values in any case."""
+
+    @property
+    def body(self) -> list[memoryview]:
+        return [step for _, step in self.steps] or [self.data]
 
 
 class Handlers(Protocol):
@@ -59,7 +66,9 @@ class Handlers(Protocol):
         self, learner: str, session: str, fragment: int, body: memoryview, digest: str
     ) -> None: ...
 
-    def fragment(self, index: int) -> ServedFragment: ...
+    def fragment(self, index: int, have: int) -> ServedFragment:
+        """`have`: the version that the reader says it holds; −1: none."""
+        ...
 
     def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
         """A newcomer waits for its peer's state from this byte on: ask the peer for it; PeerError if it may not.

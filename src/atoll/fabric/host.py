@@ -213,7 +213,7 @@ class Port:
             raise Rejected(429, "too many answers are being sent: try again later")
         try:
             sent = web.StreamResponse(status=answer.status, headers=answer.headers)
-            async for _ in send_pieces(request, sent, memoryview(body), self._limits):
+            async for _ in send_pieces(request, sent, [memoryview(body)], self._limits):
                 pass
         finally:
             self._answers.give_back(token, len(body))
@@ -239,14 +239,13 @@ def piece_bytes(request: web.Request, limits: FabricLimits) -> int:
 
 
 async def send_pieces(
-    request: web.Request, response: web.StreamResponse, data: memoryview, limits: FabricLimits
+    request: web.Request, response: web.StreamResponse, parts: Sequence[memoryview], limits: FabricLimits
 ) -> AsyncIterator[int]:
     """The size of each piece as it is written; SlowReader."""
-    response.content_length = data.nbytes
+    response.content_length = sum(part.nbytes for part in parts)
     await response.prepare(request)
     size = piece_bytes(request, limits)
-    for at in range(0, data.nbytes, size):
-        piece = data[at : at + size]
+    for piece in (part[at : at + size] for part in parts for at in range(0, part.nbytes, size)):
         yield piece.nbytes
         async with within(limits.send_s):
             await response.write(piece)

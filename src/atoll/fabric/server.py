@@ -3,7 +3,8 @@
     GET  /v1/control                                   WebSocket, binary frames, opens with Hello
     PUT  /v1/contributions/{learner}/{round}/{attempt} a body; headers Atoll-Session, Atoll-Digest
     PUT  /v1/initial/{learner}/{fragment}              the same, for version 0
-    GET  /v1/fragments/{fragment}                      a body; headers Atoll-Version, Atoll-Round, Atoll-Digest
+    GET  /v1/fragments/{fragment}[?have=VERSION]       a body; headers Atoll-Version, Atoll-Round, Atoll-Digest, and
+                                                       Atoll-Steps where it is the steps from that version on
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
     POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `authorizer`)
@@ -24,6 +25,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Collection
 from typing import NoReturn, TypeVar
 
@@ -53,6 +55,7 @@ from atoll.fabric.wire import (
     DIGEST_HEADER,
     ROUND_HEADER,
     SESSION_HEADER,
+    STEPS_HEADER,
     VERSION_HEADER,
     FabricLimits,
     decode_score,
@@ -203,8 +206,11 @@ class Server(Port):
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
+        have = request.query.get("have", "")
+        if have and not re.fullmatch(_NUMBER, have, re.ASCII):
+            raise Rejected(400, "have is no version: it is a number of up to 12 digits")
         try:
-            served = self._handlers.fragment(int(request.match_info["fragment"]))
+            served = self._handlers.fragment(int(request.match_info["fragment"]), int(have or -1))
         except PeerError as error:
             return error_response(404, error)
         try:
@@ -221,9 +227,11 @@ class Server(Port):
                 "Content-Type": "application/octet-stream",
             }
         )
+        if served.steps:
+            response.headers[STEPS_HEADER] = ",".join(digest for digest, _ in served.steps)
         if request.transport is not None:
             served.on_cut(request.transport.abort)
-        async for size in send_pieces(request, response, served.data.cast("B"), self._limits):
+        async for size in send_pieces(request, response, [part.cast("B") for part in served.body], self._limits):
             self._bodies_out += size
         return response  # one that is too slow, or cut off, fetches a newer version later
 

@@ -2,8 +2,8 @@
 
 Rules: the caller's deadline covers the whole of a request; redirects are not followed and no proxy is asked but the one
 that the syncer's address names; a body goes straight between the caller's buffer and the socket, 1 MiB at a time; a
-fragment of another length or digest than the syncer named is a PeerError. `Unreachable` is worth another try, a
-PeerError is the syncer's considered answer.
+fragment, or a step of one, of another length or digest than the syncer named is a PeerError. `Unreachable` is worth
+another try, a PeerError is the syncer's considered answer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -24,6 +25,7 @@ from atoll.fabric.wire import (
     MIB,
     ROUND_HEADER,
     SESSION_HEADER,
+    STEPS_HEADER,
     VERSION_HEADER,
     FabricLimits,
     ScoreReport,
@@ -86,16 +88,59 @@ async def get_body(
     into = into.cast("B")
     async with asked(session, "GET", url, deadline_s) as response:
         version, round, named = _labels(response)
-        if response.content_length != into.nbytes:
-            raise PeerError(f"{url} has {response.content_length} bytes, {into.nbytes} were expected")
-        at = 0
-        while chunk := await next_chunk(response.content):
-            into[at : at + len(chunk)] = chunk
-            at += len(chunk)
-        found = await digest_aside(into)
+        await _receive(response, url, into)
+        found = await _checked_digest(url, into, named)
+    return version, round, found
+
+
+class FetchedVersion(NamedTuple):
+    version: int
+    digest: str
+    """Of the version's values, as the syncer named it."""
+    steps: tuple[memoryview, ...] = ()
+    """What leads to it from the version that was named; empty: it came whole."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(step.nbytes for step in self.steps)
+
+
+async def get_version(
+    session: aiohttp.ClientSession, url: str, have: int, step_bytes: int, into: memoryview, deadline_s: float
+) -> FetchedVersion:
+    """A fragment's version, for whoever holds version `have`: whole in `into`, or as steps of `step_bytes` each, which
+    together are fewer bytes. After an error the content of `into` is undefined."""
+    into = into.cast("B")
+    async with asked(session, "GET", f"{url}?have={have}", deadline_s) as response:
+        version, _, named = _labels(response)
+        marks = [mark for mark in response.headers.get(STEPS_HEADER, "").split(",") if mark]
+        if not marks:
+            await _receive(response, url, into)
+            return FetchedVersion(version, await _checked_digest(url, into, named))
+        if len(marks) != version - have or len(marks) * step_bytes >= into.nbytes:
+            raise PeerError(f"{url} came as {len(marks)} steps from version {have} to {version}")
+        body = memoryview(bytearray(len(marks) * step_bytes))
+        await _receive(response, url, body)
+        steps = tuple(body[at : at + step_bytes] for at in range(0, body.nbytes, step_bytes))
+        for step, mark in zip(steps, marks, strict=True):
+            await _checked_digest(url, step, mark)
+    return FetchedVersion(version, named, steps)
+
+
+async def _receive(response: aiohttp.ClientResponse, url: str, into: memoryview) -> None:
+    if response.content_length != into.nbytes:
+        raise PeerError(f"{url} has {response.content_length} bytes, {into.nbytes} were expected")
+    at = 0
+    while chunk := await next_chunk(response.content):
+        into[at : at + len(chunk)] = chunk
+        at += len(chunk)
+
+
+async def _checked_digest(url: str, data: memoryview, named: str) -> str:
+    found = await digest_aside(data)
     if found != named:
         raise PeerError(f"{url} has digest {found}, the syncer named {named[:32]}")
-    return version, round, found
+    return found
 
 
 async def get_json(where: str, path: str, deadline_s: float = 10.0) -> object:

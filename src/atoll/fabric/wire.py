@@ -33,6 +33,8 @@ SESSION_HEADER = "Atoll-Session"
 DIGEST_HEADER = "Atoll-Digest"
 VERSION_HEADER = "Atoll-Version"
 ROUND_HEADER = "Atoll-Round"
+STEPS_HEADER = "Atoll-Steps"
+"""The digests of encoded steps, the oldest first, with commas; then they are the body, one behind the other."""
 PROTOCOL_HEADER = "Atoll-Protocol"
 """In the answer that opens a control channel: the oldest and the newest version that the syncer understands, `2-3`; or
 the only one."""

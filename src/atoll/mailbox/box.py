@@ -234,7 +234,8 @@ class Mailbox:
 
 def same_layout(plan: FragmentPlan, one: Settings, other: Settings) -> bool:
     """Whether shared memory made for one setting serves the other."""
-    return Layout.of(plan, one) == Layout.of(plan, other) and one.codec == other.codec
+    codecs = one.codec == other.codec and one.version_codec == other.version_codec
+    return codecs and Layout.of(plan, one) == Layout.of(plan, other)
 
 
 def available_bytes() -> int | None:

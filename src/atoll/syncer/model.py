@@ -20,9 +20,10 @@ from atoll.fabric.relay import RelayLimits
 from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.numerics.agreement import BUCKETS
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.codec import largest_body, make_codec
+from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
+from atoll.numerics.updates import make_version_codec
 from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, PlanError
 from atoll.protocol.history import History
@@ -186,6 +187,8 @@ def memory_bound(
     | the program | 256 MiB: Python, NumPy, compiled kernels, caches |
     | the model | Θ and the outer state; of each fragment also the next version and OLD that somebody still reads |
     | a cut | the outer state once more, while it is written |
+    | a lossy version codec | feedback like one more slot; what a round encodes, decodes and leaves out |
+    | its encoded steps | of each fragment up to the size of its Θ, and those that readers of OLD versions hold |
     | a rollback | Θ three times and the outer state twice more, with guard = "rollback" |
     | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
@@ -197,6 +200,9 @@ def memory_bound(
     limits, relay = limits or FabricLimits(), relay or RelayLimits()
     model, largest = 4 * plan.size, 4 * plan.largest
     fixed = PROGRAM + model * (1 + 1 + OLD) + 2 * slots * model + 2 * largest
+    if (codec := make_version_codec(settings.version_codec)) is not None:
+        fixed += (2 * model if codec.needs_feedback else 0) + 4 * largest
+        fixed += model + (1 + OLD) * sum(body_nbytes(codec, part) for part in plan.fragments)
     if settings.guard == "rollback":
         fixed += 2 * (1 + slots) * model + model + largest
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION + limits.answer_bytes

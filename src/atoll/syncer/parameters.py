@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ from atoll.protocol.errors import PeerError
 
 OLD = 2
 """Versions of a fragment before the committed one that slow readers may hold."""
+MOST_STEPS = 32
+"""Encoded steps of a fragment that are kept for learners a few versions behind: their digests go into one header."""
 FEEDBACK = "feedback"
 """Beside the slots of the outer optimizer."""
 
@@ -89,6 +92,16 @@ class StagedUpdate(NamedTuple):
     data: ByteArray
     rest: FloatArray | None
     """The next feedback; None: there is none, or it is not known, since the bytes are the journal's."""
+    digest: str
+    """Of the bytes."""
+
+
+class EncodedStep(NamedTuple):
+    """What made a version of the one before it."""
+
+    version: int
+    data: ByteArray
+    digest: str
 
 
 class Parameters:
@@ -107,6 +120,8 @@ class Parameters:
         """Fragments whose outer state a cut may still be written from."""
         self._delta: FloatArray = np.empty(plan.largest, dtype=np.float32)
         self._updates: dict[int, StagedUpdate] = {}
+        self._steps: list[deque[EncodedStep]] = [deque(maxlen=MOST_STEPS) for _ in plan.fragments]
+        """Per fragment the newest ones: together fewer bytes than the whole of it."""
         self._without_feedback: set[int] = set()
         """Fragments whose feedback is not known: bytes of the journal were applied to them."""
 
@@ -182,7 +197,8 @@ class Parameters:
             update = np.full(part.size, np.nan, np.float32)  # what is not finite has no bytes
         apply_update(self._optimizer, part, old, new.values, state, update)
         mark = self._finish_step(fragment, new)
-        self._updates[fragment] = StagedUpdate(data, compute_rest(part, total, update) if self.has_feedback else None)
+        rest = compute_rest(part, total, update) if self.has_feedback else None
+        self._updates[fragment] = StagedUpdate(data, rest, compute_digest(data.data))
         return mark
 
     def _finish_step(self, fragment: int, new: Buffer) -> str:
@@ -204,7 +220,7 @@ class Parameters:
         old, state = self._committed[fragment].values, self._own_state(fragment)
         apply_update(self._optimizer, part, old, new.values, state, update)
         mark = self._finish_step(fragment, new)
-        self._updates[fragment] = StagedUpdate(data, None)
+        self._updates[fragment] = StagedUpdate(data, None, compute_digest(payload))
         return mark
 
     def piece_marks(self, fragment: int) -> bytes:
@@ -249,12 +265,23 @@ class Parameters:
     def commit_version(self, fragment: int, version: int, round: int) -> None:
         new, update = self._staged.pop(fragment), self._updates.pop(fragment, None)
         new.version, new.round = version, round
-        self._keep_update(fragment, update)
+        self._keep_feedback(fragment, update)
+        self._keep_step(fragment, version, update)
         self._spare[fragment].append(self._committed[fragment])
         self._committed[fragment] = new
         self._disconnect_slow_readers(fragment)
 
-    def _keep_update(self, fragment: int, update: StagedUpdate | None) -> None:
+    def _keep_step(self, fragment: int, version: int, update: StagedUpdate | None) -> None:
+        """A rollback is no step: whoever holds an older version takes the new one whole."""
+        steps = self._steps[fragment]
+        if update is None:
+            steps.clear()
+            return
+        steps.append(EncodedStep(version, update.data, update.digest))
+        while steps and len(steps) * update.data.nbytes >= 4 * self.plan.fragments[fragment].size:
+            steps.popleft()
+
+    def _keep_feedback(self, fragment: int, update: StagedUpdate | None) -> None:
         """What the round left out is the feedback of the next; behind a rollback there is none."""
         if update is None or update.rest is not None or not self.has_feedback:
             self._set_feedback(fragment, None if update is None else update.rest)
@@ -382,14 +409,23 @@ class Parameters:
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def serve_fragment(self, fragment: int) -> ServedFragment:
+    def serve_fragment(self, fragment: int, have: int = -1) -> ServedFragment:
+        """`have`: the version that the reader holds. It gets the steps from there, where they are kept, and the whole
+        otherwise."""
         if not 0 <= fragment < len(self._committed):
             raise PeerError(f"there is no fragment {fragment}: the run has {len(self._committed)}")
         buffer = self._committed[fragment]
         if buffer.version < 0:
             raise PeerError("the run has no parameters yet")
         reader, data = Reader(buffer), buffer.values.view(np.uint8).data
-        return ServedFragment(buffer.version, buffer.round, buffer.digest, data, reader.release, reader.on_disconnect)
+        steps = tuple((one.digest, one.data.data) for one in self._steps_since(fragment, have))
+        held = (reader.release, reader.on_disconnect)
+        return ServedFragment(buffer.version, buffer.round, buffer.digest, data, *held, steps)
+
+    def _steps_since(self, fragment: int, have: int) -> list[EncodedStep]:
+        """From that version to the committed one; none where some are not kept."""
+        steps = [one for one in self._steps[fragment] if one.version > have]
+        return steps if steps and steps[0].version == have + 1 else []
 
     def tensors_by_name(self) -> dict[str, FloatArray]:
         """The whole committed model, by the names of its tensors."""

@@ -367,10 +367,10 @@ class SyncerService:
             raise PeerError(f"{learner} is not asked for the first parameters any more")
         return channel
 
-    def fragment(self, index: int) -> ServedFragment:
+    def fragment(self, index: int, have: int) -> ServedFragment:
         if self._machine is None:
             raise PeerError("the run has no parameters yet")
-        return self._parameters.serve_fragment(index)
+        return self._parameters.serve_fragment(index, have)
 
     def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
         if (wrong := self._begun().peers.wrong_newcomer(ticket, learner)) is not None:

@@ -164,6 +164,7 @@ class Meter:
             merged_share=totals.merged_share() if totals else None,
             versions=tuple(machine.versions) if machine else (),
             codec=settings.codec,
+            version_codec=settings.version_codec,
             overlap=settings.overlap,
             overlap_steps=overlap.median,
             overlap_p95=overlap.p95,

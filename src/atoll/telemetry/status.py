@@ -96,6 +96,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of every fragment."""
     codec: str = "bf16"
     """How contributions travel."""
+    version_codec: str = "fp32"
+    """How versions come down."""
     overlap: int = 2
     """τ."""
     overlap_steps: float | None = None

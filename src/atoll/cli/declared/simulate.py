@@ -42,7 +42,7 @@ SIMULATORS = (
 
         Profiles: paper-table fits the published table (H = 100, P = 18), paper is what the paper's text says
         (H = P = 24), atoll is what this software does (a star through the syncer; up as the codec says, down
-        in fp32).
+        as the version codec says, by default in fp32).
 
         A step of Atoll never waits for the network: a slow link costs freshness, not time. So decoupled rows
         also have effective_h, the H that the link keeps up with, and late_steps, by how much a fragment
@@ -67,6 +67,7 @@ SIMULATORS = (
             option("--utilization", "To be reached: 0.9, 90 or 90%. Else 0.5,0.75,0.9,0.95,0.99.", metavar="LIST"),
             option("--gbit-s", "Ask for the utilization at these bandwidths.", metavar="LIST"),
             option("--codec", "Of fragments: fp32, bf16, int8, int4. Atoll: on their way up.", metavar="LIST"),
+            option("--version-codec", "Of versions in a star, on their way down; one of the same.", metavar="NAME"),
             option("--methods", "What to compare.", metavar="LIST", default="data-parallel,decoupled"),
             option("--parameters", "Of the model: 5e9, 7B, 350M.", metavar="N"),
             option("--learners", "M: how many learners.", metavar="N"),

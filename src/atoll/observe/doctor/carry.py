@@ -1,7 +1,7 @@
 """Which H, P and codec a learner's link can carry, by the formulas of `estimate.bandwidth` for one learner of a star.
 
-In H steps every fragment goes up once, in the run's codec, and comes down once, always in fp32. A slower link stops
-nobody, but fragments sync less often: the check says at which H.
+In H steps every fragment goes up once, in the run's codec, and comes down once, in its version codec. A slower link
+stops nobody, but fragments sync less often: the check says at which H.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ CODECS: tuple[Codec, ...] = ("fp32", "bf16")
 """Those that contributions can travel by."""
 ROOM = 0.8
 """The share of what was measured that is counted on: others use the link too, and it is not always as fast."""
+SMALLEST: Codec = "int4"
 GIGA = 1e9
 DOUBLINGS = 7
 
@@ -35,6 +36,8 @@ class LinkLoad:
     fragments: int = 24
     overlap: int = 2
     codec: Codec = "bf16"
+    down: Codec = VERSIONS
+    """The version codec."""
 
     @property
     def most_away(self) -> float:
@@ -52,7 +55,7 @@ class LinkLoad:
             sync_every=sync_every,
             overlap=self.overlap,
             codec=codec,
-            down=VERSIONS,
+            down=self.down,
             topology="star",
             latency_s=trip_s / 2,
         )
@@ -121,6 +124,7 @@ def judge_load(load: LinkLoad, link: MeasuredLink) -> Check:
         "sync_every": load.sync_every,
         "overlap": load.overlap,
         "codec": load.codec,
+        "version_codec": load.down,
         "counted_on": ROOM,
         "needs": [msgspec.to_builtins(one) | {"carried": one.carried} for one in table],
         "effective_h": round(find_sustained_h(load, link), 2),
@@ -143,6 +147,9 @@ def judge_load(load: LinkLoad, link: MeasuredLink) -> Check:
     value = f"this link does not carry {asked} at {model}: that takes {own.share:.2g}x what it has"
     sustained = find_sustained_h(load, link)
     advice = f"Nobody waits, but fragments are synced every {sustained:.0f} steps. {_way_out(table, load)}"
+    too_much = own.down_bits_per_s > ROOM * link.down_bits_per_s
+    if too_much and load.down != SMALLEST and any(one.carried for one in table):
+        advice += f" Versions alone are too much for it: version_codec = {SMALLEST} is for that."
     return Check("carries", "warn", value, advice, figures)
 
 

@@ -104,8 +104,8 @@ def check_load(status: RunStatus, link: MeasuredLink, parameters: float | None, 
     sync_every = status.sync_every or USUAL
     fragments = min(status.fragments or USUAL, sync_every)
     try:
-        codec = sized_like(status.codec)
-        return carry.judge_load(LinkLoad(parameters, step_s, sync_every, fragments, status.overlap, codec), link)
+        codecs = (sized_like(status.codec), sized_like(status.version_codec))
+        return carry.judge_load(LinkLoad(parameters, step_s, sync_every, fragments, status.overlap, *codecs), link)
     except ConfigError as error:
         return Check("carries", "warn", str(error), "Look at --parameters and --step.")
 
