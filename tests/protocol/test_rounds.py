@@ -7,7 +7,7 @@ from tests.protocol.world import SimulatedLearner, World
 
 from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
-from atoll.protocol.messages import Announce, Pull
+from atoll.protocol.messages import Announce, Decline, Pull
 from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as syncer_fx
@@ -44,6 +44,43 @@ def test_a_round_below_its_quorum_gathers_once_more() -> None:
     assert world.round_note(3)["attempt"] == 2
     assert world.members(3) == {"learner-0", "learner-1"}
     assert "1 of 2 contributions came (learner-1: connection reset)" in world.said("again")[0].text
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("learners", [2, 4])
+def test_one_that_is_always_ready_and_never_gives_does_not_keep_the_others_from_merging(
+    learners: int, synchronous: bool
+) -> None:
+    """The quorum cannot be met without it. It steps and reports, and answers each pull: nothing to give."""
+    world = World(learners, fragments=2, sync_every=4, quorum=learners, synchronous=synchronous).run_until(round=6)
+    world.learners["learner-1"].answers = False
+    answered: set[tuple[int, int]] = set()
+    while world.syncer.committed < 16:
+        world.run_until(seconds=0.05)
+        for _, pull in world.sent(Pull, "learner-1"):
+            if pull.round >= 6 and not pull.probe and (pull.round, pull.attempt) not in answered:
+                answered.add((pull.round, pull.attempt))
+                no = Decline(round=pull.round, attempt=pull.attempt, reason="nothing")
+                world.inject(syncer_fx.Received("learner-1", no))
+    assert {attempt for _, attempt in answered} == {1, 2} and not world.said("passed")
+    assert all(world.members(number) == {*world.learners} - {"learner-1"} for number in range(7, 16))
+
+
+def test_a_second_attempt_takes_no_fewer_than_gave_to_the_first() -> None:
+    """Of three, one is away for a moment in the first attempt; in the second the two others die."""
+    world = World(3, fragments=2, sync_every=4, quorum=3, latency_s=0.1).run_until(round=3)
+    while not any(r.number == 3 and r.stage == "pulling" for r in world.syncer.state.open_rounds.values()):
+        world.run_until(seconds=0.01)
+    world.unlink("learner-1")
+    world.link("learner-1")
+    round_ = world.syncer.state.open_rounds[3]
+    while (round_.stage, round_.attempt) != ("pulling", 2):
+        world.run_until(seconds=0.01)
+    for name in ("learner-0", "learner-2"):
+        world.kill(name)
+    world.run_until(round=4)
+    [passed] = world.said("passed")
+    assert "1 of 2 contributions came" in passed.text
 
 
 def test_a_round_that_loses_its_quorum_in_the_window_opens_a_new_window_at_the_next() -> None:

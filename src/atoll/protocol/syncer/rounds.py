@@ -1,7 +1,7 @@
 """Rounds, from opening to commit.
 
-The stages of a round: `STAGES` in state.py. A round that loses its quorum gathers once more; after a second failure it
-is passed over, and its record says why.
+The stages of a round: `STAGES` in state.py. A round that loses its quorum gathers once more, and then takes as many
+contributions as its first attempt had; after a second failure it is passed over, and its record says why.
 
 Rules kept here, each with its test:
 - rounds commit in the order of their numbers, also past a round that is passed over; versions go up by one;
@@ -237,7 +237,7 @@ class Rounds:
         if round_.asked:
             wakes.append(min(seat.deadline for seat in round_.asked))
             return silent or bool(missed)
-        least = 1 if self.state.draining else max(1, min(self.state.settings.quorum, len(round_.seats)))
+        least = self._least_contributions(round_)
         if len(round_.given) < least:
             reasons = "; ".join(f"{seat.learner}: {seat.why_out}" for seat in round_.seats.values() if seat.why_out)
             self.fail_round(now, round_, f"{len(round_.given)} of {least} contributions came ({reasons})")
@@ -251,6 +251,14 @@ class Rounds:
             parts = tuple(Part(name, round_.attempt, counts, bases[name]) for name, counts in weights)
             self.state.out.add_effect(Merge(round_.number, round_.fragment, parts))
         return silent or bool(missed)  # run another pass, so that a learner just muted is probed now
+
+    def _least_contributions(self, round_: Round) -> int:
+        """As many as the quorum, or as were asked. A second attempt takes as many as gave to the first: otherwise one
+        learner that is always ready and never gives would let no round be merged."""
+        if self.state.draining:
+            return 1
+        gave = len(round_.seats) if round_.gave_before is None else round_.gave_before
+        return max(1, min(self.state.settings.quorum, len(round_.seats), gave))
 
     def _weigh_contributions(self, round_: Round) -> None:
         names = [seat.learner for seat in round_.given]

@@ -80,6 +80,8 @@ class Round:
     """Who was stepping at the opening; the synchronous rule waits for these."""
     stage: Stage = "gathering"
     attempt: int = 1
+    gave_before: int | None = None
+    """How many gave to the first attempt, once there is a second."""
     quorum_at: float | None = None
     due_at: float | None = None
     on_time: frozenset[str] | None = None
@@ -123,7 +125,7 @@ class Round:
     def gather_again(self, now: float) -> None:
         """Back to gathering, for a second and last attempt."""
         self.enter_stage("gathering")
-        self.attempt += 1
+        self.attempt, self.gave_before = self.attempt + 1, len(self.given)
         self.opened_at, self.due_at, self.quorum_at, self.on_time = now, now, None, None
         self.seats = {}
 
