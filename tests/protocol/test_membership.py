@@ -282,6 +282,27 @@ def test_the_last_to_stop_ends_the_run_also_when_the_others_have_left() -> None:
     assert world.said("ending")[0].text.startswith("the run ends: every learner has stopped")
 
 
+def test_those_that_have_stopped_do_not_end_the_run_while_the_others_lines_are_down() -> None:
+    """As many have stopped as the run is meant for, under names of their own; the two that train are away for a
+    moment."""
+    world = World(2, fragments=2, sync_every=4).run_until(seconds=20)
+    for name in ("x", "y"):
+        world.join(name)
+    world.run_until(seconds=10)
+    for name in ("x", "y"):
+        world.learners[name].done = True
+    world.run_until(seconds=10)
+    assert all(world.syncer.members.learners[name].stopped for name in ("x", "y"))
+    for name in ("learner-0", "learner-1"):
+        world.unlink(name)
+    world.run_until(seconds=0.5)
+    for name in ("learner-0", "learner-1"):
+        world.link(name)
+    before = world.syncer.committed
+    world.run_until(seconds=2 * world.settings.assemble_s)
+    assert world.syncer.phase == "running" and world.syncer.committed > before + 10
+
+
 def test_one_that_holds_a_global_model_gives_the_first_parameters_rather_than_a_newcomer() -> None:
     """After a restart of the syncer a learner that has only just started may well be the first to come."""
     syncer = Syncer.fresh(Settings(learners=2, fragments=2, sync_every=4), run="new", fingerprint="plan")

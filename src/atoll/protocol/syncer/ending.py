@@ -69,16 +69,19 @@ class RunEnd:
         self._idle_since = now
 
     def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
-        """All the run was meant for; or those that are there, and nobody else has come for a while. Who was asked to
-        leave has not come to an end: it may be back, or another in its place."""
+        """All the run was meant for, and nobody else is away for a moment; or those that are there, and nobody else has
+        come for a while. Who was asked to leave has not come to an end: it may be back, or another in its place."""
         there = self.state.members.connected_learners()
         if not there or not all(one.stopped and not one.leaving for one in there):
             self._idle_since = now
             return False
         wakes.append(self._idle_since + self.state.settings.assemble_s)
+        if now >= self._idle_since + self.state.settings.assemble_s:
+            return True
         seen = self.state.members.learners.values()
         stopped = sum(one.stopped and not one.leaving for one in seen)  # also those that have left since
-        return stopped >= self.state.settings.learners or now >= self._idle_since + self.state.settings.assemble_s
+        trains = any(not one.stopped and not one.closed for one in seen)  # its line is down, and it may be back
+        return stopped >= self.state.settings.learners and not trains
 
     def begin_ending(self, now: float, reason: str) -> None:
         """Learners are told to stop. A run without parameters has nothing to collect, and is over at once."""
