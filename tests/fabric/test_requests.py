@@ -155,6 +155,19 @@ async def test_an_answer_that_is_not_taken_costs_its_reader_the_connection(place
     assert place.server.mistakes.count == 0
 
 
+@pytest.mark.parametrize("size", [1000, 100_000])
+async def test_a_head_is_answered_without_the_body(place: Place, size: int) -> None:
+    """Otherwise its reader takes the body for the answer to its next request."""
+    await place.open()
+    place.handlers.status = lambda: b'"' + b"a" * size + b'"'  # type: ignore[method-assign]
+    reader, writer = await place.raw()
+    writer.write(STATUS.replace(b"GET", b"HEAD") + b"\r\n" + STATUS + b"\r\n")
+    async with asyncio.timeout(WAIT_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and b"Content-Length: %d\r\n" % (size + 2) in head
+    assert await one_answer(reader) == (200, place.handlers.status())
+
+
 async def test_large_answers_that_are_not_taken_share_their_memory(place: Place) -> None:
     """More are refused while they wait; and small ones never."""
     await place.open(FabricLimits(answer_bytes=80 * MIB))

@@ -200,7 +200,7 @@ class Port:
         if answer.prepared:
             return answer
         body = answer.body if isinstance(answer, web.Response) else None
-        if isinstance(body, bytes) and len(body) > HEAD_BYTES:
+        if isinstance(body, bytes) and len(body) > HEAD_BYTES and request.method != "HEAD":
             return await self._send_large(request, answer, body)
         async with within(self._limits.send_s + _file_bytes(answer) / self._limits.body_rate):
             await answer.prepare(request)
