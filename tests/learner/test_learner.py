@@ -261,7 +261,7 @@ class TestInARun:
         answers, joined.courier.answers = joined.courier.answers, lambda frame: []
         with joined.learner as learner:
             learner.step(tokens=1)
-            assert "joined run" not in (said := capsys.readouterr().err) and "joining when it can" in said
+            assert "joined run" not in (said := capsys.readouterr().err) and "joins when it can" in said
             joined.courier.answers = answers
             joined.courier.waiting += answers(joined.courier.of(Start)[0])
             learner.step(tokens=1)
@@ -593,7 +593,7 @@ class TestNewcomer:
         joined = Joined(small(), join_wait_s=0.5)
         self.seeking(joined)
         with joined.learner as learner:
-            assert "no state of a peer's for 0.5 s: training goes on" in capsys.readouterr().err
+            assert "no state of a peer's for 0.5 s: training begins without it" in capsys.readouterr().err
             learner.step(tokens=1)
 
     def test_a_new_courier_hears_that_it_waits(self) -> None:
@@ -694,7 +694,7 @@ class TestFailing:
         joined = Joined(small(), join_wait_s=0.01)
         joined.courier.answers = lambda frame: []
         with joined.learner as learner:
-            assert "training goes on" in capsys.readouterr().err
+            assert "training begins without it" in capsys.readouterr().err
             learner.step(tokens=1)
             joined.courier.answers = joined._answer
             joined.courier.waiting.append(

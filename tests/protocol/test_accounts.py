@@ -52,7 +52,7 @@ class Desk:
 
     def join(self, name: str) -> KnownLearner:
         hello = Hello(protocol=PROTOCOL, learner=name, session=f"session of {name} {len(self.done)}")
-        learner, _ = self.members.greet_learner(0.0, hello, "run")
+        learner, _ = self.members.find_or_begin_life(0.0, hello, "run")
         self.accounts.open_life(learner)
         self.take()
         return learner

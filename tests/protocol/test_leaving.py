@@ -182,7 +182,7 @@ def test_one_whose_loop_has_ended_does_not_stand_in_for_one_that_still_steps() -
     settings = Settings(learners=3, fragments=1, sync_every=4, quorum=1)
     state = SyncerState(History(BegunRecord("run", settings, {}, (), "")))
     for name in ("a", "b", "c"):
-        one, _ = state.members.greet_learner(0.0, LearnerMachine(name, name, ()).hello(), "run")
+        one, _ = state.members.find_or_begin_life(0.0, LearnerMachine(name, name, ()).hello(), "run")
         one.state, one.versions, one.steps, one.t = "training", (0,), (0,) if name == "c" else (4,), 4
     state.members.learners["a"].stopped = True
     closing, round_ = RoundClosing(state), Round(0, 0, 0.0, due_at=0.0)
@@ -195,7 +195,7 @@ def test_one_whose_loop_has_ended_does_not_stand_in_for_one_that_still_steps() -
 def test_where_nobody_steps_a_round_that_would_collect_nothing_is_passed_over_so_that_the_next_collects() -> None:
     settings = Settings(learners=1, fragments=2, sync_every=4)
     state = SyncerState(History(BegunRecord("run", settings, {}, (), "")))
-    one, _ = state.members.greet_learner(0.0, LearnerMachine("a", "s", ()).hello(), "run")
+    one, _ = state.members.find_or_begin_life(0.0, LearnerMachine("a", "s", ()).hello(), "run")
     one.state, one.stopped, one.steps = "training", True, (0, 2)
     gathering = RoundClosing(state)
     assert gathering.is_skipped(Round(4, 0, 0.0, frozenset()))

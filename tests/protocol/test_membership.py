@@ -338,7 +338,7 @@ def test_whose_a_name_is_is_written_down_before_its_welcome() -> None:
 def test_names_keep_their_order_whoever_comes_when() -> None:
     members = Membership(Settings(fragments=2))
     for session, name in enumerate(["c", "a", "d", "b", "a", "c"]):
-        members.greet_learner(0.0, Hello(protocol=2, learner=name, session=str(session)), "r")
+        members.find_or_begin_life(0.0, Hello(protocol=2, learner=name, session=str(session)), "r")
     assert [(one.name, one.incarnation) for one in members.connected_learners()] == [
         ("a", 2),
         ("b", 1),

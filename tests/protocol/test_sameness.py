@@ -17,7 +17,7 @@ class Watched:
         state = SyncerState(History(BegunRecord("run", settings, {}, (), "plan")))
         self.out, self.members, self.watch = state.out, state.members, SameBatches(state)
         for name in names:
-            self.members.greet_learner(0.0, Hello(protocol=2, learner=name, session=name), "run")
+            self.members.find_or_begin_life(0.0, Hello(protocol=2, learner=name, session=name), "run")
 
     def say(self, name: str, *numbers: int) -> list[str]:
         """What is told of it."""

@@ -90,7 +90,7 @@ def test_a_copy_behaves_like_what_it_was_copied_from() -> None:
 
 
 def test_a_bug_is_found_by_the_shortest_way_and_told_as_a_story(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Membership.greet_learner
+    plain = Membership.find_or_begin_life
 
     def greet(self: Membership, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
         """Another process under a known name is taken for a new life of the same number."""
@@ -100,7 +100,7 @@ def test_a_bug_is_found_by_the_shortest_way_and_told_as_a_story(monkeypatch: pyt
             learner.incarnation = known.incarnation
         return learner, new
 
-    monkeypatch.setattr(Membership, "greet_learner", greet)
+    monkeypatch.setattr(Membership, "find_or_begin_life", greet)
     found = search(Scope("rounds under way", rounds=3), states=5000)
     assert found.violation is not None and "incarnation" in found.violation.text
     assert [kind for kind, _ in found.violation.path] == ["kill", "start", "dial", "fsync"]

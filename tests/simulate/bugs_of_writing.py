@@ -252,4 +252,4 @@ def _same_life(plain: Plain) -> Any:
     return broken
 
 
-mutant("another process takes over the incarnation of its name", (Membership, "greet_learner", _same_life))
+mutant("another process takes over the incarnation of its name", (Membership, "find_or_begin_life", _same_life))

@@ -4,7 +4,8 @@
 - a learner with exit code 2 found something wrong that a restart cannot mend: it is left out and the others go on; when
   none is left, the run fails with its words;
 - a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
-  anybody made a step, an exception of the scorer, or a return that is no score, before the first score;
+  anybody made a step, the same mistake in the code on every learner after each was restarted, an exception of the
+  scorer, or a return that is no score, before the first score;
 - any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit;
 - a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves.
 """

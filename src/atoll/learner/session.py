@@ -276,7 +276,7 @@ class RunSession:
     def _say_unjoined(self) -> None:
         syncer = self._joining.url.rpartition("@")[2]  # what stands before it is a secret
         what = "state of a peer's" if self.shared.has_parameters() else f"parameters from the syncer at {syncer}"
-        say(f"no {what} for {self._joining.wait_s:g} s: training goes on, joining when it can")
+        say(f"no {what} for {self._joining.wait_s:g} s: training begins without it, and joins when it can")
 
     def ask_for_leases(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int) -> None:
         boundary = self.shared.boundary

@@ -4,7 +4,8 @@ Rules kept here, each with its test:
 - an incarnation is recorded before its welcome, so no number is given twice; so is the credential that owns its name;
 - a life is closed when another process takes its name, when it leaves, starts over, or was away for too long; what it
   had not contributed is then lost, once;
-- samples that no version contains are issued again;
+- samples past the last that a version or a given contribution contains are issued again; those of a given one that is
+  never merged are not;
 - a report that does not balance raises an alarm, which is recorded and never silently corrected.
 """
 

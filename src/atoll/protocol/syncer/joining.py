@@ -4,8 +4,7 @@ How a killed learner comes back, step by step: docs/protocol.md. machine.py rout
 the life, and a broken connection to `lose_connection`, which does not.
 
 Rules kept here:
-- a name belongs to the process that said hello last; whether a second process may say it while the first lives is
-  decided before (succession.py);
+- whoever's hello comes here has the name: which process may say it is decided before (succession.py);
 - a learner that knows of rounds which the disk lost begins a new life;
 - a learner that comes back is told again what it may have missed;
 - once a run is over, only processes that were part of it are let in;
@@ -48,7 +47,7 @@ class Joining:
             return
         if before is not None:
             self._take_the_place_of(before, hello)
-        learner, new = self.state.members.greet_learner(now, hello, self.state.history.run)
+        learner, new = self.state.members.find_or_begin_life(now, hello, self.state.history.run)
         if new:
             self.accounts.open_life(learner)
         self.accounts.record_owner(learner, token)

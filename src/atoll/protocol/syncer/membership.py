@@ -1,10 +1,10 @@
 """What the syncer knows of each learner, and who counts as live, stepping and reachable.
 
-A learner is known by its name; each training process behind that name is an incarnation, told apart by its session. A
-new incarnation joins, takes the run's parameters, and is *recovered* once it has adopted a committed version of every
-fragment and waits for no peer's state: only then may it contribute. Live means: connected, recovered, not muted (it
-reports but does not answer pulls), not stalled (it is there but makes no steps). Stepping means: live, and its training
-loop has not ended.
+A learner is known by its name; each of its lives is an incarnation. Processes are told apart by their sessions; one
+process has several lives if it was quarantined, or given up while it was away. A new incarnation joins, takes the run's
+parameters, and is *recovered* once it has adopted a committed version of every fragment and waits for no peer's state:
+only then may it contribute. Live means: connected, recovered, not muted (it reports but does not answer pulls), not
+stalled (it is there but makes no steps). Stepping means: live, and its training loop has not ended.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Membership:
         self._uncounted = 0
         """Tokens that an earlier term was told of and did not count."""
 
-    def greet_learner(self, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
+    def find_or_begin_life(self, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
         """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
         did not keep that it was given."""
         known = self.learners.get(hello.learner)
