@@ -55,7 +55,7 @@ TALK = {
     *("overlaps", "_overlaps"),  # steps from reading to adoption: for people
     "budgeted",  # without a budget of tokens it is what was reported
 }
-COUNTS = {"clock", "due", "interval", "step", "_anchored_at", "_anchors", "_places", "_sorted", "datasets"}
+COUNTS = {"clock", "due", "interval", "step", "_ahead", "_anchored_at", "_anchors", "_places", "_sorted", "datasets"}
 ORDERED = {"waiting", "_asked", "inbox"}
 """Dictionaries of which the order counts."""
 
