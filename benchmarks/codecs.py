@@ -49,11 +49,11 @@ from atoll.numerics.codec import (
     encode_contribution,
     make_codec,
 )
+from atoll.numerics.codecs.topk import TopK
 from atoll.numerics.fragments import make_plan, row_lengths
 from atoll.numerics.kernels import PART, in_parts
 from atoll.numerics.merge import merge, row_norms
 from atoll.numerics.outer import make_outer, take_outer_step
-from atoll.numerics.topk import TopK
 from atoll.protocol.messages import TensorSpec
 
 ROOT = Path(__file__).parents[1]

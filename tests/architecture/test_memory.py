@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from tests.architecture.pages import table_after
@@ -46,6 +47,7 @@ def figures(plan: FragmentPlan) -> list[float]:
     return [
         layout.first_bytes,
         layout.total_bytes,
+        layout.slot_bytes * Layout.of(plan, msgspec.structs.replace(SETTINGS, codec="topk")).first_rests,
         largest_body(make_codec(SETTINGS.codec), plan),
         2 * 4 * layout.largest,
         5 * 4 * layout.largest,

@@ -15,6 +15,7 @@ from atoll.courier.body import FragmentTransfers
 from atoll.digests import compute_digest
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
+from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
 from atoll.protocol.learner import effects as fx
@@ -112,6 +113,58 @@ async def test_an_answer_is_base_minus_copy(codec: str) -> None:
         else:
             halves = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
             assert halves.view(np.float32).tolist() == [0.5, 1.5, 2.5, 3.5]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("name", ["int4", "topk"])
+async def test_what_an_answer_leaves_out_goes_with_the_next_once_it_is_merged(
+    monkeypatch: pytest.MonkeyPatch, name: str, large: bool
+) -> None:
+    if large:
+        monkeypatch.setattr(module, "SMALL_BYTES", 0)
+    async with place(name) as here:
+        codec, part = make_codec(name), here.box.plan.fragments[0]
+        base = np.array([1.0, 2.0, 3.0, 5.5], dtype=np.float32)
+        bodies, rests = [], []
+        for feedback in (None, None, 0):
+            rest, body = np.empty(4, np.float32), np.empty(body_nbytes(codec, part), np.uint8)
+            given = None if feedback is None else rests[feedback]
+            encode_contribution(codec, part, Delta(base, np.full(4, 0.3, np.float32), given, rest), body)
+            bodies.append(body.tobytes())
+            rests.append(rest)
+        assert bodies[2] != bodies[0]
+        here.box.base(0)[:] = base
+        for attempt, settled in enumerate([False, True, False]):
+            here.copy(0, 5 + attempt, 0.3)
+            here.bodies.upload(9, attempt, 0)
+            assert isinstance(await here.told(), fx.Uploaded)
+            assert here.link.contributions[9, attempt] == bodies[attempt]
+            if settled:
+                here.bodies.feedback.settle(0, 1, 5 + attempt)
+                here.box.base_version[0] = 1
+
+
+async def test_without_memory_for_what_it_leaves_out_an_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with place("topk") as here:
+        monkeypatch.setattr(here.bodies.feedback, "take_buffer", lambda fragment, t: None)
+        here.copy(0, 5, 0.5)
+        here.bodies.upload(9, 1, 0)
+        assert await here.told() == fx.UploadFailed(9, 1, "there is no memory for what it leaves out")
+        monkeypatch.undo()
+        here.bodies.upload(9, 2, 0)
+        assert isinstance(await here.told(), fx.Uploaded), "its body's buffer came back"
+
+
+async def test_a_copy_whose_answer_is_in_the_model_is_given_to_a_probe_and_changes_nothing() -> None:
+    async with place("topk") as here:
+        here.copy(0, 5, 0.5)
+        here.bodies.upload(9, 1, 0)
+        assert isinstance(await here.told(), fx.Uploaded)
+        here.bodies.feedback.settle(0, 1, 5)
+        before = here.box.rest_tag.tolist()
+        here.bodies.upload(10, 0, 0)
+        assert isinstance(await here.told(), fx.Uploaded)
+        assert here.box.rest_tag.tolist() == before
 
 
 @pytest.mark.parametrize("error", [PeerError("not asked for"), Unreachable("gone")])

@@ -40,7 +40,7 @@ def test_the_newest_copy_goes_out() -> None:
     made(slots, 0, 1)
     newest = made(slots, 0, 2)
     made(slots, 1, 3)
-    assert slots.send(0) == newest
+    assert slots.send(0) == (newest, 2)
     slots.drop(0, 2)
     assert slots.send(2) is None
 
@@ -90,7 +90,7 @@ def test_a_second_copy_of_the_same_step_frees_the_first() -> None:
     slots = OutgoingSlots([0, 1])
     first = made(slots, 0, 1)
     second = made(slots, 0, 1)
-    assert slots.free == [first] and slots.send(0) == second
+    assert slots.free == [first] and slots.send(0) == (second, 1)
 
 
 def test_after_forgetting_every_copy_is_free() -> None:

@@ -12,8 +12,8 @@ from tests.numerics.quantised import ROWS, draw, extremes
 from atoll.learner import codecs
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Codec, Delta, count_values, make_codec
+from atoll.numerics.codecs.topk import TopK
 from atoll.numerics.fragments import Rows
-from atoll.numerics.topk import TopK
 
 CODECS = [*(make_codec(name) for name in ("fp32", "bf16", "int8", "int4")), TopK()]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

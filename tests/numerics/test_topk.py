@@ -10,9 +10,9 @@ from tests.numerics.quantised import ROWS, draw, encode, extremes, round_trip
 
 from atoll.choices import CODEC
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Delta, count_values, decode_contribution
+from atoll.numerics.codec import Delta, count_values, decode_contribution, make_codec
+from atoll.numerics.codecs.topk import TopK
 from atoll.numerics.fragments import Rows, make_plan
-from atoll.numerics.topk import TopK
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import TensorSpec
 
@@ -46,8 +46,8 @@ def test_half_a_bit_a_value() -> None:
     assert TOPK.nbytes(((1, 1),)) == 4 and TOPK.nbytes(()) == 0
 
 
-def test_it_is_no_choice_before_somebody_keeps_the_rest() -> None:
-    assert TOPK.name not in CODEC.names()
+def test_its_sender_keeps_the_rest() -> None:
+    assert TOPK.name in CODEC.names() and make_codec(TOPK.name).needs_feedback
 
 
 @given(rows=any_rows, seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0, 2, 30]))

@@ -158,3 +158,42 @@ def test_a_contribution_that_the_disk_did_not_keep_is_owed_no_more() -> None:
     known = {"fingerprint": "plan", "gathering": 9, "committed": 9, "merged": ((9, 29, 50),)}
     versions.take_welcome(Welcome(run="run", incarnation=1, settings=settings, versions=(9,), **known))
     assert versions.owed_version(0) is None and versions.tokens_in(0, 10) == 0
+
+
+# ---- what became of its answers, where the codec needs feedback ------------------------------------------------------
+
+
+def settled(effects: list[fx.LearnerEffect]) -> list[fx.LearnerEffect]:
+    return [effect for effect in effects if isinstance(effect, fx.Settle | fx.DropRests)]
+
+
+def test_a_commit_that_names_its_copy_settles_it_and_any_other_drops_it() -> None:
+    learner = a_learner()
+    learner.keeps_feedback = True
+    mine, others = Member("a", 1, 9), Member("b", 1, 9)
+    assert settled(learner.handle(1.0, announce(4, 8, mine, others))) == [fx.Settle(0, 4, 9), fx.DropRests(0)]
+    assert settled(learner.handle(2.0, announce(5, 10, others))) == [fx.DropRests(0)]
+    assert settled(learner.handle(3.0, announce(5, 12))) == [fx.DropRests(0)], "passed over"
+    assert settled(learner.handle(4.0, announce(6, 14, Member("a", 2, 30)))) == [fx.DropRests(0)], "of another life"
+
+
+def test_a_welcome_settles_what_was_merged_meanwhile_and_drops_nothing() -> None:
+    learner = LearnerMachine("a", "s", TENSORS)
+    learner.keeps_feedback = True
+    learner.restore("run", [3, 3], fx.Stepped(10, (4, 4), (40, 40)), 1)
+    merged = welcomed(versions=(5, 3), merged=((4, 9, 30), (-1, 0, 0)))
+    assert settled(learner.handle(0.0, fx.Arrived(merged))) == [fx.Settle(0, 4, 9), fx.Settle(1, -1, -1)]
+
+
+def test_nothing_is_settled_across_a_rollback() -> None:
+    learner = a_learner()
+    learner.keeps_feedback = True
+    restored = Announce(round=7, fragment=1, version=4, members=(), gathering=8, term=1, restored=True)
+    assert settled(learner.handle(1.0, fx.Arrived(restored))) == [fx.Settle(1, 4, -1), fx.DropRests(1)]
+    back = welcomed(versions=(6, 6), merged=((4, 9, 30), (5, 9, 30)), least=(5, 4))
+    assert settled(learner.handle(2.0, fx.Arrived(back))) == [fx.Settle(0, 4, -1), fx.Settle(1, 5, 9)]
+
+
+def test_a_codec_without_feedback_hears_nothing_of_it() -> None:
+    learner = a_learner(merged=((4, 9, 30), (-1, 0, 0)))
+    assert settled(learner.handle(1.0, announce(4, 8, Member("a", 1, 9)))) == []

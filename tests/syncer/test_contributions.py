@@ -154,6 +154,36 @@ async def test_a_message_that_comes_twice_at_once_is_opened_once() -> None:
     assert len(told) == 1 and told[0].refusal is None
 
 
+@pytest.mark.parametrize(
+    ("place", "values", "words"),
+    [
+        (1, (0xFF,), "a scale that is not finite"),
+        (2, (97 << 6 & 255 | 32, 97 << 6 >> 8), "a code that is reserved"),
+        (6, (100 << 6 & 255, 100 << 6 >> 8), "past its end or does not ascend"),
+        (4, (97 << 6 & 255, 97 << 6 >> 8), "past its end or does not ascend"),
+    ],
+)
+def test_a_body_that_no_encoder_writes_is_refused_with_the_reason(
+    place: int, values: tuple[int, ...], words: str
+) -> None:
+    one, codec, told = plan((TensorSpec("t", (100,), "float32"),), 1), make_codec("topk"), []
+    parameters, inbox = Parameters(one, Outer()), Inbox(one, codec)
+    parameters.commit_initial()
+    merging = Merging(parameters, inbox, NormScreen(one), False, told.append, lambda work: work.close())
+    before = parameters.committed_buffers()[0].values.tobytes()
+    inbox.expect_body(KEY, 0)
+    body = np.frombuffer(inbox.receive_body(KEY), np.uint8)
+    codec.encode(np.arange(100, dtype=np.float32), ((1, 100),), body)  # keeps 97, 98, 99
+    body[place : place + len(values)] = values
+    inbox.mark_arrived(KEY, "mark")
+    merging.screen_contribution(
+        "a", Contribution(round=3, attempt=1, fragment=0, base=0, t=1, steps=1, tokens=1, digest="mark")
+    )
+    [delivered] = told
+    assert words in (delivered.refusal or "")
+    assert parameters.committed_buffers()[0].values.tobytes() == before
+
+
 async def test_running_statistics_beyond_all_bounds_are_refused_where_they_would_be_merged() -> None:
     of = plan((TensorSpec(buffer_name("mean", "norm.running_var"), (4,), "float32"),), 1)
     parameters, inbox, told = Parameters(of, Outer()), Inbox(of, make_codec("fp32")), []

@@ -5,7 +5,8 @@ are in use, one more is reserved. If there is no memory for it, a copy ordered a
 only to a copy that a pull waits for.
 
 The work on a large fragment (encode, digest, round, copy) is done in threads. A base never changes under a Δ: what
-replaces it waits until every answer that was begun is encoded, and no answer is begun meanwhile.
+replaces it waits until every answer that was begun is encoded, and no answer is begun meanwhile. What an answer leaves
+out is kept in feedback.py.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from atoll.choices import CODEC
+from atoll.courier.feedback import Feedback, RestBuffer
 from atoll.courier.held import HeldVersions
 from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
@@ -65,6 +67,19 @@ def load_kernels() -> None:
     round_to_dtype(one, "bfloat16")
 
 
+class Answer(NamedTuple):
+    """A copy on its way out."""
+
+    number: int
+    attempt: int
+    fragment: int
+    slot: int
+    rest: RestBuffer | None
+    buffer: ByteArray
+    data: ByteArray
+    """Of the buffer, the part that its body fills."""
+
+
 class FragmentTransfers:
     def __init__(
         self,
@@ -79,6 +94,7 @@ class FragmentTransfers:
         self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec = make_codec(settings.codec)
+        self.feedback = Feedback(box)
         self._held = HeldVersions(box, settings.version_codec)
         self._applying = asyncio.Lock()
         """Steps of one large fragment at a time: each takes memory for another fragment."""
@@ -141,18 +157,28 @@ class FragmentTransfers:
         if fragment in self._replacing:
             self._tell(fx.UploadFailed(number, attempt, "the version it was made on is being replaced"))
             return
-        if (slot := self.outgoing.send(fragment)) is None:
+        if (copy := self.outgoing.send(fragment)) is None:
             self._tell(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
             return
         if (buffer := self._take_buffer()) is None:
             self._tell(fx.UploadFailed(number, attempt, "earlier answers are still on their way"))
             return
+        slot, t = copy
+        needs_rest = self._codec.needs_feedback and not self.feedback.has_settled(fragment, t)
+        rest = self.feedback.take_buffer(fragment, t) if needs_rest else None
+        if needs_rest and rest is None:
+            self._spare.append(buffer)
+            self._tell(fx.UploadFailed(number, attempt, "there is no memory for what it leaves out"))
+            return
         part = self._box.plan.fragments[fragment]
-        data = buffer[: body_nbytes(self._codec, part)]
-        mark = self._encode(fragment, slot, data) if is_small(part) else None
-        if mark is None:
+        answer = Answer(number, attempt, fragment, slot, rest, buffer, buffer[: body_nbytes(self._codec, part)])
+        mark = None
+        if is_small(part):
+            mark = self._encode(answer)
+            self._keep_rest(answer)
+        else:
             self.outgoing.hold_slot(slot)
-        self._spawn(self._upload(number, attempt, fragment, slot, buffer, data, mark))
+        self._spawn(self._upload(answer, mark))
 
     def _take_buffer(self) -> ByteArray | None:
         """For one body; None where too many are under way, or where memory is short."""
@@ -163,28 +189,34 @@ class FragmentTransfers:
         self._buffers_left -= 1
         return np.empty(self._body_bytes, dtype=np.uint8)
 
-    def _encode(self, fragment: int, slot: int, data: ByteArray) -> str:
-        part = self._box.plan.fragments[fragment]
-        delta = Delta(self._box.base(fragment), self._box.outgoing(slot, fragment))
-        encode_contribution(self._codec, part, delta, data)
-        return compute_digest(data.data)
+    def _encode(self, answer: Answer) -> str:
+        fragment, rest = answer.fragment, answer.rest
+        delta = Delta(self._box.base(fragment), self._box.outgoing(answer.slot, fragment))
+        if rest is not None:
+            delta = delta._replace(feedback=rest.feedback, rest=rest.rest)
+        encode_contribution(self._codec, self._box.plan.fragments[fragment], delta, answer.data)
+        return compute_digest(answer.data.data)
 
-    async def _upload(
-        self, number: int, attempt: int, fragment: int, slot: int, buffer: ByteArray, data: ByteArray, mark: str | None
-    ) -> None:
+    def _keep_rest(self, answer: Answer) -> None:
+        if answer.rest is not None:
+            self.feedback.keep_rest(answer.rest)
+
+    async def _upload(self, answer: Answer, mark: str | None) -> None:
         name, session = self._start.learner, self._start.session
+        number, attempt, data = answer.number, answer.attempt, answer.data
         try:
             if mark is None:
-                async with self._base_locks[fragment]:
-                    mark = await asyncio.to_thread(self._encode, fragment, slot, data)
-                self.outgoing.let_slot_go(slot)
+                async with self._base_locks[answer.fragment]:
+                    mark = await asyncio.to_thread(self._encode, answer)
+                self._keep_rest(answer)
+                self.outgoing.let_slot_go(answer.slot)
             await self._link.put_contribution(name, session, number, attempt, data.data, mark, BODY_S)
         except (PeerError, Unreachable) as error:
             self._tell(fx.UploadFailed(number, attempt, str(error)))
         else:
             self._tell(fx.Uploaded(number, attempt, mark))
         finally:
-            self._spare.append(buffer)
+            self._spare.append(answer.buffer)
 
     def upload_all(self) -> None:
         if self._initial is not None:
@@ -309,14 +341,14 @@ class OutgoingSlots:
         self.copies[fragment, t] = slot
         self.counters[fragment, t] = (steps, tokens)
 
-    def send(self, fragment: int) -> int | None:
-        """The slot of the fragment's newest copy, which goes out now; None when it had to give way."""
+    def send(self, fragment: int) -> tuple[int, int] | None:
+        """Slot and step of the fragment's newest copy, which goes out now; None when it had to give way."""
         useful = [key for key in self.copies if key[0] == fragment and key not in self._dropped]
         if not useful:
             return None
         newest = max(useful)
         self._sent.add(newest)
-        return self.copies[newest]
+        return self.copies[newest], newest[1]
 
     def hold_slot(self, slot: int) -> None:
         """A thread will read it: it is not used again before `let_slot_go`, even if its copy is released."""

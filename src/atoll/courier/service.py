@@ -44,6 +44,7 @@ from atoll.mailbox.channel import (
     Welcomed,
     decode_to_courier,
 )
+from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol import schedule
 from atoll.protocol.effects import Note, Tick
@@ -204,6 +205,7 @@ class Courier:
         if self._bodies is not None:
             self._bodies.retire()
         self._settings = frame.settings
+        self._machine.keeps_feedback = make_codec(frame.settings.codec).needs_feedback
         self._plan = make_plan(self._start.tensors, frame.settings.fragments, frame.settings.plan)
         self._box = box = Mailbox(fd, Layout.of(self._plan, frame.settings), self._plan)
         if self._link is None:
@@ -368,11 +370,16 @@ class Courier:
                 self._epoch += 1
                 box.base_version[:] = -1
                 bodies.outgoing.clear()
+                bodies.feedback.forget_all()
                 send(ForgetOrder(self._epoch, reset))
             case fx.Fetch(fragment, _):
                 bodies.fetch(fragment)
             case fx.Upload(number, attempt, fragment):
                 bodies.upload(number, attempt, fragment)
+            case fx.Settle(fragment, version, t):
+                bodies.feedback.settle(fragment, version, t)
+            case fx.DropRests(fragment):
+                bodies.feedback.drop_rests(fragment)
             case fx.UploadAll():
                 bodies.upload_all()
             case fx.Drop(fragment, t):

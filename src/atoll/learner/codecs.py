@@ -13,9 +13,9 @@ import torch
 
 from atoll.numerics.absmax import Absmax
 from atoll.numerics.codec import Codec, count_values
+from atoll.numerics.codecs.topk import TopK
 from atoll.numerics.fragments import Rows
 from atoll.numerics.kernels import ABSMAX_BLOCK, TOPK_BLOCK, TOPK_PERCENT
-from atoll.numerics.topk import TopK
 
 NOT_FINITE = 0x7F800000
 NAN = 0x7FC00000

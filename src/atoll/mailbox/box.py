@@ -4,11 +4,12 @@
     base        the whole model in fp32: the version last adopted, from which Δ = base − θ is made
     outgoing    slots for copies read off the device, one fragment each
     incoming    slots for versions that wait to be adopted
+    rests       where the codec needs feedback: slots for what answers leave out (courier/feedback.py)
 
 The memory has no name: it is a file descriptor handed to the courier, so nothing is left behind whoever dies. What a
 learner at the run's pace needs is reserved at creation: too little memory is an error before training starts, never a
 crash in the middle. A slower learner copies several fragments ahead at each boundary: its courier reserves more slots
-one by one (`reserve_outgoing`, `reserve_incoming`), and does without where the memory is not there.
+one by one (`reserve_outgoing`, `reserve_incoming`, `reserve_rest`), and does without where the memory is not there.
 
 Stores of one process may be seen in another order by the other one. So no two fields here have to fit each other while
 both processes live: what has to be read whole travels in one frame (channel.py).
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.errors import ConfigError, PeerError
@@ -33,7 +35,7 @@ from atoll.protocol.settings import Settings
 
 PAGE = 4096
 COUNTS = ("incarnation", "term")
-PER_FRAGMENT = ("steps", "tokens", "dropped", "missed", "adopted", "base_version")
+PER_FRAGMENT = ("steps", "tokens", "dropped", "missed", "adopted", "base_version", "feedback_t")
 RUN_BYTES = 64
 SPARE_BYTES = 256 * 2**20
 """Left to everybody else when a learner reserves more slots."""
@@ -47,11 +49,13 @@ class Layout:
     size: int
     largest: int
     flights: int
+    feedback: bool = False
+    """Whether what answers leave out is kept."""
 
     @staticmethod
     def of(plan: FragmentPlan, settings: Settings) -> Layout:
         flights = schedule.least_flights(settings)
-        return Layout(len(plan.fragments), plan.size, plan.largest, flights)
+        return Layout(len(plan.fragments), plan.size, plan.largest, flights, make_codec(settings.codec).needs_feedback)
 
     @property
     def first_outgoing(self) -> int:
@@ -73,8 +77,18 @@ class Layout:
         return max(self.first_incoming, self.fragments)
 
     @property
+    def first_rests(self) -> int:
+        """The feedback of every fragment, and a rest for each round under way at the run's pace."""
+        return min(self.most_rests, self.fragments + self.flights + 1)
+
+    @property
+    def most_rests(self) -> int:
+        """Every fragment's feedback and the rest of an answer; one more of an answer that came to nothing."""
+        return 3 * self.fragments if self.feedback else 0
+
+    @property
     def header_bytes(self) -> int:
-        cells = len(COUNTS) + len(PER_FRAGMENT) * self.fragments
+        cells = len(COUNTS) + len(PER_FRAGMENT) * self.fragments + self.most_rests
         return _pages(8 * cells + RUN_BYTES)
 
     @property
@@ -88,12 +102,12 @@ class Layout:
     @property
     def total_bytes(self) -> int:
         """If every slot were in use. Only what is reserved takes memory."""
-        return self.header_bytes + self.base_bytes + (self.most_outgoing + self.most_incoming) * self.slot_bytes
+        return self.slot_start(self.most_outgoing + self.most_incoming + self.most_rests)
 
     @property
     def first_bytes(self) -> int:
         """Reserved from the start."""
-        slots = self.first_outgoing + self.first_incoming
+        slots = self.first_outgoing + self.first_incoming + self.first_rests
         return self.header_bytes + self.base_bytes + slots * self.slot_bytes
 
     def slot_start(self, index: int) -> int:
@@ -115,6 +129,10 @@ class Mailbox:
         for name in PER_FRAGMENT:
             self._fragments[name] = memory[at : at + 8 * layout.fragments].view(np.int64)
             at += 8 * layout.fragments
+        self.rest_tag = memory[at : at + 8 * layout.most_rests].view(np.int64)
+        """Which answer's rest is in a slot, by fragment and step (courier/feedback.py); −1: none, or not whole. Written
+        by the courier."""
+        at += 8 * layout.most_rests
         self._run = memory[at : at + RUN_BYTES]
 
     # ---- making and attaching -----------------------------------------------------------------------------------
@@ -130,12 +148,16 @@ class Mailbox:
             os.ftruncate(fd, layout.total_bytes)
             os.posix_fallocate(fd, 0, layout.slot_start(layout.first_outgoing))
             os.posix_fallocate(fd, layout.slot_start(layout.most_outgoing), layout.first_incoming * layout.slot_bytes)
+            if layout.feedback:
+                rests = layout.slot_start(layout.most_outgoing + layout.most_incoming)
+                os.posix_fallocate(fd, rests, layout.first_rests * layout.slot_bytes)
         except OSError as error:
             os.close(fd)
             raise _too_little(need, have) from error
         box = Mailbox(fd, layout, plan)
         box.steps[:] = box.tokens[:] = box.dropped[:] = box.missed[:] = 0
-        box.adopted[:] = box.base_version[:] = -1
+        box.adopted[:] = box.base_version[:] = box.feedback_t[:] = -1
+        box.rest_tag[:] = -1
         return box
 
     def reserve_outgoing(self, slot: int) -> bool:
@@ -144,6 +166,9 @@ class Mailbox:
 
     def reserve_incoming(self, slot: int) -> bool:
         return slot < self.layout.most_incoming and self._reserve(self.layout.most_outgoing + slot)
+
+    def reserve_rest(self, slot: int) -> bool:
+        return slot < self.layout.most_rests and self._reserve(self._rest_index(slot))
 
     def _reserve(self, index: int) -> bool:
         if not can_spare(self.layout.slot_bytes):
@@ -192,6 +217,11 @@ class Mailbox:
         """The version in the base, per fragment; −1 while it is being written. Written by the courier."""
         return self._fragments["base_version"]
 
+    @property
+    def feedback_t(self) -> npt.NDArray[np.int64]:
+        """The step of the copy whose rest is the feedback, per fragment; −1: there is none. Written by the courier."""
+        return self._fragments["feedback_t"]
+
     def count(self, name: str) -> int:
         return int(self._counts[COUNTS.index(name)])
 
@@ -220,6 +250,12 @@ class Mailbox:
 
     def incoming(self, slot: int, fragment: int) -> FloatArray:
         return self._slot(self.layout.most_outgoing + slot, fragment)
+
+    def rest(self, slot: int, fragment: int) -> FloatArray:
+        return self._slot(self._rest_index(slot), fragment)
+
+    def _rest_index(self, slot: int) -> int:
+        return self.layout.most_outgoing + self.layout.most_incoming + slot
 
     def slots_memory(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         """The bytes of these slots, for page-locking; the incoming ones come behind every outgoing one."""

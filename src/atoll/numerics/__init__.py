@@ -6,7 +6,6 @@ into buffers the caller allocated once.
     fragments      tensors → a plan of fragments, and its fingerprint
     codec          Δ ↔ bytes
     absmax         int8 and int4: few bits a value, and a scale for every block
-    topk           the largest values of every block
     screen         refuses contributions with broken or absurd numbers
     filter         judges the contributions of a round by each other, with the cosines of `agreement`
     merge          contributions → one outer gradient

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from atoll.launch.replay.recording import ProcessRecording, RecordedCopy, read_recording
+from msgspec.structs import replace
+
+from atoll.launch.replay.recording import LOST, ProcessRecording, RecordedCopy, read_recording
 from atoll.protocol.history import History
 from atoll.protocol.records import (
     BegunRecord,
@@ -60,7 +62,17 @@ def test_after_a_cut_only_what_came_behind_its_mark_is_played() -> None:
     entries = [AdoptedEntry(1, 0, 7), MarkedEntry(4, 20), AdoptedEntry(4, 1, 7), AdoptedEntry(6, 0, 8)]
     copies = [RecordedCopy(3, 9, 0, 7, 2), RecordedCopy(4, 10, 1, 7, 1), RecordedCopy(6, 11, 0, 7, 5)]
     acts = part(*entries, copies=copies).acts(after=20)
-    assert acts == [entries[2], copies[1], copies[2], entries[3]]
+    lost = replace(copies[2], feedback=LOST)
+    assert acts == [entries[2], copies[1], lost, entries[3]], "what round 9 left out is not made again"
+
+
+def test_what_a_copy_left_out_goes_with_the_next_one_that_was_merged() -> None:
+    entries = [AdoptedEntry(1, 0, 7), AdoptedEntry(4, 0, 8), ForgotEntry(7, False), AdoptedEntry(7, 0, 10)]
+    copies = [RecordedCopy(3, 10, 0, 7, 2), RecordedCopy(3, 11, 1, 0, 3), RecordedCopy(6, 14, 0, 8, 2)]
+    after = [RecordedCopy(9, 18, 0, 10, 2), RecordedCopy(11, 22, 0, 12, 2, rollbacks=1)]
+    acts = part(OwnedEntry(0), *entries, copies=[*copies, *after]).acts()
+    found = {act.round: act.feedback for act in acts if isinstance(act, RecordedCopy)}
+    assert found == {10: -1, 11: -1, 14: 10, 18: -1, 22: -1}, "none after it forgot, and none across a rollback"
 
 
 def test_after_a_cut_it_knows_of_the_run_what_it_knew_at_the_mark() -> None:

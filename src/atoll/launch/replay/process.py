@@ -16,7 +16,7 @@ import numpy as np
 
 from atoll.courier.body import as_held
 from atoll.launch.children import LAST_S, Child
-from atoll.launch.replay.recording import ProcessRecording, RecordedAction, RecordedCopy
+from atoll.launch.replay.recording import ALONE, LOST, ProcessRecording, RecordedAction, RecordedCopy
 from atoll.mailbox.box import Layout, Mailbox
 from atoll.mailbox.channel import (
     BASE,
@@ -81,6 +81,10 @@ class ReplayServices:
     """… and the run's step."""
     remark: Callable[[str], None]
 
+    def can_give(self, copy: RecordedCopy) -> bool:
+        """Not where it needs feedback that cannot be made again."""
+        return copy.feedback != LOST or not self.codec.needs_feedback
+
 
 class ReplayedProcess:
     def __init__(self, part: ProcessRecording, acts: list[RecordedAction], child: Child) -> None:
@@ -102,6 +106,8 @@ class ReplayedProcess:
         self._supplies: list[fx.Supply] = []
         self._copies: dict[tuple[int, int], tuple[int, int, int]] = {}
         """carry: fragment and step → slot, steps and tokens of a copy that may be carried on from."""
+        self._rests: dict[int, tuple[int, FloatArray]] = {}
+        """Per fragment, what its last copy left out, and which round that was for; where the codec needs feedback."""
         self._reading: RecordedCopy | None = None
         self._free = 0
         self._end_by = inf
@@ -326,19 +332,30 @@ class ReplayedProcess:
 
     def _take_copy(self, frame: CopyMade) -> None:
         assert self._box is not None and self._reading is not None
-        act, part = self._reading, self._box.plan.fragments[frame.fragment]
-        codec, values = self._replay.codec, self._box.outgoing(frame.slot, frame.fragment)
-        encoded = np.empty(body_nbytes(codec, part), dtype=np.uint8)
-        encode_contribution(codec, part, Delta(self._box.base(frame.fragment), values), encoded)
-        delta = np.empty(part.size, dtype=np.float32)
-        decode_contribution(codec, part, encoded, delta)
+        act = self._reading
         if self._replay.settings.adopt == "carry":
             self._copies[frame.fragment, frame.t] = (frame.slot, frame.steps, frame.tokens)
         self._reading, self._waits_for = None, ""
         if frame.steps != act.steps:
             text = f"{self.part.learner} made {frame.steps} steps for round {act.round}, in the run {act.steps}"
             self._replay.remark(text)
-        self._replay.given(act, self.part.learner, delta)
+        if self._replay.can_give(act):
+            delta = Delta(self._box.base(frame.fragment), self._box.outgoing(frame.slot, frame.fragment))
+            self._replay.given(act, self.part.learner, self._encode_copy(act, delta))
+
+    def _encode_copy(self, act: RecordedCopy, delta: Delta) -> FloatArray:
+        """What arrives of it."""
+        codec, part = self._replay.codec, self._replay.plan.fragments[act.fragment]
+        if codec.needs_feedback:
+            number, rest = self._rests.get(act.fragment, (ALONE, None))
+            assert act.feedback in (ALONE, number), "a process's copies are made again in their order"
+            delta = delta._replace(feedback=None if act.feedback == ALONE else rest, rest=np.empty_like(delta.base))
+        encoded, arrived = np.empty(body_nbytes(codec, part), dtype=np.uint8), np.empty_like(delta.base)
+        encode_contribution(codec, part, delta, encoded)
+        decode_contribution(codec, part, encoded, arrived)
+        if delta.rest is not None:
+            self._rests[act.fragment] = (act.round, delta.rest)
+        return arrived
 
     def _take_answer(self, fragment: int, version: int) -> None:
         assert self._box is not None

@@ -1,7 +1,9 @@
 """What a journal recorded: the syncer's decisions in order, and the actions of every training process.
 
 A process's actions are the entries of its tape, with the copies that rounds merged put where they were made: after the
-adoption that gave them their base, before the one that replaced it.
+adoption that gave them their base, before the one that replaced it. A copy goes with the rest of the one before it
+(courier/feedback.py): of the last that was merged of its fragment, since the process was told to forget and since the
+run was rolled back.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from atoll.protocol.records import (
 )
 from atoll.protocol.tape import AdoptedEntry, AnyEntry, BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, OwnedEntry
 
+ALONE, LOST = -1, -2
+
 
 class RecordedCopy(msgspec.Struct, frozen=True):
     """A copy that went into a round."""
@@ -40,6 +44,10 @@ class RecordedCopy(msgspec.Struct, frozen=True):
     fragment: int
     base: int
     steps: int
+    rollbacks: int = 0
+    """Of the run before this round."""
+    feedback: int = ALONE
+    """The round whose copy left out what went with this one; LOST: that one was made before what is played."""
 
 
 RecordedAction = AnyEntry | RecordedCopy
@@ -79,13 +87,15 @@ class ProcessRecording:
     def acts(self, after: int = -1) -> list[RecordedAction]:
         """All it does, in order; with `after`, from the entry behind the mark of that cut on, and before that what it
         knew of the run at the mark: that is no part of the state it saved."""
+        whole = _with_feedback(_in_place([], self.entries, self.copies))
         if after < 0:
-            return _in_place([], self.entries, self.copies)
+            return whole
         marks = [n for n, entry in enumerate(self.entries) if isinstance(entry, MarkedEntry) and entry.cut == after]
         start = marks[-1] + 1 if marks else len(self.entries)  # a cut may be taken anew, in a new term
         before = self.entries[:start]
         known = [entry for entry in before if isinstance(entry, InformedEntry)][-1:]
-        acts = _in_place(before, self.entries[start:], self.copies)
+        copies = [act for act in whole if isinstance(act, RecordedCopy)]
+        acts = _without_lost(_in_place(before, self.entries[start:], copies))
         return [*known, *acts] if acts else []
 
 
@@ -98,6 +108,7 @@ class RunRecording:
     lent: dict[str, tuple[ProcessRecording, int]] = field(default_factory=dict)
     """Ticket → whose state it stands for, and after which step the copy was made."""
     rounds: int = 0
+    rollbacks: int = 0
     progress: dict[int, float] = field(default_factory=dict)
     """How much of the budget was spent, by the rounds behind the run …"""
     global_steps: dict[int, int] = field(default_factory=dict)
@@ -145,13 +156,15 @@ def _take(score: RunRecording, record: AnyRecord) -> None:
                 _add(score.of[one.learner, one.incarnation], one.first, one.entries)
         case MergedRecord():
             for share in record.members:
-                copy = RecordedCopy(share.t, record.round, record.fragment, share.base, share.steps)
+                counters = (share.base, share.steps, score.rollbacks)
+                copy = RecordedCopy(share.t, record.round, record.fragment, *counters)
                 score.of[share.learner, share.incarnation].copies.append(copy)
             _decided(score, record)
         case PassedRecord():
             _decided(score, record)
         case StartedRecord() | ResetRecord() | RestoredRecord() | ChangedRecord() | TermRecord():
             score.decisions.append(record)
+            score.rollbacks += isinstance(record, RestoredRecord)
         case GrantedRecord():
             range_ = Range(record.lease, record.dataset, record.epoch, record.start, record.stop)
             score.leases[record.lease] = range_
@@ -206,6 +219,35 @@ def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[Reco
         held.take(entry)
         acts.append(entry)
     return [*acts, *now, *waiting]
+
+
+def _with_feedback(acts: list[RecordedAction]) -> list[RecordedAction]:
+    """Every copy with the round whose rest went with it."""
+    last: dict[int, RecordedCopy] = {}
+    found: list[RecordedAction] = []
+    for act in acts:
+        if isinstance(act, ForgotEntry):
+            last.clear()
+        elif isinstance(act, RecordedCopy):
+            before = last.get(act.fragment)
+            if before is not None and before.rollbacks == act.rollbacks:
+                act = msgspec.structs.replace(act, feedback=before.round)
+            last[act.fragment] = act
+        found.append(act)
+    return found
+
+
+def _without_lost(acts: list[RecordedAction]) -> list[RecordedAction]:
+    """Copies whose feedback cannot be made again say so: what they left out themselves is lost as well."""
+    known, found = {ALONE}, list[RecordedAction]()
+    for act in acts:
+        if isinstance(act, RecordedCopy):
+            if act.feedback in known:
+                known.add(act.round)
+            else:
+                act = msgspec.structs.replace(act, feedback=LOST)
+        found.append(act)
+    return found
 
 
 class HeldVersions:

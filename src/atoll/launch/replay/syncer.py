@@ -5,10 +5,10 @@ for as long as a part is still to adopt it. Nothing here depends on time: what a
 part, and it waits until what it needs is there; so the result is the same on one core and on many.
 
 A round whose members cannot all be played (an entry of a tape is missing, a copy was read before the cut that the
-replay begins with) is taken from the journal where its payload is still kept, and that is said; where it is not, the
-replay ends there. With a lossy version codec nobody knows what such a round left out: later rounds of its fragment are
-taken from the journal too, until a new term, a reset or a rollback starts the feedback at zero. A rollback goes back to
-what the replay itself had then, or to what the journal keeps of it.
+replay begins with, or needs what such a copy left out) is taken from the journal where its payload is still kept, and
+that is said; where it is not, the replay ends there. With a lossy version codec nobody knows what such a round left
+out: later rounds of its fragment are taken from the journal too, until a new term, a reset or a rollback starts the
+feedback at zero. A rollback goes back to what the replay itself had then, or to what the journal keeps of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 from atoll.config import Outer
 from atoll.launch.children import Child, describe_exit
 from atoll.launch.replay.process import ReplayedProcess, ReplayServices, SharedState
-from atoll.launch.replay.recording import Decision, ProcessRecording, RecordedAction, RecordedCopy, RunRecording
+from atoll.launch.replay.recording import LOST, Decision, ProcessRecording, RecordedAction, RecordedCopy, RunRecording
 from atoll.mailbox.channel import CourierChannel, Start, decode_to_courier
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec
@@ -113,8 +113,12 @@ class ReplaySyncer:
         self._needed = Counter((act.fragment, act.version) for act in adoptions)
         """How many parts are still to adopt a version."""
         self._versions: dict[tuple[int, int], FloatArray] = {}
+        feedback = make_codec(score.begun.settings.codec).needs_feedback
         self._copied = {
-            (act.round, part.learner) for part, acts in parts for act in acts if isinstance(act, RecordedCopy)
+            (act.round, part.learner)
+            for part, acts in parts
+            for act in acts
+            if isinstance(act, RecordedCopy) and not (feedback and act.feedback == LOST)
         }
         self._given: dict[tuple[int, str], FloatArray] = {}
         self._states: dict[str, SharedState] = {}

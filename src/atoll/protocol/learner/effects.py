@@ -232,6 +232,21 @@ class Upload(Fact, frozen=True):
     fragment: int
 
 
+class Settle(Fact, frozen=True):
+    """Effect: `version` holds the answer that was made of the copy after step `t`: what it left out is the fragment's
+    feedback from now on. −1: there is no such answer, or no more, and the feedback starts anew."""
+
+    fragment: int
+    version: int
+    t: int
+
+
+class DropRests(Fact, frozen=True):
+    """Effect: the fragment's round is behind the run: what other answers to it left out is of no more use."""
+
+    fragment: int
+
+
 class Drop(Fact, frozen=True):
     """Effect: the copy of this fragment is of no more use."""
 
@@ -379,6 +394,8 @@ LearnerEffect = (
     | Forget
     | UploadAll
     | Upload
+    | Settle
+    | DropRests
     | Drop
     | Supply
     | Save

@@ -55,6 +55,8 @@ class LearnerMachine:
         self._holder = holder or Holder(session)
         self.phase: Phase = "out"
         self.settings = Settings()
+        self.keeps_feedback = False
+        """Whether what answers leave out is kept, as the run's codec needs it: then it says what became of them."""
         self.wake_at: float | None = None
         self._tensors, self._data, self._restored, self._declared = tensors, data, restored, tokens_per_step
         self._frozen, self._takes_frozen, self._run_frozen = frozen, takes_frozen, ""
@@ -274,6 +276,7 @@ class LearnerMachine:
             self._recover_from_run(now, "the run went back to what its disk had kept", reset=False)
         self._seek_peer_state(now, welcome, new_life=new_run or before not in (0, welcome.incarnation))
         self._versions.take_welcome(welcome)
+        self._settle_merged(welcome)
         if welcome.leases:
             self._do(fx.Supply(welcome.leases))
         self._register_data(now)
@@ -290,6 +293,13 @@ class LearnerMachine:
         self._fetch_missing()
         self._pulls.plan_copies()
         self._send_report(now)
+
+    def _settle_merged(self, welcome: msg.Welcome) -> None:
+        """What was merged meanwhile. A round that is being merged may still bring more."""
+        if self.keeps_feedback:
+            least = welcome.least or (-1,) * len(welcome.merged)
+            for fragment, ((version, t, _), rolled_back) in enumerate(zip(welcome.merged, least, strict=True)):
+                self._do(fx.Settle(fragment, version, t if version > rolled_back else -1))
 
     def _seek_peer_state(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
         """A life that begins in a running run takes a peer's inner optimizer. Before the first committed round there is
@@ -330,6 +340,10 @@ class LearnerMachine:
     def _take_announcement(self, now: float, announce: msg.Announce) -> None:
         mine = [m for m in announce.members if m.learner == self.name and m.incarnation == self.incarnation]
         self._versions.take_announcement(announce, mine[0] if mine else None)
+        if self.keeps_feedback:
+            if mine or announce.restored:
+                self._do(fx.Settle(announce.fragment, announce.version, mine[0].t if mine else -1))
+            self._do(fx.DropRests(announce.fragment))
         self._do(fx.Inform(announce.progress, announce.global_step, announce.round + 1))
         self._copies.forget_round(announce.fragment, announce.round)
         self._pulls.move_on(announce.gathering)

@@ -1,6 +1,6 @@
 """Top-k: of every block of 1024 values the 3 % that are largest, in 2 bytes each; the others are 0.
 
-It is of use with feedback only: what is not sent now is in the rest. So it is no choice of the setting `codec`.
+It is of use with feedback only: what is not sent now is in the rest, and so sent later.
 
 - Blocks start anew at every tensor, and run over its rows: rows of a few values would send more of them. The last block
   of a tensor may be shorter. 3 % of it are kept, rounded up: 31 of 1024, which is 0.5 bits a value.
@@ -81,6 +81,9 @@ class TopK(msgspec.Struct, frozen=True):
             values, data = count * width, self.row_bytes(count * width)
             yield slice(value, value + values), slice(byte, byte + data)
             value, byte = value + values, byte + data
+
+
+make = TopK
 
 
 def _kept(values: int) -> int:
