@@ -10,7 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from atoll.choices import CODEC
 from atoll.estimate.bandwidth import (
+    BITS,
     PROFILES,
     VERSIONS,
     BandwidthCase,
@@ -29,6 +31,7 @@ from atoll.estimate.bandwidth import (
     profile,
     utilization,
 )
+from atoll.numerics.codec import make_codec
 from atoll.protocol.errors import ConfigError
 
 Bounds: TypeAlias = Callable[[SpreadRun], list[Bound]]
@@ -86,7 +89,7 @@ spreads = st.builds(
     step_s=st.floats(0.01, 100),
     parameters=st.floats(1e6, 1e13),
     layers=st.integers(1, 200),
-    codec=st.sampled_from(["fp32", "bf16", "int8", "int4"]),
+    codec=st.sampled_from(["fp32", "bf16", "int8", "int4", "topk"]),
     down=st.sampled_from([None, "fp32", "int8"]),
     topology=st.sampled_from(["ring", "star"]),
     latency_s=st.sampled_from([0.0, 0.001, 0.05, 1.0]),
@@ -118,11 +121,16 @@ def test_a_ring_without_latency_is_the_formula_of_the_paper_with_at_most_everyth
     run: SpreadRun, gbit_s: float
 ) -> None:
     run = msgspec.structs.replace(run, topology="ring", latency_s=0.0)
-    bits = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}[run.codec]
+    bits = BITS[run.codec]
     ring = 2 * (run.datacenters - 1) / run.datacenters
     load = run.parameters * bits / 1e9 * ring / (run.sync_every * gbit_s * run.step_s)
     exposed = max(0.0, load - min(1.0, run.fragments * run.overlap / run.sync_every))
     assert utilization(decoupled(run), run.step_s, gbit_s) == pytest.approx(1 / (1 + exposed), rel=1e-9)
+
+
+def test_bits_are_those_of_the_codecs_there_are() -> None:
+    rows = ((64, 1 << 10),)
+    assert {name: 8 * make_codec(name).nbytes(rows) / (1 << 16) for name in CODEC.names()} == BITS
 
 
 def test_an_overlap_longer_than_a_round_hides_no_more_than_everything() -> None:

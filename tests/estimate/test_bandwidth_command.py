@@ -124,7 +124,7 @@ def test_curves_are_drawn_beside_the_answer(asked: Ask, tmp_path: Path, name: st
         ("--utilization 0.5 --gbit-s 1", "--utilization and --gbit-s exclude each other"),
         ("--gbit-s 0", "gbit_s = 0 must be above 0"),
         ("--step-s 1e-300 --gbit-s 1e-300", "step_s = 1e-300 is beyond reason: take 1e-09 to 1e+18"),
-        ("--codec int3", "--codec 'int3': there is no 'int3'; take fp32, bf16, int8, int4"),
+        ("--codec int3", "--codec 'int3': there is no 'int3'; take fp32, bf16, int8, int4, topk"),
         ("--methods diloco", "--methods 'diloco': there is no 'diloco'; take data-parallel, decoupled"),
         ("--topology tree", "there is no topology 'tree': take ring, star"),
         ("--json --csv", "--json and --csv exclude each other"),

@@ -121,7 +121,7 @@ def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         ("--parameters -5B --gbit-s 1", "the model's size = -160 must be above 0"),
         ("--gbit-s 0", "gbit_s = 0 must be above 0"),
         ("--gbit-s 1 --step-s -1", "step_s = -1 must be above 0"),
-        ("--gbit-s 1 --codec int3", "--codec 'int3': there is no 'int3'; take fp32, bf16, int8, int4"),
+        ("--gbit-s 1 --codec int3", "--codec 'int3': there is no 'int3'; take fp32, bf16, int8, int4, topk"),
         ("--sync-every 0", "sync_every = 0 is too small: the least is 1"),
         ("--sync-every 2.5", "--sync-every '2.5': 2.5 is no whole number"),
         ("--extra -0.5", "extra = -0.5 must not be below 0"),

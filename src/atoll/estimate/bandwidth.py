@@ -43,9 +43,12 @@ import msgspec
 
 from atoll.protocol.errors import ConfigError
 
-Codec = Literal["fp32", "bf16", "int8", "int4"]
+Codec = Literal["fp32", "bf16", "int8", "int4", "topk"]
 Topology = Literal["ring", "star"]
-BITS: dict[Codec, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+BITS: dict[Codec, float] = {"fp32": 32, "bf16": 16, "int8": 8.375, "int4": 4.25, "topk": 0.5}
+"""Of a value in long rows, scales and offsets included, as numerics/codecs/ has them."""
+BARE_BITS: dict[Codec, float] = {**BITS, "int8": 8, "int4": 4}
+"""Without scales, as the paper counts."""
 GRADIENT_BITS = BITS["bf16"]
 VERSIONS: Codec = "fp32"
 """As which this software's versions come down by default, whatever its contributions go up as."""
@@ -79,6 +82,8 @@ class SpreadRun(msgspec.Struct, frozen=True, kw_only=True):
     """As which they come back in a star, where that is another."""
     topology: Topology = "ring"
     """How fragments travel; gradients of data-parallel go around a ring."""
+    bare: bool = False
+    """Whether codes are counted without their scales."""
     latency_s: float = 0.0
     """l: from one data center to the next, one way."""
 
@@ -103,7 +108,7 @@ class SpreadRun(msgspec.Struct, frozen=True, kw_only=True):
                 f"before it came back; set overlap to {self.sync_every - 1} or less"
             )
 
-    def gbit(self, bits: int) -> float:
+    def gbit(self, bits: float) -> float:
         """S."""
         return self.parameters * bits / 1e9
 
@@ -172,7 +177,8 @@ def loads_gbit(run: SpreadRun) -> tuple[float, float]:
     else:
         copies = math.ceil(run.learners / run.datacenters) if run.datacenters > 1 else 0
     back = run.down if run.down is not None and run.topology == "star" else run.codec
-    return copies * run.gbit(BITS[run.codec]), copies * run.gbit(BITS[back])
+    bits = BARE_BITS if run.bare else BITS
+    return copies * run.gbit(bits[run.codec]), copies * run.gbit(bits[back])
 
 
 def utilization(bounds: Sequence[Bound], step_s: float, gbit_s: float) -> float:
@@ -301,12 +307,12 @@ class BandwidthProfile:
 
 PROFILES = {
     "paper-table": BandwidthProfile(
-        SpreadRun(sync_every=100, fragments=18, overlap=2),
+        SpreadRun(sync_every=100, fragments=18, overlap=2, bare=True),
         ("bf16", "int4"),
         "H = 100, Pτ = 36 and 60 layers fit the published table (arXiv 2604.21428): a fit, not the authors' values.",
     ),
     "paper": BandwidthProfile(
-        SpreadRun(sync_every=24, fragments=24, overlap=2),
+        SpreadRun(sync_every=24, fragments=24, overlap=2, bare=True),
         ("bf16", "int4"),
         "H = P = 24 and τ = 2 as in the paper's text (arXiv 2604.21428); its table comes from other settings, "
         "see paper-table. 60 layers are a fit, not the authors' value.",

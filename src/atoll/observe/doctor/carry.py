@@ -17,7 +17,7 @@ from atoll.numerics.codec import make_codec
 from atoll.observe.doctor.local import Check
 from atoll.observe.figures import count, span
 
-CODECS: tuple[Codec, ...] = ("fp32", "bf16")
+CODECS: tuple[Codec, ...] = tuple(BITS)
 """Those that contributions can travel by."""
 ROOM = 0.8
 """The share of what was measured that is counted on: others use the link too, and it is not always as fast."""
