@@ -7,6 +7,7 @@ from tests.syncer.conftest import plan
 from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.protocol.errors import PeerError
+from atoll.syncer.model import COPIES
 from atoll.syncer.parameters import OLD, Parameters, is_finite
 
 SGD = Outer(merge="mean", optimizer="sgd", lr=1.0, momentum=0.0)
@@ -60,6 +61,19 @@ def test_a_cut_is_written_from_the_outer_state_of_then_which_is_copied_only_wher
     now = parameters.hold_arrays()
     assert now["momentum-000"].tobytes() != then["momentum-000"]
     assert np.shares_memory(parameters.hold_arrays()["momentum-000"], now["momentum-000"]), "nothing is copied to look"
+
+
+def test_no_more_versions_are_held_than_the_memory_ceiling_counts() -> None:
+    """A cut is being written, and every version has a reader, which goes when it is asked to."""
+    parameters, most = begun(), 0
+    parameters.hold_arrays()
+    for version in range(1, 8):
+        served = parameters.serve_fragment(0)
+        served.on_cut(served.release)
+        parameters.stage_merge(0, [np.full(plan().fragments[0].size, 0.5, dtype=np.float32)], [1.0])
+        most = max(most, len(parameters._spare[0]) + len(parameters._staged) + 1)
+        parameters.commit_version(0, version, round=version)
+    assert most == COPIES
 
 
 def test_digests_of_versions_are_known_without_another_look_at_them() -> None:

@@ -154,6 +154,10 @@ class FirstParameters:
         return len(self._here) == len(self._parameters.plan.fragments)
 
 
+COPIES = 1 + 1 + OLD + 1
+"""Of each fragment: committed, the next version, OLD that somebody still reads, and one that a cut is written from."""
+
+
 class MemoryBound(msgspec.Struct, frozen=True):
     fixed: int
     """Whatever the number of learners."""
@@ -185,7 +189,7 @@ def memory_bound(
     | what | bytes |
     | --- | --- |
     | the program | 256 MiB: Python, NumPy, compiled kernels, caches |
-    | the model | Θ and the outer state; of each fragment also the next version and OLD that somebody still reads |
+    | the model | Θ `COPIES` times, and the outer state |
     | a cut | the outer state once more, while it is written |
     | a lossy version codec | feedback like one more slot; what a round encodes, decodes and leaves out |
     | its encoded steps | of each fragment up to the size of its Θ, and those that readers of OLD versions hold |
@@ -199,7 +203,7 @@ def memory_bound(
     """
     limits, relay = limits or FabricLimits(), relay or RelayLimits()
     model, largest = 4 * plan.size, 4 * plan.largest
-    fixed = PROGRAM + model * (1 + 1 + OLD) + 2 * slots * model + 2 * largest
+    fixed = PROGRAM + COPIES * model + 2 * slots * model + 2 * largest
     if (codec := make_version_codec(settings.version_codec)) is not None:
         fixed += (2 * model if codec.needs_feedback else 0) + 4 * largest
         fixed += model + (1 + OLD) * sum(body_nbytes(codec, part) for part in plan.fragments)
