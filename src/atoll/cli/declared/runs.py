@@ -229,7 +229,8 @@ RUNS = (
         """Change settings of a run while it goes on; they are journaled.
 
         The same words as after --set of atoll train, for what may change: learners, steps, tokens, quorum, merge,
-        outer_lr, grace, guard, cut_every and more. adopt, codec, plan and outer_optimizer stay as the run began.
+        outer_lr, grace, guard, cut_every and more. adopt, codec, version_codec, plan and outer_optimizer stay as the
+        run began.
 
         Example:
           atoll set atoll-runs/first quorum=2 outer_lr=0.5
