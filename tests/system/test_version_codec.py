@@ -34,17 +34,17 @@ def rounds(events: list[Event]) -> int:
 
 def test_int4_versions_survive_a_killed_syncer_and_a_resume_and_are_repeated_bit_for_bit(run: Run) -> None:
     run.train(*INT4, "--steps", "100000")
-    run.until(lambda events: rounds(events) >= 30)
+    run.until(lambda events: rounds(events) >= 12)
     os.kill(run.pid("syncer"), signal.SIGKILL)
     run.until(lambda events: any(event["kind"] == "reigned" for event in events))
     before = rounds(run.events())
-    run.until(lambda events: rounds(events) >= before + 30)
+    run.until(lambda events: rounds(events) >= before + 12)
     run.kill_everything()
     report = verify_run(run.out)
     assert report.ok, report.problem
     before = rounds(run.events())
     run.start("train", "--resume", run.out)
-    run.until(lambda events: rounds(events) >= before + 72)
+    run.until(lambda events: rounds(events) >= before + 36)
     run.interrupt()
     run.ended()
     report = verify_run(run.out)
