@@ -116,7 +116,7 @@ async def place(tensors: tuple[TensorSpec, ...] = TENSORS, version_codec: str = 
 
 
 @pytest.mark.parametrize("tensors", [TENSORS, LARGE])
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
 async def test_whole_at_first_then_steps_and_the_model_has_the_bits_of_the_whole(
     tensors: tuple[TensorSpec, ...], codec: str
 ) -> None:

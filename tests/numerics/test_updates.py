@@ -43,7 +43,7 @@ def test_an_update_is_what_the_step_lowers_theta_by(lr: float, mu: float, b: flo
     assert state["momentum"][0] == np.float32(b), "to ask changes nothing"
     exact = lr * (delta + mu * (mu * b + delta))
     size = lr * (abs(delta) + mu * (mu * abs(b) + abs(delta)))
-    assert abs(float(out[0]) - exact) <= 4 * 2**-24 * size + 1e-44
+    assert abs(float(out[0]) - exact) <= 4 * 2**-24 * size + 1e-40
     theta, moved = one(0), {"momentum": one(b)}
     outer.step(theta, theta, moved, one(delta))
     assert theta[0] == -out[0], "from zero the step itself rounds nothing"
@@ -72,7 +72,7 @@ def test_without_loss_state_and_theta_go_the_way_of_the_step(lr: float, mu: floa
         outer.update(b, one(delta), update)
         again -= update
         outer.advance(b, update)
-        assert abs(float(b["momentum"][0]) - float(state["momentum"][0])) <= 1e-5 * size
+        assert abs(float(b["momentum"][0]) - float(state["momentum"][0])) <= 1e-5 * size + 1e-40
     np.testing.assert_allclose(again, theta, rtol=0, atol=1e-4 * (1 + lr * len(deltas) * size))
 
 

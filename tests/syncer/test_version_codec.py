@@ -24,7 +24,7 @@ from atoll.syncer.parameters import Overflow, Parameters
 from atoll.syncer.recovery import read_cut_state, recover
 from atoll.syncer.run_store import RunStore
 
-LOSSY = ("bf16", "int8", "int4")
+LOSSY = ("bf16", "int8", "int4", "topk")
 each = pytest.mark.parametrize("codec", LOSSY)
 TENSORS = (
     TensorSpec("embed", (6, 70), "float32", embedding=True),
