@@ -4,7 +4,7 @@
     python benchmarks/lossy.py --learners 4 --sync-every 24 --steps 2100
 
 Synchronous runs: members and steps of every round are the same for all codecs, so the losses differ by the codec alone.
-Prints a table and writes a JSON file with every figure, after every run.
+Prints a table and writes a JSON file with every figure, after every run; what the file has already is not run again.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def measure(codec: str, seed: int, options: argparse.Namespace) -> dict[str, Any
         "bits_per_value": 8 * body / plan.size,
         "contributions": sum(len(part.copies) for part in score.parts),
         "rounds": score.rounds,
+        "commit": commit(),
+        "load": os.getloadavg()[0],
         "wall_s": summary["wall_s"],
     }
 
@@ -67,11 +69,14 @@ def commit() -> str:
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
     return {
-        "commit": commit(),
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__},
-        "options": vars(options) | {"out": ""},
+        "options": {"learners": options.learners, "steps": options.steps, "sync_every": options.sync_every},
     }
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    return dict(json.loads(path.read_text())["results"]) if path.exists() else {}
 
 
 def compare(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -108,10 +113,11 @@ def main() -> int:
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lossy.json"))
     options = parser.parse_args()
-    results: dict[str, dict[str, Any]] = {}
-    about = describe(options)
+    about, results = describe(options), read_results(options.out)
     for seed in options.seeds:
         for codec in options.codecs:
+            if str(seed) in results.get(codec, {}):
+                continue
             began = time.time()
             result = measure(codec, seed, options)
             results.setdefault(codec, {})[str(seed)] = result
