@@ -45,7 +45,7 @@ from atoll.protocol.errors import ConfigError
 
 Codec = Literal["fp32", "bf16", "int8", "int4", "topk"]
 Topology = Literal["ring", "star"]
-BITS: dict[Codec, float] = {"fp32": 32, "bf16": 16, "int8": 8.375, "int4": 4.25, "topk": 0.5}
+BITS: dict[Codec, float] = {"fp32": 32, "bf16": 16, "int8": 8.375, "int4": 4.25, "topk": 1.46875}
 """Of a value in long rows, scales and offsets included, as numerics/codecs/ has them."""
 BARE_BITS: dict[Codec, float] = {**BITS, "int8": 8, "int4": 4}
 """Without scales, as the paper counts."""

@@ -1,9 +1,9 @@
-"""Top-k: of every block of 1024 values the 3 % that are largest, in 2 bytes each; the others are 0.
+"""Top-k: of every block of 1024 values the 9 % that are largest, in 2 bytes each; the others are 0.
 
 It is of use with feedback only: what is not sent now is in the rest, and so sent later.
 
 - Blocks start anew at every tensor, and run over its rows: rows of a few values would send more of them. The last block
-  of a tensor may be shorter. 3 % of it are kept, rounded up: 31 of 1024, which is 0.5 bits a value.
+  of a tensor may be shorter. 9 % of it are kept, rounded up: 93 of 1024, which is 1.47 bits a value.
 - Those that are kept are the largest by |value|; of equal ones, the first.
 - A block is its scale (the upper 2 bytes of a float32, low byte first: absmax / 31, cut off to 8 significant bits),
   then one word of 2 bytes for each kept value, in ascending order: offset · 64 + the low 6 bits of its code. Codes are
