@@ -8,7 +8,7 @@ from tests.system.crashing import victims
 
 from atoll.store.verify import verify_run
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 LINE = (SCRIPTS / "line.py", "--learners", "2", "--set", "evaluate_every=0", "--set", "overlap=1")
 WIDE = ("--", "--width", "32")
@@ -23,9 +23,7 @@ def reigned(events: list[Event]) -> bool:
     return any(event["kind"] == "reigned" for event in events)
 
 
-@pytest.mark.parametrize(
-    ("codec", "adopt"), [("topk", "carry"), pytest.param("int4", "overwrite", marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize(("codec", "adopt"), [("topk", "carry"), ("int4", "overwrite")])
 def test_feedback_outlives_couriers_and_is_repeated_bit_for_bit(run: Run, codec: str, adopt: str) -> None:
     """Killed: a courier, whose successor finds it in shared memory; a learner and the syncer; everything at once."""
     more = ("--set", f"codec={codec}", "--set", f"adopt={adopt}", "--set", "sync_every=4")

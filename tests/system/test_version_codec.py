@@ -14,7 +14,7 @@ from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 from atoll.store.verify import verify_run
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 INT4 = (
     "--learners",
