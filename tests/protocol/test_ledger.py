@@ -73,6 +73,15 @@ def test_a_report_made_before_the_commit_may_come_after_it() -> None:
     assert fates(ledger) == {"computed": (105, 105), "merged": (100, 0), "in_flight": (5, 105)}
 
 
+def test_a_report_that_is_newer_than_the_contribution_stays_true() -> None:
+    """Read at 150 tokens; then another version was adopted over all 170. What is merged later was not dropped."""
+    ledger = a_ledger(1)
+    assert ledger.reported("a", 1, 170, (0,), (170,), (1,)) is None
+    ledger.merged(round_of(0, 2, share(150, total=150)))
+    assert fates(ledger) == {"computed": (170,), "merged": (150,), "dropped": (20,)}
+    assert ledger.closing("a", 1).lost == (0,)
+
+
 def test_a_contribution_that_is_newer_than_every_report_tells_as_much_as_one() -> None:
     """It was read at 150 tokens, 90 of them since an adoption that no report told of: 60 were dropped there."""
     ledger = a_ledger()

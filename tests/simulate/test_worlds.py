@@ -112,6 +112,8 @@ def test_one_that_was_deposed_before_the_run_had_parameters_keeps_no_first_cut()
         pytest.param(408542, 1, id="a-synchronous-learner-waits-for-no-round-whose-copy-a-rollback-voided"),
         pytest.param(418003, 2, id="a-deposed-syncer-may-carry-out-a-rollback-that-it-wrote-in-time"),
         pytest.param(423139, 3, id="a-deposed-syncer-asks-a-peer-for-what-it-knows-of"),
+        pytest.param(912954, 5, id="a-report-that-is-newer-than-a-contribution-stays-true"),
+        pytest.param(915470, 1, id="what-was-lost-may-become-fewer-at-the-end"),
         pytest.param(700138, 1, id="what-a-process-uploaded-is-not-version-0-of-the-next-one-of-its-name"),
         pytest.param(710479, 2, id="one-that-was-muted-a-moment-ago-is-not-counted-for-the-next-round"),
         pytest.param(728798, 4, id="one-that-was-muted-a-moment-ago-is-not-counted-for-a-quorum-of-four"),

@@ -178,18 +178,23 @@ class Account(Record, frozen=True):
     # ---- contributions ------------------------------------------------------------------------------------------
 
     def given(self, fragment: int, version: int, share: Share) -> Account:
-        """A contribution is merged. Its copy held all that was in flight, so it also tells what was dropped before."""
+        """A contribution is merged. Its copy held all that was in flight, so it also tells what was dropped before;
+        unless a report has told since that another version was adopted over it: then that report is the newer one."""
         last = self.pending[fragment]
         assert last is None or last.version <= share.base, "contributes again only on a base that contains its last"
         now = self.at_least(share.total)
         merged = self.merged[fragment] + share.tokens
+        pending = _with(self.pending, fragment, Pending(version, share.base, share.tokens))
+        in_flight = share.tokens + now.total - share.total
+        if self.total >= share.total and self.tokens[fragment] < in_flight:
+            return replace(now, merged=_with(self.merged, fragment, merged), pending=pending)
         begin = self.begin if self.begin is not None else self.origin or 0
         return replace(
             now,
             merged=_with(self.merged, fragment, merged),
             dropped=_with(self.dropped, fragment, share.total - begin - merged),
-            tokens=_with(now.tokens, fragment, share.tokens + now.total - share.total),
-            pending=_with(self.pending, fragment, Pending(version, share.base, share.tokens)),
+            tokens=_with(now.tokens, fragment, in_flight),
+            pending=pending,
         )
 
     def at_least(self, total: int) -> Account:
