@@ -104,22 +104,21 @@ mutant("two rounds of a fragment are under way", (Rounds, "open_one", _two_of_a_
 
 
 def _one_less(plain: Plain) -> Any:
-    return lambda now, *, ready, live, quorum, grace_ends: plain(
-        now, ready=ready, live=live, quorum=max(1, quorum - 1), grace_ends=grace_ends
-    )
+    return lambda *args: max(1, plain(*args) - 1)
 
 
 def _grace_goes_on(plain: Plain) -> Any:
-    def broken(now: float, *, ready: int, live: int, quorum: int, grace_ends: float | None) -> Verdict:
+    def broken(now: float, *, ready: int, awaited: int, quorum: int, grace_ends: float | None) -> Verdict:
         """The window ends when it ends, also where everybody is there."""
         if grace_ends is not None and ready >= quorum and now < grace_ends:
             return Verdict(False, "grace window open", until=grace_ends)
-        return plain(now, ready=ready, live=live, quorum=quorum, grace_ends=grace_ends)  # type: ignore[no-any-return]
+        verdict: Verdict = plain(now, ready=ready, awaited=awaited, quorum=quorum, grace_ends=grace_ends)
+        return verdict
 
     return broken
 
 
-mutant("the quorum is one short", (closing, "judge", _one_less))
+mutant("the quorum is one short", (closing.RoundClosing, "_current_quorum", _one_less))
 mutant("the grace window is not closed when all are there", (closing, "judge", _grace_goes_on))
 mutant(
     "a quorum that cannot be had is waited for",

@@ -236,7 +236,7 @@ def _deadline_ignored(plain: Plain) -> Any:
     return broken
 
 
-mutant("a cut waits for the dead", (Cuts, "complete_if_ready", _waits_for_the_dead))
+mutant("a cut waits for the dead", (Cuts, "complete_if_ready", _waits_for_the_dead), (Cuts, "lose_learner", nothing))
 mutant("a cut is complete without a live learner's part", (Cuts, "complete_if_ready", _waits_for_nobody))
 mutant("a cut waits for who never saves", (Cuts, "complete_if_ready", _deadline_ignored))
 

@@ -2,6 +2,7 @@
 
 only the recovered contribute     no answer leaves before every fragment is adopted
 what is missing is on its way     a version that it was told of, and lacks, is being fetched
+announced, then adopted           nobody takes a version before it knows whether its own steps are in it
 leases come in order              none that was granted to it is left out
 a state is as new as was asked    what a peer gives holds all that was committed when it was asked
 the last to go has the model      nobody leaves a finished run without all of it
@@ -115,6 +116,7 @@ class LearnerChecks:
                 _hear(told, ahead, message)
             case fx.Fetched(fragment, version) if version > told[fragment]:
                 ahead.add(fragment)
+                self._check_not_adopted(learner, fragment, version)
             case _:
                 pass
         if not machine._connection.connected or machine.phase == "finished":
@@ -125,6 +127,12 @@ class LearnerChecks:
             if version > versions.held[fragment] and not coming and fragment not in ahead:
                 said = f"{learner.name} lacks version {version} of fragment {fragment}, and does not fetch it"
                 raise Violation("what is missing is on its way", said, learner.name, fragment)
+
+    def _check_not_adopted(self, learner: SimulatedLearner, fragment: int, version: int) -> None:
+        adopting, _ = learner.machine._versions.adopting.get(fragment, (-1, -1))
+        if adopting == version:
+            said = f"{learner.name} takes version {version} of fragment {fragment} before it is told of it"
+            raise Violation("announced, then adopted", said, learner.name, fragment)
 
 
 def _hear(told: list[int], ahead: set[int], message: FromSyncer) -> None:
