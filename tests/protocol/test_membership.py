@@ -303,6 +303,22 @@ def test_those_that_have_stopped_do_not_end_the_run_while_the_others_lines_are_d
     assert world.syncer.phase == "running" and world.syncer.committed > before + 10
 
 
+def test_one_that_has_stopped_does_not_end_the_run_of_a_new_term_while_the_others_are_away() -> None:
+    """The syncer's machine has been up for longer than `assemble_s`. The other two come back half a minute later, and a
+    minute later."""
+    world = World(3, fragments=2, sync_every=4).run_until(seconds=100)
+    world.learners["learner-0"].done = True
+    world.run_until(seconds=10)
+    world.crash_syncer(apart_s=world.settings.assemble_s / 2)
+    world.run_until(seconds=20)
+    learners = world.syncer.members.learners
+    assert learners["learner-0"].stopped and not learners["learner-1"].connected and not learners["learner-2"].connected
+    assert world.syncer.phase == "running"
+    before = world.syncer.committed
+    world.run_until(seconds=2 * world.settings.assemble_s)
+    assert world.syncer.phase == "running" and world.syncer.committed > before + 10
+
+
 def test_one_that_holds_a_global_model_gives_the_first_parameters_rather_than_a_newcomer() -> None:
     """After a restart of the syncer a learner that has only just started may well be the first to come."""
     syncer = Syncer.fresh(Settings(learners=2, fragments=2, sync_every=4), run="new", fingerprint="plan")

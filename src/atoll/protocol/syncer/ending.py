@@ -10,6 +10,8 @@ record.
 
 from __future__ import annotations
 
+from math import inf
+
 from atoll.protocol import schedule
 from atoll.protocol.messages import Ending, Finish
 from atoll.protocol.records import EndedRecord
@@ -27,13 +29,14 @@ class RunEnd:
     def __init__(self, state: SyncerState, rounds: Rounds, peers: Peers, assembly: Assembly) -> None:
         self.state, self.rounds, self.peers, self.assembly = state, rounds, peers, assembly
         self.last_cycle = LastCycle(state, rounds)
-        self._idle_since = 0.0
-        """The last moment at which somebody made steps, or nobody was there."""
+        self._idle_since = inf
+        """The last moment at which somebody made steps, or nobody was there; at first, when this term began."""
         self._was_over = state.phase == "finished"
         """An earlier term came to the end and could not say so to everybody."""
 
     def advance_end(self, now: float, wakes: list[float]) -> None:
         """Begin to end, or go on with it, where it is time."""
+        self._idle_since = min(self._idle_since, now)
         if self.state.phase == "running" and (reason := self._reason_to_end(now, wakes)) is not None:
             self.begin_ending(now, reason)
         if (
