@@ -213,34 +213,34 @@ async def test_a_setting_at_its_extremes_is_refused(fort: Fort, key: str) -> Non
     await fort.unharmed(before)
 
 
-async def test_a_number_in_an_address_or_a_header_is_refused(fort: Fort) -> None:
+@pytest.mark.parametrize("text", [*TEXTS, "0", str(2**31)])
+async def test_a_number_in_an_address_or_a_header_is_refused(fort: Fort, text: str) -> None:
     await fort.open()
     rogue, pull = await fort.asked()
     before = await fort.digest()
     data, ticket = fort.values(pull, 1e-3), "0" * 32
     own = {"Atoll-Session": rogue.session, "Atoll-Learner": rogue.name, "Atoll-Digest": "0" * 32}
-    for text in (*TEXTS, "0", str(2**31)):
-        for method, path in (
-            ("PUT", f"/v1/contributions/{rogue.name}/{text}/0"),
-            ("PUT", f"/v1/contributions/{rogue.name}/{pull.round}/{text}"),
-            ("PUT", f"/v1/initial/{rogue.name}/{text}"),
-            ("GET", f"/v1/fragments/{text or '9'}"),
-            ("PUT", f"/v1/probe/{text or '9'}"),
-        ):
-            if text == "0" and method == "GET":
-                continue  # there is one
-            status, reason = await fort.request(method, path, "eu", own, data)
-            assert 400 <= status < 500, (method, path, status, reason)
-        for headers in (
-            {"Atoll-Offset": text, "Atoll-Size": "9"},
-            {"Atoll-Offset": "0", "Atoll-Size": text},
-        ):
-            plain = {key: value.encode("ascii", "replace").decode() for key, value in headers.items()}
-            status, reason = await fort.request("PUT", f"/v1/relay/{ticket}", "eu", {**own, **plain}, data)
-            assert 400 <= status < 500, (headers, status, reason)
-        asked = {"Range": f"bytes={text}-".encode("ascii", "replace").decode()}
-        status, reason = await fort.request("GET", f"/v1/relay/{ticket}", "eu", {**own, **asked})
-        assert 400 <= status < 500, (asked, status, reason)
+    for method, path in (
+        ("PUT", f"/v1/contributions/{rogue.name}/{text}/0"),
+        ("PUT", f"/v1/contributions/{rogue.name}/{pull.round}/{text}"),
+        ("PUT", f"/v1/initial/{rogue.name}/{text}"),
+        ("GET", f"/v1/fragments/{text or '9'}"),
+        ("PUT", f"/v1/probe/{text or '9'}"),
+    ):
+        if text == "0" and method == "GET":
+            continue  # there is one
+        status, reason = await fort.request(method, path, "eu", own, data)
+        assert 400 <= status < 500, (method, path, status, reason)
+    for headers in (
+        {"Atoll-Offset": text, "Atoll-Size": "9"},
+        {"Atoll-Offset": "0", "Atoll-Size": text},
+    ):
+        plain = {key: value.encode("ascii", "replace").decode() for key, value in headers.items()}
+        status, reason = await fort.request("PUT", f"/v1/relay/{ticket}", "eu", {**own, **plain}, data)
+        assert 400 <= status < 500, (headers, status, reason)
+    asked = {"Range": f"bytes={text}-".encode("ascii", "replace").decode()}
+    status, reason = await fort.request("GET", f"/v1/relay/{ticket}", "eu", {**own, **asked})
+    assert 400 <= status < 500, (asked, status, reason)
     await shows(fort)
     await fort.unharmed(before)
 
