@@ -15,10 +15,10 @@ from atoll.numerics.codec import (
     encode_contribution,
     make_codec,
 )
+from atoll.numerics.codecs.topk import TopK
 from atoll.numerics.fragments import make_plan
 from atoll.numerics.kernels import read_only
 from atoll.numerics.merge import add_scaled
-from atoll.numerics.topk import TopK
 from atoll.protocol.messages import TensorSpec, buffer_name
 
 PART = make_plan(
