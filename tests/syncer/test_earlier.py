@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors.numpy
 from msgspec.structs import replace
-from tests.store.written import WrittenRun, well, with_rounds, wrong
+from tests.store.written import P, WrittenRun, begun, well, with_rounds, wrong
 from tests.syncer.test_recovery import damage, found_in, the_same
 
+from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import RestoredRecord, Undone
 from atoll.protocol.syncer.effects import Restore
 from atoll.store import disk as disk_module
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.export import export_run
+from atoll.syncer.model import memory_bound
+from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import RollbackState, read_earlier
 
 
@@ -199,3 +203,35 @@ def test_an_old_cut_that_is_kept_to_go_back_to_is_no_gap(tmp_path: Path) -> None
     well(run)
     shutil.rmtree(folder_of(run.dir.cuts, 6))
     assert "cut 6 is missing" in wrong(run)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "topk"])
+def test_what_a_rollback_holds_is_in_the_memory_ceiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """Long behind a cut, when the replay has gone over more steps than are kept of any fragment. Records and other
+    small things count as the program's: 256 KiB of them here, a twelfth of the model."""
+    tensors = tuple(TensorSpec(f"w{number}", (128, 1024), "float32") for number in range(2 * P))
+    run = begun(tmp_path, version_codec=codec, tensors=tensors)
+    for name in run.islands:
+        run.lease(name, 512)
+    run.cut()
+    for _ in range(9 * P):
+        run.round()
+    pack_state, held = Parameters.pack_state, []
+
+    def weigh(parameters: Parameters) -> object:
+        packed = pack_state(parameters)
+        held.append(tracemalloc.get_traced_memory()[0])
+        return packed
+
+    monkeypatch.setattr(Parameters, "pack_state", weigh)
+    tracemalloc.start()
+    earlier(run, run.history.committed - 1)
+    tracemalloc.stop()
+    settings, plan = run.history.begun.settings, run.parameters.plan
+    guarded = memory_bound(plan, replace(settings, guard="rollback"), slots=1)
+    assert held[0] < guarded.fixed - memory_bound(plan, settings, slots=1).fixed + (256 << 10)

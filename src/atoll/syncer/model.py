@@ -193,7 +193,7 @@ def memory_bound(
     | a cut | the outer state once more, while it is written |
     | a lossy version codec | feedback like one more slot; what a round encodes, decodes and leaves out |
     | its encoded steps | of each fragment up to the size of its Θ, and those that readers of OLD versions hold |
-    | a rollback | Θ three times and the outer state twice more, with guard = "rollback" |
+    | a rollback | Θ three times, the outer state twice and the feedback once more, with guard = "rollback" |
     | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
     | relayed states | as many streams, and as much of each, as the relay allows |
@@ -204,11 +204,13 @@ def memory_bound(
     limits, relay = limits or FabricLimits(), relay or RelayLimits()
     model, largest = 4 * plan.size, 4 * plan.largest
     fixed = PROGRAM + COPIES * model + 2 * slots * model + 2 * largest
+    feedback = 0
     if (codec := make_version_codec(settings.version_codec)) is not None:
-        fixed += (2 * model if codec.needs_feedback else 0) + 4 * largest
+        feedback = model if codec.needs_feedback else 0
+        fixed += 2 * feedback + 4 * largest
         fixed += model + (1 + OLD) * sum(body_nbytes(codec, part) for part in plan.fragments)
     if settings.guard == "rollback":
-        fixed += 2 * (1 + slots) * model + model + largest
+        fixed += 2 * (1 + slots) * model + model + feedback + largest
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION + limits.answer_bytes
     fixed += NAMES * settings.fragments * BUCKETS * 8
     least, most = schedule.least_flights(settings), schedule.most_flights(settings)

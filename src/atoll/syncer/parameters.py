@@ -307,6 +307,10 @@ class Parameters:
 
     # ---- recovery and cuts --------------------------------------------------------------------------------------
 
+    def keep_no_steps(self) -> None:
+        """Nobody is served from this model: the encoded steps of a replay are not kept."""
+        self._steps = [deque(maxlen=0) for _ in self.plan.fragments]
+
     def replay_round(self, fragment: int, version: int, round: int, payload: memoryview, mark: str) -> None:
         """Apply a round of the journal. ValueError: its digest is not the one of then."""
         found = self.stage_payload(fragment, payload)

@@ -203,6 +203,8 @@ def _earlier(cut: int, restore: Restore, out: RunDir, disk: Disk) -> RollbackSta
 def _reached(cut: int, restore: Restore, out: RunDir, disk: Disk) -> Recovered | None:
     """Replay from this cut to that round. None: payloads are gone, and the state of the cut itself is used."""
     found = read_cut_state(out.cuts, cut)
+    assert found.parameters is not None, "a cut holds parameters"
+    found.parameters.keep_no_steps()
     lines = read(out.journal, start=found.end, disk=disk)
     try:
         for position, record in lines:
