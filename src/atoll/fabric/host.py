@@ -174,7 +174,7 @@ class Port:
             if request.method == "CONNECT":
                 raise Rejected(400, "no tunnels are made here")
             if request.method in ("GET", "HEAD") and request.headers.get("Content-Length", "0") != "0":
-                raise Rejected(400, f"a {request.method} has no body")  # nobody would read it
+                return _turned_away(Rejected(400, f"a {request.method} has no body"))  # nobody would read it
             if "Sec-WebSocket-Protocol" in request.headers:
                 raise Rejected(400, "no sub-protocol is spoken here")  # aiohttp would log all that are offered
             return await self._send_answer(request, await handler(request))
@@ -416,7 +416,7 @@ def error_response(status: int, reason: object) -> web.Response:
 
 
 def _turned_away(error: Rejected, *, password: bool = False) -> web.Response:
-    """A stranger stays one: its connection closes with the answer, and nothing more of it is read."""
+    """The connection closes with the answer, and nothing more of it is read. A stranger stays one."""
     response = error_response(error.status, error)
     if error.status == 401 and password:
         response.headers["WWW-Authenticate"] = 'Basic realm="atoll", charset="UTF-8"'
