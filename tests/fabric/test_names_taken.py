@@ -6,10 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import aiohttp
+from msgspec.structs import replace
 
 from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
 from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Refused, Started
-from atoll.protocol.succession import SUCCEEDED
+from atoll.protocol.succession import REMEMBERED, SUCCEEDED
 
 if TYPE_CHECKING:
     from .conftest import Place
@@ -18,10 +19,9 @@ PATIENT = FabricLimits(answer_s=60.0)
 """Nobody waits for this in a test: whoever does not have to be asked is let in at once."""
 
 
-def hello(session: str, proof: str = "", seq: int = 1) -> bytes:
-    return encode(
-        Hello(protocol=PROTOCOL, learner="learner-0", session=session, host="rack-3", pid=12, proof=proof, seq=seq)
-    )
+def hello(session: str, proof: str = "", seq: int = 1, life: int = 0) -> bytes:
+    said = Hello(protocol=PROTOCOL, learner="learner-0", session=session, host="rack-3", pid=12, proof=proof, seq=seq)
+    return encode(replace(said, incarnation=life))
 
 
 async def dial(place: Place, said: bytes) -> aiohttp.ClientWebSocketResponse:
@@ -150,3 +150,16 @@ async def test_nor_while_the_successor_is_away_which_may_come_back(place: Place)
         await place.handlers.until("closed", number)
     assert isinstance(await first_word(await dial(place, hello("first", "p" * 32, seq=2))), Refused)
     assert await first_word(await dial(place, hello("second", "p" * 32, seq=2))) == Started(uploader="nobody")
+
+
+async def test_nor_after_more_restarts_than_are_remembered(place: Place) -> None:
+    """Otherwise the live one would then be refused, for good."""
+    await place.open(PATIENT)
+    for number in range(REMEMBERED + 1):
+        live = await dial(place, hello(f"{number}", "p" * 32))
+        assert await first_word(live) == Started(uploader="nobody")
+    late = await dial(place, hello("0", "p" * 32, seq=2, life=1))
+    assert await first_word(late) == Refused(reason=SUCCEEDED, final=True)
+    await live.close()
+    again = await dial(place, hello(f"{REMEMBERED}", "p" * 32, seq=2, life=REMEMBERED + 1))
+    assert await first_word(again) == Started(uploader="nobody")

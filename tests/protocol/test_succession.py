@@ -68,3 +68,33 @@ def test_of_restarts_and_folders_the_newest_are_remembered() -> None:
     for name in ("learner-1", "learner-2"):
         before.note_hello(name, FIRST)
     assert not before.has_process("learner-0", sessions[1])
+
+
+def test_one_that_was_forgotten_is_known_by_its_life() -> None:
+    """After more restarts than are remembered, whether the newest has dialled again since or not."""
+    before = Predecessors(most=2)
+    for number in range(REMEMBERED + 1):
+        before.note_hello("learner-0", Holder(f"{number}", proof="p"))
+    late, newest = Holder("0", proof="p", life=1), Holder(f"{REMEMBERED}", proof="p", life=REMEMBERED + 1)
+    assert before.has_process("learner-0", late) and not before.has_process("learner-0", newest)
+    before.note_hello("learner-0", newest)
+    assert before.has_process("learner-0", late)
+    assert not before.has_process("learner-0", Holder("next", proof="p"))
+
+
+def test_in_a_new_term_the_later_life_has_the_name_whichever_comes_first() -> None:
+    late, live = Holder("0", proof="p", life=1), Holder("4", proof="p", life=5)
+    for first, second in ((late, live), (live, late)):
+        before = Predecessors(most=2)
+        before.note_hello("learner-0", first)
+        assert before.has_process("learner-0", second) == (second is late)
+
+
+def test_a_life_that_it_was_given_when_it_came_late_does_not_help_it() -> None:
+    before = Predecessors(most=2)
+    for life in (1, 6):
+        before.note_hello("learner-0", Holder("0", proof="p", life=life))
+    live = Holder("4", proof="p", life=5)
+    assert not before.has_process("learner-0", live)
+    before.note_hello("learner-0", live)
+    assert before.has_process("learner-0", Holder("0", proof="p", life=6))

@@ -7,7 +7,7 @@ is dead, and its late hello takes nothing back; anybody else has the name only i
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from hmac import compare_digest
 from typing import Literal
 
@@ -29,6 +29,8 @@ class Holder(msgspec.Struct, frozen=True):
     """What a successor of it shows too; empty: it has none."""
     host: str = ""
     pid: int = 0
+    life: int = 0
+    """The incarnation that it knew itself to be in; 0: it has had none yet."""
 
     def __repr__(self) -> str:
         """Leaves out the proof: it is a secret."""
@@ -37,7 +39,7 @@ class Holder(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, hello: Hello, address: str = "") -> Holder:
         """`address`: where its connection comes from, for one that does not say where it is."""
-        return cls(hello.session, hello.proof, hello.host or address, hello.pid)
+        return cls(hello.session, hello.proof, hello.host or address, hello.pid, hello.incarnation)
 
 
 def judge_claim(holder: Holder, claimant: Holder) -> Claim:
@@ -50,28 +52,39 @@ def judge_claim(holder: Holder, claimant: Holder) -> Claim:
 
 class Predecessors:
     """Which processes were succeeded. A folder belongs to one process at a time, so they are dead; but a courier that
-    was dialling when its process was killed still says hello, and shows the same proof as the successor."""
+    was dialling when its process was killed still says hello, and shows the same proof as the successor.
+
+    The newest `REMEMBERED` of a folder are known by session. Any other that has had a life is held against the newest:
+    by the numbers of their lives or, while the newest has shown none, as one of those that were forgotten."""
 
     def __init__(self, most: int) -> None:
         """`most`: of so many folders, those that were heard of last."""
         self._most = most
-        self._sessions: OrderedDict[tuple[str, str], deque[str]] = OrderedDict()
-        """By the learner's name and its folder's proof, in the order of their first hellos."""
+        self._lives: OrderedDict[tuple[str, str], dict[str, int]] = OrderedDict()
+        """By the learner's name and its folder's proof: the sessions, in the order of their first hellos, with the
+        first incarnation that each has named: one that came late may have been given a later one since."""
 
     def has_process(self, name: str, claimant: Holder) -> bool:
-        sessions = self._sessions.get((name, claimant.proof))
-        return sessions is not None and claimant.session in sessions and claimant.session != sessions[-1]
+        if not (lives := self._lives.get((name, claimant.proof))):
+            return False
+        newest = list(lives)[-1]
+        if claimant.session in lives:
+            return claimant.session != newest
+        if lives[newest]:
+            return 0 < claimant.life < lives[newest]
+        return claimant.life > 0 and len(lives) == REMEMBERED
 
     def note_hello(self, name: str, holder: Holder) -> None:
         """It was let in."""
         if not holder.proof:
             return
-        sessions = self._sessions.setdefault((name, holder.proof), deque(maxlen=REMEMBERED))
-        if holder.session not in sessions:
-            sessions.append(holder.session)
-        self._sessions.move_to_end((name, holder.proof))
-        if len(self._sessions) > self._most:
-            self._sessions.popitem(last=False)
+        lives = self._lives.setdefault((name, holder.proof), {})
+        lives[holder.session] = lives.get(holder.session) or holder.life
+        if len(lives) > REMEMBERED:
+            del lives[next(iter(lives))]
+        self._lives.move_to_end((name, holder.proof))
+        if len(self._lives) > self._most:
+            self._lives.popitem(last=False)
 
 
 def tell_taken(name: str, host: str, pid: int) -> str:
