@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from tests.protocol.world import World
 
 from atoll.protocol import records, schedule
+from atoll.protocol.effects import Tick
 from atoll.protocol.history import History
-from atoll.protocol.messages import Announce, Hello, Progress, Welcome
+from atoll.protocol.messages import Announce, Heartbeat, Hello, Leave, Progress, Welcome
 from atoll.protocol.records import BegunRecord, EndedRecord, PassedRecord, StartedRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import closing
 from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer.budget import LEAST_S, believed_rate
 from atoll.protocol.syncer.closing import APART, Pace
 from atoll.protocol.syncer.machine import Syncer
 
@@ -235,6 +238,145 @@ def test_one_of_two_that_reconnects_again_and_again_does_not_end_a_run() -> None
     assert syncer.phase == "running" and syncer.rounds.step <= APART
 
 
+def _syncer_of_three(steps: int = 1000) -> Syncer:
+    """All have made 19 steps in 19 seconds."""
+    syncer = _syncer_of("abc", steps=steps)
+    for t in range(1, 20):
+        for name in "abc":
+            syncer.handle(float(t), fx.Received(name, _report(t)))
+    return syncer
+
+
+def _beat(syncer: Syncer, names: str, now: float) -> None:
+    for name in names:
+        syncer.handle(now, fx.Received(name, Heartbeat()))
+
+
+def _lines_break(syncer: Syncer) -> None:
+    for name in "ac":
+        syncer.handle(19.5, fx.Lost(name, "the line broke"))
+
+
+def _others_restart(syncer: Syncer) -> None:
+    _lines_break(syncer)
+    for name in "ac":
+        syncer.handle(19.5, fx.Greeted(Hello(protocol=2, learner=name, session=f"s-{name}-2")))
+
+
+@pytest.mark.parametrize("others_go", [_lines_break, _others_restart])
+def test_one_report_does_not_end_a_run_whose_other_learners_are_to_be_back(others_go: Callable[[Syncer], None]) -> None:
+    syncer = _syncer_of_three()
+    others_go(syncer)
+    for t in range(5000, 5100):
+        syncer.handle(19.501, fx.Received("b", _report(t)))
+    assert syncer.phase == "running" and 19 <= syncer.rounds.step < 20
+
+
+def test_one_report_does_not_end_a_run_whose_other_learner_is_in_a_long_first_step() -> None:
+    syncer = _syncer_of("ab", steps=1000)
+    for now in range(1, 20):
+        _beat(syncer, "ab", float(now))
+        syncer.handle(float(now), fx.Received("b", _report(now)))
+    assert syncer.members.learners["a"].stalled
+    syncer.handle(19.5, fx.Received("b", _report(5000)))
+    assert syncer.phase == "running" and syncer.rounds.step <= 19 + 1
+
+
+def test_a_rate_that_a_second_name_has_shown_is_not_that_of_one_in_its_first_step() -> None:
+    syncer = _syncer_of("abc", steps=1000)
+    for now in range(1, 20):
+        _beat(syncer, "abc", float(now))
+        for name in "bc":
+            syncer.handle(float(now), fx.Received(name, _report(now if name == "b" else 2**20 * now)))
+    step = syncer.rounds.step
+    syncer.handle(19.1, fx.Lost("c", "the line broke"))
+    syncer.handle(20.0, fx.Received("b", _report(5000)))
+    assert syncer.phase == "running" and syncer.rounds.step <= step + 1
+
+
+def test_one_report_does_not_end_a_run_of_a_new_term_whose_other_learners_are_not_back_yet() -> None:
+    before = _syncer_of_three()
+    syncer, began = Syncer(before.history), 50_000.0
+    syncer.handle(began, Tick())
+    hello = Hello(protocol=2, learner="b", session="s-b", run="r", incarnation=1, versions=(0, 0), t=19)
+    syncer.handle(began + 1, fx.Greeted(hello))
+    syncer.handle(began + 1, fx.Received("b", _report(19)))
+    written = syncer.rounds.step
+    for second in range(1, 30):
+        syncer.handle(began + 1 + second, fx.Received("b", _report(5000 + second)))
+    assert syncer.phase == "running" and written < syncer.rounds.step < written + 30 * 1000 / LEAST_S
+
+
+def test_a_lie_told_alone_is_not_counted_later_while_the_others_train() -> None:
+    """It was alone for a second: that is worth 16 of the others' steps, whenever they count."""
+    syncer = _syncer_of_three()
+    _lines_break(syncer)
+    syncer.handle(20.5, fx.Received("b", _report(5000)))
+    for name in "ac":
+        hello = Hello(protocol=2, learner=name, session=f"s-{name}", run="r", incarnation=1, versions=(0, 0), t=20)
+        syncer.handle(20.5, fx.Greeted(hello))
+    for t in range(21, 100):
+        for name in "abc":
+            syncer.handle(float(t), fx.Received(name, _report(t if name != "b" else 5000 + t)))
+    assert syncer.phase == "running" and 90 <= syncer.rounds.step <= 99 + 1.01 * APART
+
+
+def test_one_that_trains_while_the_others_compile_is_counted_when_they_step() -> None:
+    syncer = _syncer_of("abc", steps=1000)
+    for now in range(1, 61):
+        _beat(syncer, "abc", float(now))
+        syncer.handle(float(now), fx.Received("b", _report(2 * now)))
+    assert syncer.rounds.closing.pace.clock >= 100, "rounds go on at the pace of the one that trains"
+    assert syncer.rounds.step < 40
+    for now in range(61, 90):
+        for name in "abc":
+            syncer.handle(float(now), fx.Received(name, _report(2 * now if name == "b" else now - 60)))
+    assert syncer.rounds.step == syncer.rounds.closing.pace.clock >= 125
+
+
+def _others_stop(syncer: Syncer) -> float:
+    for name in "ac":
+        syncer.handle(19.5, fx.Received(name, _report(19, stopped=True)))
+    return 20.0
+
+
+def _others_leave(syncer: Syncer) -> float:
+    for name in "ac":
+        syncer.handle(19.5, fx.Received(name, Leave(reason="done")))
+    return 20.0
+
+
+def _others_stay_away(syncer: Syncer) -> float:
+    _lines_break(syncer)
+    _train_alone(syncer, 19)
+    return 20.0 + syncer.settings.assemble_s
+
+
+def _train_alone(syncer: Syncer, t: int) -> None:
+    """One step a second from step `t` on, for as long as the others are to be back."""
+    for second in range(int(syncer.settings.assemble_s) - 1):
+        syncer.handle(20.0 + second, fx.Received("b", _report(t + second)))
+
+
+@pytest.mark.parametrize("others_go", [_others_stop, _others_leave, _others_stay_away])
+def test_whoever_is_alone_for_good_is_believed_at_once(others_go: Callable[[Syncer], float]) -> None:
+    syncer = _syncer_of_three()
+    now = others_go(syncer)
+    syncer.handle(now, fx.Received("b", _report(519)))
+    assert syncer.rounds.step == 519
+
+
+def test_what_one_said_before_all_others_had_left_counts_then() -> None:
+    syncer = _syncer_of_three(steps=20_000)
+    _lines_break(syncer)
+    syncer.handle(19.501, fx.Received("b", _report(5019)))
+    assert syncer.rounds.step < 20
+    _train_alone(syncer, 5019)
+    assert syncer.rounds.step < 1100
+    syncer.handle(20.0 + syncer.settings.assemble_s, fx.Received("b", _report(5100)))
+    assert syncer.rounds.step == 5100
+
+
 def test_a_training_loop_that_has_ended_does_not_begin_again() -> None:
     """Of two learners one says stopped and not stopped in turn, with more steps each time: it is sent away."""
     syncer = _syncer_of("ab", steps=1000)
@@ -277,12 +419,13 @@ def _storm(step_s: list[float], changes: float) -> float:
     t, next_at = [0] * len(step_s), list(step_s)
     for _ in range(5000):
         one = min(range(len(step_s)), key=lambda number: next_at[number])  # one that is away trains on
-        t[one], next_at[one] = t[one] + 1, next_at[one] + step_s[one]
+        now, t[one], next_at[one] = next_at[one], t[one] + 1, next_at[one] + step_s[one]
         if dice.random() < changes:
             here = (here ^ {dice.randrange(len(step_s))}) or here
-        pace.set_members({str(number): t[number] for number in here})
-        pace.move_learner(str(one), t[one])
-    return pace.clock
+        others = [1 / seconds for number, seconds in enumerate(step_s) if number != one]  # all of them train on
+        pace.set_members({str(number): t[number] for number in here}, now)
+        pace.move_learner(str(one), t[one], now, lambda others=others: believed_rate(others, 0, closing.APART))
+    return pace.step
 
 
 # ---- what is left of a budget --------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ CLOCKS = {
         "merge_s",
     ),
     *("asked_at", "deadline_s", "_short_since", "said_at", "_started_at", "_idle_since", "_back_by", "_stop_by"),
-    *("_whole_at", "_moved_at", "merging_at", "gap_s"),
+    *("_whole_at", "_moved_at", "merging_at", "gap_s", "_counted_at"),
+    "_alone",  # what counts of it depends on time
 }
 TALK = {
     *("reason", "why_out", "loss", "progress", "weight", "failed", "last_members", "last_reason", "_since", "_alarmed"),

@@ -130,16 +130,16 @@ mutant("the run goes on past its steps", (Rounds, "steps_spent", always(False)))
 
 
 def _follows_the_median(plain: Plain) -> Any:
-    def broken(self: Pace, learner: str, t: int) -> None:
+    def broken(self: Pace, learner: str, *rest: Any) -> None:
         """The clock is where the learners are, also when that is further back."""
-        plain(self, learner, t)
+        plain(self, learner, *rest)
         self.clock = self._middle() if learner in self._anchors else self.clock
 
     return broken
 
 
 def _keeps_its_place(plain: Plain) -> Any:
-    def broken(self: Pace, steps: dict[str, int]) -> None:
+    def broken(self: Pace, steps: dict[str, int], now: float) -> None:
         """Whoever joins stands where its own count of steps says."""
         if steps.keys() != self._anchors.keys():
             self._anchored_at, self._anchors = 0.0, dict.fromkeys(steps, 0)

@@ -61,10 +61,28 @@ class Counted:
         return (self.tokens - self.before) / (self.at - self.began_at) if self.at > self.began_at else 0.0
 
 
-def believed_rate(others: list[float], budget: int) -> float:
+@dataclass(slots=True)
+class Alone:
+    """What one learner says it did while it alone made steps, though others were to be back. Its steps count at a
+    believed rate for the time that it was alone; the rest counts once the others have shown a rate that allows it."""
+
+    steps: float = 0.0
+    seconds: float = 0.0
+    counted: float = 0.0
+    """Of `steps`."""
+
+    def count(self, rate: float) -> None:
+        """`rate`: steps a second that are believed. What of the time is not needed is kept, as credit is."""
+        self.counted = max(self.counted, min(self.steps, rate * self.seconds))
+        if self.counted == self.steps > 0:
+            left_s = max(0.0, self.seconds - self.counted / rate)
+            self.steps, self.seconds, self.counted = 0.0, min(left_s, BUCKET_S), 0.0
+
+
+def believed_rate(others: list[float], budget: int, ratio: float = MAX_RATIO_NEW) -> float:
     """`others`: their rates, as far as they have shown any; of two the lower one counts."""
     usual = sorted(others)[(len(others) - 1) // 2] if others else 0.0
-    return max(MAX_RATIO_NEW * usual, budget / LEAST_S)
+    return max(ratio * usual, budget / LEAST_S)
 
 
 def rate_of(counted: Counted, usual: Usual) -> float | None:

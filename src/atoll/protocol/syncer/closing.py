@@ -27,11 +27,13 @@ are left, no pace applies, and rounds that would collect nothing are passed over
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.protocol import schedule
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average
+from atoll.protocol.syncer.budget import Alone, believed_rate
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.quorums import load_policy
 from atoll.protocol.syncer.state import Round, SyncerState
@@ -91,23 +93,30 @@ class RoundClosing:
         changed = names != self._names
         if changed:
             self._names = names
-            self.pace.set_members({one.name: one.t for one in stepping})
+            self.pace.set_members({one.name: one.t for one in stepping}, now)
         if len(stepping) >= self.state.settings.quorum:
             self._short_since = None
         elif self._short_since is None:
             self._short_since = now
         return changed
 
-    def count_steps(self, learner: KnownLearner) -> None:
+    def count_steps(self, now: float, learner: KnownLearner) -> None:
         """It has reported its steps. A synchronous run's step follows from its rounds alone."""
         if not self.state.settings.synchronous:
-            self.pace.move_learner(learner.name, learner.t)
+            self.pace.move_learner(learner.name, learner.t, now, lambda: self._rate_alone(now, learner))
+
+    def _rate_alone(self, now: float, learner: KnownLearner) -> float | None:
+        """Steps a second that count while it alone makes steps; None: no limit, since no other is to be back, or no
+        budget follows the run's step."""
+        steps = self.state.settings.steps
+        others = self.state.members.step_rates(now, learner) if steps else None
+        return None if others is None else believed_rate(others, steps, APART)
 
     def count_round(self) -> None:
         """One more round is behind the run. In a synchronous run that is H/P steps, but not in its last cycle: those
         rounds collect what is left and take no steps."""
         if self.state.settings.synchronous and not self.state.draining:
-            self.pace.clock = schedule.step_after(self.pace.clock, 1, self.state.settings)
+            self.pace.clock = self.pace.step = schedule.step_after(self.pace.clock, 1, self.state.settings)
 
     def ready_learners(self, round_: Round) -> list[KnownLearner]:
         some = self.state.members.reachable_learners() if self.state.draining else self.state.members.live_learners()
@@ -334,17 +343,23 @@ class Pace:
     leave, so at each such change every learner is placed where the clock stands. A run that fell behind by more than
     one round does not catch up in a burst: that would sync a fragment again long before its H steps.
 
-    The clock is also the run's step: it never falls, every round's record holds it, and a later term continues from the
-    journal. One learner cannot move it far by claiming steps: with three or more learners the median stays among the
-    steps of the others; of two, the faster one counts for at most `APART` times the other. It may also be ahead by one
-    step of the other, times `APART`: that step is given once, to whoever steps alone, and again for each step that
-    another makes, so that coming and going brings nobody a second one. In a synchronous run the schedule alone sets the
-    step (schedule.py).
+    The clock is also the run's step, as far as it is believed: it never falls, every round's record holds it, and a
+    later term continues from the journal. One learner cannot move it far by claiming steps: with three or more learners
+    the median stays among the steps of the others; of two, the faster one counts for at most `APART` times the other.
+    It may also be ahead by one step of the other, times `APART`: that step is given once, to whoever steps alone, and
+    again for each step that another makes, so that coming and going brings nobody a second one. Whoever steps alone is
+    believed, unless others are to be back: they are away for a moment, join, or are in a long step. Then its steps pace
+    the rounds, and the run's step follows at a believed rate (`budget.Alone`): `APART` times the usual of the others,
+    or the whole budget in an hour, whichever is more. In a synchronous run the schedule alone sets the step
+    (schedule.py).
     """
 
     interval: float
     """H/P: learner steps from one round to the next."""
     clock: float = 0.0
+    """What the learners say; it paces the rounds."""
+    step: float = 0.0
+    """The run's step: as far as that is believed."""
     due: float = 0.0
     """The clock at which the next round may freeze."""
     _anchored_at: float = 0.0
@@ -357,25 +372,53 @@ class Pace:
     """The same places, in order: one of them moves with every report."""
     _ahead: dict[str, float] = field(default_factory=dict)
     """By how many steps of the other each learner may be ahead at the anchor: 0 to 1."""
+    _alone: dict[str, Alone] = field(default_factory=dict)
+    """The account of each learner that stepped alone while others were to be back."""
+    _counted_at: float = 0.0
+    """The time up to here is in those accounts."""
 
     def __post_init__(self) -> None:
         self.due = self.interval
 
-    def set_members(self, steps: dict[str, int]) -> None:
+    def set_members(self, steps: dict[str, int], now: float = 0.0) -> None:
         """The stepping learners have changed."""
         if steps.keys() != self._anchors.keys():
             self._settle_steps()
+            self._count_time(now)
             self._anchored_at, self._anchors = self.clock, dict(steps)
             # The same order of operations as in move_learner: equal to the bit.
             self._places = {learner: self.clock + t - t for learner, t in steps.items()}
             self._sorted = sorted(self._places.values())
 
-    def move_learner(self, learner: str, t: int) -> None:
+    def move_learner(
+        self, learner: str, t: int, now: float = 0.0, believed: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """`believed`: at which rate steps count that it makes alone; None: all of them do."""
         if learner in self._anchors:
             del self._sorted[bisect_left(self._sorted, self._places[learner])]
             self._places[learner] = self._anchored_at + t - self._anchors[learner]
             insort(self._sorted, self._places[learner])
-            self.clock = max(self.clock, self._middle())
+            before, self.clock = self.clock, max(self.clock, self._middle())
+            if len(self._anchors) == 1 or (learner in self._alone and self._alone[learner].steps):
+                self._count_alone(learner, self.clock - before, now, believed())
+            self.step = max(self.step, self.clock - sum(one.steps - one.counted for one in self._alone.values()))
+
+    def _count_alone(self, learner: str, steps: float, now: float, rate: float | None) -> None:
+        """It has made these steps, alone or not, and may have made some alone before."""
+        self._count_time(now)
+        if rate is None:
+            self._alone.pop(learner, None)
+            return
+        alone = self._alone.setdefault(learner, Alone())
+        alone.steps += steps if len(self._anchors) == 1 else 0.0
+        alone.count(rate)
+
+    def _count_time(self, now: float) -> None:
+        """Up to now one learner stepped alone, if one did."""
+        if len(self._anchors) == 1:
+            [learner] = self._anchors
+            self._alone.setdefault(learner, Alone()).seconds += now - self._counted_at
+        self._counted_at = now
 
     def _settle_steps(self) -> None:
         """What the steps since the last anchor leave of how far each learner may be ahead at the next."""
@@ -398,7 +441,7 @@ class Pace:
 
     def go_on_from(self, step: float) -> None:
         """An earlier term came this far. The next round is due an interval later: none is made up for."""
-        self.clock, self.due = step, step + self.interval
+        self.clock, self.step, self.due = step, step, step + self.interval
 
     def is_due(self) -> bool:
         return self.clock >= self.due - 1e-9

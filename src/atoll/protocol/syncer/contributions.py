@@ -81,7 +81,7 @@ class Contributions:
         if learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said):
             self._let_in(now, learner)
         same = not self.rounds.closing.follow_members(now)
-        self.rounds.closing.count_steps(learner)
+        self.rounds.closing.count_steps(now, learner)
         return same and learner.live and not learner.stopped
 
     def _compare_tokens(self, learner: KnownLearner) -> None:

@@ -333,10 +333,19 @@ class Membership:
         no limit."""
         others = [one for one in self._by_name if one is not but and not one.closed] if self.settings.tokens else []
         rates = [rate for one in others if (rate := rate_of(one.budgeted, one.usual)) is not None]
-        train = any(
-            not one.stopped and (one.connected or now < one.last_heard + self.settings.assemble_s) for one in others
-        )
+        train = any(self._trains(now, one) for one in others)
         return believed_rate(rates, self.settings.tokens) if rates or train else None
+
+    def step_rates(self, now: float, but: KnownLearner) -> list[float] | None:
+        """Steps per second of the others, 0 of those that have yet to show theirs; None: none of them trains."""
+        others = [one for one in self._by_name if one is not but and not one.closed]
+        train = {one.name for one in others if self._trains(now, one)}
+        known = [(one.name, 1 / one.step_s.value if one.step_s.value else 0.0) for one in others]
+        return [rate for name, rate in known if rate or name in train] if train else None
+
+    def _trains(self, now: float, one: KnownLearner) -> bool:
+        """It has not come to its end: it is there, or was heard within `assemble_s`."""
+        return not one.stopped and (one.connected or now < one.last_heard + self.settings.assemble_s)
 
     def silence_limit(self, learner: KnownLearner) -> float:
         return learner.last_heard + self.settings.lost_after_s

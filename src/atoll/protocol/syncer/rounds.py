@@ -68,7 +68,7 @@ class Rounds:
     @property
     def step(self) -> float:
         """The run's step, as of now (`Pace`)."""
-        return self.closing.pace.clock
+        return self.closing.pace.step
 
     @property
     def global_step(self) -> int:
@@ -357,7 +357,7 @@ class Rounds:
         self.state.out.persist(self._record(round_, event), round=round_.number)
         self.state.out.add_effect(Commit(round_.number, round_.fragment, self.state.versions[round_.fragment]))
         self.closing.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
-        self.flights.note_commit(now, self.step, round_)
+        self.flights.note_commit(now, self.closing.pace.clock, round_)
         if not self.state.draining:  # a run that ends takes one behind its last round
             self.cuts.take_if_due(now, self.state.committed)
         self._note_commit(now, round_, event)
