@@ -146,7 +146,7 @@ def test_sgd_is_its_equation(size: int) -> None:
 REAL_USE = """
 import numpy as np
 from atoll import choices
-from atoll.numerics import kernels, merge, outer, codec, screen, fragments, filter, topk
+from atoll.numerics import kernels, merge, outer, codec, screen, fragments, filter
 from atoll.protocol.messages import TensorSpec
 
 INNER = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count"}
@@ -174,7 +174,7 @@ for name in ("nesterov", "sgd"):
     outer.make_outer(name, 0.7, 0.5).step(y, y, {"momentum": x}, x)
     outer.make_outer(name, 0.7, 0.5).update({"momentum": x}, received, y)
     outer.make_outer(name, 0.7, 0.5).advance({"momentum": x}, received)
-for by in [*map(codec.make_codec, choices.CODEC.names()), topk.TopK()]:
+for by in map(codec.make_codec, choices.CODEC.names()):
     rows = ((4, 2),)
     body = np.zeros(by.nbytes(rows), np.uint8)
     by.encode(received, rows, body), by.encode_delta(codec.Delta(received, y), rows, body)

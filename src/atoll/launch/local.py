@@ -146,6 +146,7 @@ class LocalRun:
                 beside.cancel()
                 await asyncio.wait([beside])
         if (failure := self._processes.find_failure()) is not None:
+            self._show_status(None)  # who failed, and where its traceback is
             raise failure
         if beside is not None and not beside.cancelled() and (error := beside.exception()) is not None:
             raise error
