@@ -92,10 +92,10 @@ class SlotViews:
     def _shaped(self, kind: str, fragment: int, slot: int) -> list[torch.Tensor]:
         key = (kind, fragment, slot)
         if key not in self._made:
-            self._made[key] = shaped(torch.from_numpy(self._floats(*key)), self._box, fragment)
+            self._made[key] = shaped(torch.from_numpy(self.floats(*key)), self._box, fragment)
         return self._made[key]
 
-    def _floats(self, kind: str, fragment: int, slot: int) -> FloatArray:
+    def floats(self, kind: str, fragment: int, slot: int) -> FloatArray:
         if kind == "base":
             return self._box.base(fragment)
         return self._box.incoming(slot, fragment) if kind == "in" else self._box.outgoing(slot, fragment)
@@ -162,6 +162,11 @@ class CudaOffload:
         self._lock(box.layout.most_outgoing, box.layout.first_incoming)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._read_stage = torch.empty(box.layout.largest, dtype=torch.float32, device=device)
+        self._read_out = _mark(self._out)
+        """From this moment on the staging buffer may be written to again."""
+        self._hosts: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """By a stage's address and the fragment: making views takes longer than all the rest of a copy."""
         self._stages: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
         """By slot, what is on its way to the device or has arrived and waits; and when it is there."""
         self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
@@ -170,19 +175,20 @@ class CudaOffload:
     @torch.no_grad()
     def read(self, fragment: int, slot: int) -> DeviceCopy:
         training = torch.cuda.current_stream(self._device)
-        training.wait_stream(self._out)  # the staging buffer may still be on its way out
-        torch._foreach_copy_(shaped(self._read_stage, self._box, fragment), self._own(fragment))
-        self._out.wait_stream(training)
+        training.wait_event(self._read_out)
+        torch._foreach_copy_(self._shaped(self._read_stage, fragment), self._own(fragment))
+        self._out.wait_event(_mark(training))
         self._lock_if_new(slot, slot >= self._box.layout.first_outgoing)
-        host = torch.from_numpy(self._box.outgoing(slot, fragment))
+        host = self._host("out", fragment, slot)
         with torch.cuda.stream(self._out):
             host.copy_(self._read_stage[: host.numel()], non_blocking=True)
-        return StreamCopy(_mark(self._out))
+        self._read_out = _mark(self._out)
+        return StreamCopy(self._read_out)
 
     def bring(self, fragment: int, slot: int) -> DeviceCopy:
         layout = self._box.layout
         self._lock_if_new(layout.most_outgoing + slot, slot >= layout.first_incoming)
-        host = torch.from_numpy(self._box.incoming(slot, fragment))
+        host = self._host("in", fragment, slot)
         stage = self._stage(slot)
         with torch.cuda.stream(self._in):
             stage[: host.numel()].copy_(host, non_blocking=True)
@@ -194,7 +200,20 @@ class CudaOffload:
         """The caller's next work on the training stream may read it."""
         stage, event = self._stages[slot]
         torch.cuda.current_stream(self._device).wait_event(event)
-        return shaped(stage, self._box, fragment)
+        return self._shaped(stage, fragment)
+
+    def _shaped(self, stage: torch.Tensor, fragment: int) -> list[torch.Tensor]:
+        """Stages are never given back, so an address stays the one of its stage."""
+        key = (stage.data_ptr(), fragment)
+        if key not in self._shapes:
+            self._shapes[key] = shaped(stage, self._box, fragment)
+        return self._shapes[key]
+
+    def _host(self, kind: str, fragment: int, slot: int) -> torch.Tensor:
+        key = (kind, fragment, slot)
+        if key not in self._hosts:
+            self._hosts[key] = torch.from_numpy(self._views.floats(*key))
+        return self._hosts[key]
 
     def release(self, slot: int) -> None:
         stage, _ = self._stages.pop(slot)
