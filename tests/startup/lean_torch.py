@@ -3,9 +3,6 @@
 Every optimizer of torch imports `torch._dynamo` (1.5 s), to call two functions of it that do nothing unless something
 is compiled. Here that import gives a stand-in with these two. Whoever asks it for anything else, or imports one of its
 submodules, gets the real package, which takes the place of the stand-in.
-
-`import torch` itself loads what tensors without values need (`torch._meta_registrations`, 0.7 s). It is loaded with the
-real compiler; a test of meta tensors alone would need it earlier.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 NAME = "torch._dynamo"
-META = "torch._meta_registrations"
 
 
 class StandIn(ModuleType):
@@ -44,8 +40,8 @@ class Finder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in (NAME, META):
-            return importlib.machinery.ModuleSpec(name, Finder, is_package=name == NAME)  # type: ignore[arg-type]
+        if name == NAME:
+            return importlib.machinery.ModuleSpec(name, Finder, is_package=True)  # type: ignore[arg-type]
         if name.startswith(f"{NAME}."):
             load_real()
             importlib.import_module(name)
@@ -54,7 +50,7 @@ class Finder:
 
     @staticmethod
     def create_module(spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return StandIn(spec.name) if spec.name in (NAME, META) else sys.modules[spec.name]
+        return StandIn(spec.name) if spec.name == NAME else sys.modules[spec.name]
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
@@ -68,7 +64,5 @@ def install() -> None:
 def load_real() -> ModuleType:
     if Finder in sys.meta_path:
         sys.meta_path.remove(Finder)  # type: ignore[arg-type]
-        for stand_in in (NAME, META):
-            sys.modules.pop(stand_in, None)
-        importlib.import_module(META)
+        sys.modules.pop(NAME, None)
     return importlib.import_module(NAME)
