@@ -26,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -75,7 +76,6 @@ from atoll.syncer.service import SyncerService
 MIB = 2**20
 ROWS = WIDTH = 4096
 ELEMENTS = ROWS * WIDTH
-TENSORS = (TensorSpec("w", (ROWS, WIDTH), "float32"),)
 WAIT_S = 120.0
 TICK_S = 0.002
 PACKAGES = ("numpy", "numba", "aiohttp", "xxhash")
@@ -111,13 +111,17 @@ NAMES = {
 }
 
 
+def describe_tensors(rows: int) -> tuple[TensorSpec, ...]:
+    return (TensorSpec("w", (rows, WIDTH), "float32"),)
+
+
 # ---- (a) alone ------------------------------------------------------------------------------------------------------
 
 
 def measure_speeds(codec: str, times: int) -> dict[str, float]:
     dice = np.random.default_rng(0)
     base, theta = (dice.standard_normal(ELEMENTS, dtype=np.float32) for _ in range(2))
-    out, made, part = np.empty_like(base), make_codec(codec), make_plan(TENSORS, 1).fragments[0]
+    out, made, part = np.empty_like(base), make_codec(codec), make_plan(describe_tensors(ROWS), 1).fragments[0]
     body = np.empty(body_nbytes(made, part), dtype=np.uint8)
     data = base.view(np.uint8).data
     return {
@@ -199,19 +203,20 @@ def run_courier(descriptor: int, out: Path) -> int:
         clocks.write(out)
 
 
-def run_syncer(folder: Path, codec: str, out: Path) -> int:
+def run_syncer(folder: Path, learners: int, codec: str, durability: str, out: Path) -> int:
     clocks = Clocks("syncer")
     SyncerService.run = clocks.watch(SyncerService.run)  # type: ignore[method-assign]
     rules = {
-        "learners": 2,
-        "quorum": 2,
+        "learners": learners,
+        "quorum": learners,
         "fragments": 1,
         "sync_every": 1,
         "overlap": 0,
         "quorum_policy": "minimum",
         "codec": codec,
     }
-    config = convert({"protocol": {**rules, "cut_every": 1_000_000}}, "the benchmark")
+    document = {"protocol": {**rules, "cut_every": 1_000_000}, "service": {"durability": durability}}
+    config = convert(document, "the benchmark")
     try:
         return serve(config, RunDir.create(folder), evaluated=False)
     finally:
@@ -224,8 +229,9 @@ def run_syncer(folder: Path, codec: str, out: Path) -> int:
 class PlayedTraining:
     """What a training process does at a step boundary."""
 
-    def __init__(self, number: int, url: str, clocks: Path) -> None:
-        self.parameters = {"w": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))}
+    def __init__(self, number: int, url: str, clocks: Path, rows: int = ROWS) -> None:
+        self.parameters = {"w": torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))}
+        self.tensors = describe_tensors(rows)
         self.clocks, self.t, self.stopped = clocks, 0, False
         self.box: Mailbox | None = None
         self.boundary: Boundary | None = None
@@ -234,7 +240,7 @@ class PlayedTraining:
         command = [sys.executable, __file__, "--courier", str(descriptor), "--clocks", str(clocks)]
         self.process = subprocess.Popen(command, pass_fds=[descriptor])
         theirs.close()
-        self.send(Start(f"learner-{number}", f"session-{number}", url, TENSORS))
+        self.send(Start(f"learner-{number}", f"session-{number}", url, self.tensors))
 
     def send(self, frame: Any, descriptor: int | None = None) -> None:
         self.channel.send(frame, descriptor)
@@ -257,7 +263,7 @@ class PlayedTraining:
 
     def _make_box(self, frame: Welcomed) -> None:
         if self.box is None:
-            self.box = Mailbox.create(make_plan(TENSORS, frame.settings.fragments), frame.settings)
+            self.box = Mailbox.create(make_plan(self.tensors, frame.settings.fragments), frame.settings)
             self.boundary = Boundary(self.box, frame.settings, self.parameters, self)  # type: ignore[arg-type]
             self.send(MailboxReady(frame.settings, self._stepped()), self.box.fd)
 
@@ -296,35 +302,58 @@ def serve_until(crowd: list[PlayedTraining], true: Callable[[], bool]) -> None:
             raise SystemExit("a courier ended, or nothing happens any more")
 
 
-def measure_rounds(scratch: Path, rounds: int, codec: str) -> dict[str, Any]:
+@contextmanager
+def open_run(
+    scratch: Path, learners: int = 2, rows: int = ROWS, codec: str = "bf16", durability: str = "round"
+) -> Iterator[list[PlayedTraining]]:
+    """A syncer and its learners, all with the first version. Their clocks lie in `scratch` after it, and the syncer's
+    peak memory."""
     folder, clocks = scratch / "run", scratch / "syncer.json"
     command = [sys.executable, __file__, "--syncer", str(folder), "--clocks", str(clocks), "--codec", codec]
+    command += ["--learners", str(learners), "--durability", durability]
     syncer = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     address, deadline = folder / "syncer.url", time.monotonic() + WAIT_S
     while not address.exists():
         if syncer.poll() is not None or time.monotonic() > deadline:
             raise SystemExit("the syncer did not start")
         time.sleep(0.05)
-    crowd = [PlayedTraining(number, address.read_text(), scratch / f"courier-{number}.json") for number in range(2)]
-    steps: list[tuple[float, float]] = []
+    url = address.read_text()
+    crowd = [PlayedTraining(number, url, scratch / f"courier-{number}.json", rows) for number in range(learners)]
     try:
         serve_until(crowd, lambda: all(one.ready and one.has_base(0) for one in crowd))
+        yield crowd
+    finally:
+        for one in crowd:
+            one.channel.close()
+            one.process.wait(WAIT_S)
+        (scratch / "syncer.memory").write_text(str(read_memory(syncer.pid, "VmHWM")))
+        syncer.send_signal(signal.SIGINT)
+        try:
+            syncer.wait(20)
+        except subprocess.TimeoutExpired:
+            syncer.kill()
+
+
+def read_memory(pid: int, field: str) -> int:
+    """Bytes, as the kernel counts them for a process; 0 where it is gone or the system does not say."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def measure_rounds(scratch: Path, rounds: int, codec: str) -> dict[str, Any]:
+    steps: list[tuple[float, float]] = []
+    with open_run(scratch, codec=codec) as crowd:
         for number in range(1, rounds + 1):
             began = time.monotonic()
             for one in crowd:
                 one.step()
             serve_until(crowd, lambda number=number: all(one.has_base(number) for one in crowd))  # type: ignore[misc]
             steps.append((began, time.monotonic()))
-    finally:
-        for one in crowd:
-            one.channel.close()
-            one.process.wait(WAIT_S)
-        syncer.send_signal(signal.SIGINT)
-        try:
-            syncer.wait(20)
-        except subprocess.TimeoutExpired:
-            syncer.kill()
-    return describe(steps, json.loads(clocks.read_text()), [json.loads(one.clocks.read_text()) for one in crowd])
+    couriers = [json.loads(one.clocks.read_text()) for one in crowd]
+    return describe(steps, json.loads((scratch / "syncer.json").read_text()), couriers)
 
 
 def describe(
@@ -356,6 +385,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--codec", default="bf16")
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--learners", type=int, default=2, help=argparse.SUPPRESS)
+    parser.add_argument("--durability", default="round", help=argparse.SUPPRESS)
     parser.add_argument("--courier", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--syncer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--clocks", type=Path, help=argparse.SUPPRESS)
@@ -363,7 +394,7 @@ def main() -> int:
     if options.courier is not None:
         return run_courier(options.courier, options.clocks)
     if options.syncer is not None:
-        return run_syncer(options.syncer, options.codec, options.clocks)
+        return run_syncer(options.syncer, options.learners, options.codec, options.durability, options.clocks)
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "machine": {"arch": platform.machine(), "cores": count_cores(), "system": platform.system()},

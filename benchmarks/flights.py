@@ -37,6 +37,7 @@ def train() -> None:
     step_s, size = float(os.environ["STEP_S"]), int(float(os.environ["PARAMETERS"])) // FRAGMENTS
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size // 256, 256)) for _ in range(FRAGMENTS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    held: dict[str, list[float]] = {"held": [], "ends": []}
     with atoll.Learner(model, optimizer) as learner:
         while not learner.done:
             began = time.perf_counter()
@@ -44,7 +45,12 @@ def train() -> None:
                 for parameter in model:
                     parameter[0] += 1e-3
             time.sleep(max(0.0, began + step_s - time.perf_counter()))
+            began = time.perf_counter()
             learner.step(tokens=1000)
+            held["held"].append(time.perf_counter() - began)
+            held["ends"].append(time.perf_counter())
+    if folder := os.environ.get("HELD"):
+        Path(folder, f"held-{os.getpid()}.json").write_text(json.dumps(held))
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

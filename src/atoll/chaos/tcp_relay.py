@@ -20,7 +20,7 @@ PACKET = 1460
 """Bytes that share a bottleneck take turns by: what one segment of TCP carries."""
 CHUNK = 65536
 BUFFER = 64 * 1024
-"""Of one direction of one connection."""
+"""Of one direction of one connection, where nobody says."""
 SLACK_S = 0.01
 """Timers are late by a millisecond or so: what a bottleneck fell behind by that, it may make good."""
 STOP_S = 2.0
@@ -48,8 +48,10 @@ class Bottleneck:
 
 
 class TcpRelay:
-    def __init__(self, host: str, port: int, *, seed: int = 0) -> None:
+    def __init__(self, host: str, port: int, *, seed: int = 0, buffer: int = BUFFER, packet: int = PACKET) -> None:
+        """`buffer`: a line with a delay carries no more than this in that time, for each connection."""
         self.host, self.port = host, 0
+        self._buffer, self._packet = buffer, packet
         self._upstream = (host, port)
         self._dice = random.Random(seed)
         self.delay_s = self.jitter_s = 0.0
@@ -147,7 +149,7 @@ class TcpRelay:
                 queue.append((due, loop.time(), data))
                 work.set()
                 held = sum(len(one) for _, _, one in queue)
-                while held >= BUFFER and not sender.done():
+                while held >= self._buffer and not sender.done():
                     room.clear()
                     await room.wait()
                     held = sum(len(one) for _, _, one in queue)
@@ -201,7 +203,7 @@ class TcpRelay:
             writer.write(data)
             await writer.drain()
         else:
-            size = max(1, min(PACKET, int(narrow.bytes_per_s)))
+            size = max(1, min(self._packet, int(narrow.bytes_per_s)))
             for start in range(0, len(data), size):
                 if writer.is_closing():
                     raise ConnectionResetError
