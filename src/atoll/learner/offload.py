@@ -246,7 +246,7 @@ class CudaOffload:
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
         for memory in self._locked.values():
-            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+            unlock_pages(memory)
 
     def _lock_if_new(self, index: int, is_later: bool) -> None:
         """`is_later`: a slot that the courier reserved later."""
@@ -254,13 +254,22 @@ class CudaOffload:
             self._lock(index, 1)
 
     def _lock(self, first: int, count: int) -> None:
-        """Page-lock these slots; without it copies still work, only slower."""
         memory = self._box.slots_memory(first, count)
-        if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
+        if lock_pages(memory):
             self._locked[first] = memory
-        else:
-            with suppress(OSError, AttributeError):
-                _runtime().cudaGetLastError()  # it is kept, and the next call of anybody would raise it
+
+
+def lock_pages(memory: npt.NDArray[np.uint8]) -> bool:
+    """So that copies between it and the device need no help of the processor; without it they still work, slower."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
+        return True
+    with suppress(OSError, AttributeError):
+        _runtime().cudaGetLastError()  # it is kept, and the next call of anybody would raise it
+    return False
+
+
+def unlock_pages(memory: npt.NDArray[np.uint8]) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 def _runtime() -> ctypes.CDLL:

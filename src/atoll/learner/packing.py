@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from atoll.learner.copy_room import Taken
 from atoll.protocol.errors import ConfigError, PeerError
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
@@ -50,9 +51,13 @@ DTYPES: dict[torch.dtype, str] = {
 
 
 class Packing:
-    """Takes values apart: `pack` gives the JSON, `tensors` fills with copies on the host. Then `settle`, once."""
+    """Takes values apart: `pack` gives the JSON, `tensors` fills with copies on the host. Then `settle`, once.
 
-    def __init__(self) -> None:
+    `room`: memory for the copies that is there already.
+    """
+
+    def __init__(self, room: Taken | None = None) -> None:
+        self._room = room
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[int, tuple[str, torch.Tensor]] = {}
         """By id, the tensors already here: two references to one tensor stay two references to one tensor."""
@@ -69,9 +74,16 @@ class Packing:
             return known[0]
         _check(name, tensor)
         name = self._free(name)
-        self.tensors[name] = _on_host(tensor)
+        self.tensors[name] = self._copy(tensor.detach())
         self._names[id(tensor)] = (name, tensor)
         return name
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the order of its shape. From a device it is under way until `settle`."""
+        room = self._room.make_tensor(tensor) if self._room is not None else None
+        if room is None:
+            room = _allocate(tensor, pinned=tensor.is_cuda)
+        return room.copy_(tensor, non_blocking=True)
 
     def pack(self, value: object, name: str, depth: int = 0) -> Json:
         if depth > DEPTH:
@@ -197,20 +209,14 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{name!r} is {kind}, a type that a snapshot cannot hold")
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, in the order of its shape. From a device it is under way until `settle`."""
-    tensor = tensor.detach()
-    return _room(tensor, pinned=tensor.is_cuda).copy_(tensor, non_blocking=True)
-
-
-def _room(tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+def _allocate(tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
     """Page-locked for what comes off a device: many times as fast once torch has the pages, which it keeps."""
     try:
         return torch.empty_like(tensor, device="cpu", pin_memory=pinned, memory_format=torch.contiguous_format)
     except RuntimeError:
         if not pinned:
             raise
-        return _room(tensor, pinned=False)  # no more pages to lock: slower, but it works
+        return _allocate(tensor, pinned=False)  # no more pages to lock: slower, but it works
 
 
 def _order(tensor: torch.Tensor) -> list[Json]:

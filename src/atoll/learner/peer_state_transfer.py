@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from atoll.learner.copy_room import CopyRoom
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.model import BufferRule
 from atoll.learner.packing import Unpacking
@@ -67,8 +68,10 @@ class PeerStates:
         buffers: BufferRule = None,
         unmerged: UnmergedTensors | None = None,
         not_from_peers: Sequence[str] = (),
+        room: CopyRoom | None = None,
     ) -> None:
         """`extras`: what the script registered and lets newcomers take from peers; `not_from_peers`: the rest of it."""
+        self._room = room or CopyRoom()
         self._not_from_peers = not_from_peers
         self._model, self._optimizers, self._extras, self._courier = model, optimizers, extras, courier
         self._tape, self._buffers = tape or TapeRecorder(courier), buffers
@@ -123,7 +126,7 @@ class PeerStates:
             if self._thread is not None and self._thread.is_alive():
                 raise AtollError("an earlier copy of its state is still being made")
             whole = (self._model, self._optimizers, self._extras)
-            copied = capture(*whole, parameters=False, rng=False, buffers=self._buffers)
+            copied = capture(*whole, parameters=False, rng=False, buffers=self._buffers, room=self._room.take())
             if frozen:
                 copied = self._unmerged.add_frozen(copied)
         except AtollError as error:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +38,12 @@ import msgspec
 import torch
 from torch import nn
 
+from atoll.learner.copy_room import CopyRoom
 from atoll.learner.folder import RUN, read_run
 from atoll.learner.model import BufferRule
 from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, read, write
-from atoll.learner.state import Optimizers, Stateful, capture, restore
+from atoll.learner.state import Optimizers, Stateful, capture, large_tensors, restore
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner.effects import Saved
@@ -79,7 +80,6 @@ def describe_place(
     busy_s: float,
     feed: dict[str, Any],
 ) -> RunPlace:
-    fragments = range(len(box.plan.fragments))
     return RunPlace(
         {
             "learner": name,
@@ -98,10 +98,15 @@ def describe_place(
             "missed": box.missed.tolist(),
             "adopted": box.adopted.tolist(),
             "base_version": box.base_version.tolist(),
-            "base": [torch.from_numpy(box.base(fragment)) for fragment in fragments],
+            "base": list(bases(box)),
             "feed": feed,
         }
     )
+
+
+def bases(box: Mailbox) -> Iterator[torch.Tensor]:
+    """The held base of every fragment; nothing is copied."""
+    return (torch.from_numpy(box.base(fragment)) for fragment in range(len(box.plan.fragments)))
 
 
 def settings_of(state: dict[str, Any]) -> Settings:
@@ -322,9 +327,17 @@ class OwnState:
     ) -> None:
         """`extras`: what the script registered, by name."""
         self._model, self._optimizers, self._extras, self._buffers = model, optimizers, extras, buffers
+        self.room = CopyRoom()
+
+    def make_room(self, box: Mailbox) -> None:
+        """After the first step, when the optimizers have their states: so that the first cut holds nobody up."""
+        if not self.room.is_begun:
+            own = large_tensors(self._model, self._optimizers, self._buffers)
+            self.room.make_ready([*own, *bases(box)])
 
     def capture(self, place: RunPlace) -> Snapshot:
-        return capture(self._model, self._optimizers, {**self._extras, PLACE: place}, buffers=self._buffers)
+        extras, room = {**self._extras, PLACE: place}, self.room.take()
+        return capture(self._model, self._optimizers, extras, buffers=self._buffers, room=room)
 
     def restore_exactly(self, saved: Snapshot) -> dict[str, Any]:
         """Restore everything but random states; returns the place it was saved at."""

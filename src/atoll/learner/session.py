@@ -97,8 +97,9 @@ class RunSession:
         self._unmerged = UnmergedTensors(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         rest = [name for name in extras if name not in from_peers]
-        self._peers = PeerStates(model, optimizers, shared, courier, self._tape, joining.buffers, self._unmerged, rest)
         self._own = OwnState(model, optimizers, extras, joining.buffers)
+        kept = (joining.buffers, self._unmerged, rest, self._own.room)
+        self._peers = PeerStates(model, optimizers, shared, courier, self._tape, *kept)
         self._inputs = InputDigest(model, wanted=lambda: feed.position < 0)
         self._restored = False
         """Its inner optimizer comes from what this learner saved, and is put back once it has joined."""
@@ -300,9 +301,14 @@ class RunSession:
             self._tape.tell()
             shared.boundary.make_copies(tally.t)
             self._report()
+            self._make_room()
             self._hold()
             self._say_joined()
             self._look_up()
+
+    def _make_room(self) -> None:
+        if self._joined and self.shared.box is not None:
+            self._own.make_room(self.shared.box)
 
     def _hold(self) -> None:
         """Only a synchronous run ever holds, and a replay."""
@@ -484,4 +490,5 @@ class RunSession:
         self._inputs.close()
         self._preemption.stop()
         self._courier.close()
+        self._own.room.close()
         self.shared.close()

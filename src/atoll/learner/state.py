@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from atoll.learner.copy_room import Taken
 from atoll.learner.model import BufferRule, merged_buffers, named_parameters, persistent_buffers
 from atoll.learner.packing import Packing, Unpacking
 from atoll.learner.snapshot import Snapshot
@@ -48,9 +49,10 @@ def capture(
     parameters: bool = True,
     rng: bool = True,
     buffers: BufferRule = None,
+    room: Taken | None = None,
 ) -> Snapshot:
     """Returns once the copies are made; ConfigError names the first thing that cannot be kept."""
-    packing = Packing()
+    packing = Packing(room)
     for name, tensor in _tensors(model, parameters, buffers):
         packing.keep(name, tensor)
     things = _things(optimizers, extras)
@@ -86,6 +88,14 @@ def restore(
         undo.pop_all()
     for name, tensor in own.items():
         tensor.copy_(snapshot.tensors[name])
+
+
+def large_tensors(model: nn.Module, optimizers: Optimizers, buffers: BufferRule = None) -> Iterator[torch.Tensor]:
+    """About what `capture` copies, in its order: the model's tensors and those of the optimizers' states."""
+    yield from (tensor for _, tensor in _tensors(model, True, buffers))
+    for one in optimizers_by_path(optimizers).values():
+        for state in one.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 # ---- what there is --------------------------------------------------------------------------------------------------
