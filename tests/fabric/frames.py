@@ -23,6 +23,7 @@ REQUESTS = (
     b"GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n\r\n",
     b"GET /v1/manifest HTTP/1.1\r\nHost: [::1]\r\nConnection: keep-alive\r\n\r\n",
     b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\nRange: bytes=0-\r\n\r\n",
+    b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\nRange: bytes=4-\r\nAtoll-Version: 3\r\nAtoll-Digest: 0\r\n\r\n",
     b"GET /v1/relay/"
     + TICKET.encode()
     + b" HTTP/1.1\r\nHost: [::1]\r\nAtoll-Learner: honest\r\nAtoll-Session: s\r\n\r\n",
@@ -42,6 +43,7 @@ LINES = (
     *(b"Content-Length: -1", b"Content-Length: 99999999999999999999", b"Content-Length: 4, 5", b"Content-Length: 1_0"),
     *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"Expect: 100-continue", b"Expect: tea"),
     *(b"Content-Encoding: gzip", b"Content-Encoding: br", b"Range: bytes=-5", b"Range: bytes=9" + b"9" * 40 + b"-"),
+    *(b"Range: bytes=4-", b"Range: bytes=999999999999999-", b"Atoll-Version: -1", b"Atoll-Version: " + b"9" * 40),
     *(
         b"Upgrade: h2c",
         b"Upgrade: websocket",

@@ -241,6 +241,9 @@ async def test_a_number_in_an_address_or_a_header_is_refused(fort: Fort, text: s
     asked = {"Range": f"bytes={text}-".encode("ascii", "replace").decode()}
     status, reason = await fort.request("GET", f"/v1/relay/{ticket}", "eu", {**own, **asked})
     assert 400 <= status < 500, (asked, status, reason)
+    if text != "0":  # the whole may be asked for
+        status, reason = await fort.request("GET", "/v1/fragments/0", "eu", asked)
+        assert status == 400, (asked, status, reason)
     await shows(fort)
     await fort.unharmed(before)
 

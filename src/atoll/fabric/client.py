@@ -20,6 +20,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -30,6 +31,7 @@ from atoll.fabric.control_channel import ClientSocket, SendQueue
 from atoll.fabric.state import Into, Parts, StateArrival, StateSource, get_state, put_relay
 from atoll.fabric.transfer import (
     FetchedVersion,
+    FragmentArrival,
     body_headers,
     body_session,
     fragment_url,
@@ -144,9 +146,16 @@ class SyncerConnection:
 
     async def get_fragment(self, index: int, into: memoryview, deadline_s: float) -> tuple[int, int, str]:
         """Version, round and digest of what is now in `into`; after an error its content is undefined."""
-        labels = await get_body(self._for_bodies(), fragment_url(self.url, index), into, deadline_s)
-        self.bytes_in += into.nbytes
-        return labels
+        arrival = FragmentArrival(into.cast("B"))
+        try:
+            where = partial(self._fragment_url, index)
+            return await get_body(self._for_bodies(), where, arrival, deadline_s, self._limits)
+        finally:
+            self.bytes_in += arrival.received
+
+    def _fragment_url(self, index: int) -> str:
+        """At the syncer of now."""
+        return fragment_url(self.url, index)
 
     async def get_version(
         self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float

@@ -4,7 +4,9 @@
     PUT  /v1/contributions/{learner}/{round}/{attempt} a body; headers Atoll-Session, Atoll-Digest
     PUT  /v1/initial/{learner}/{fragment}              the same, for version 0
     GET  /v1/fragments/{fragment}[?have=VERSION]       a body; headers Atoll-Version, Atoll-Round, Atoll-Digest, and
-                                                       Atoll-Steps where it is the steps from that version on
+                                                       Atoll-Steps where it is the steps from that version on;
+                                                       with Range: bytes=START-, Atoll-Version and Atoll-Digest
+                                                       the rest of that version, or a newer one whole
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
     POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `authorizer`)
@@ -45,7 +47,7 @@ from atoll.fabric.authorizer import (
 from atoll.fabric.control import ControlServer
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import Handlers, ServedFragment, ServedPages
-from atoll.fabric.host import Port, error_response, send_pieces
+from atoll.fabric.host import Port, error_response, range_start, send_pieces
 from atoll.fabric.intake import Intake, Probe, Uploads
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import Tls
@@ -206,7 +208,7 @@ class Server(Port):
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
-        have = request.query.get("have", "")
+        have, start = request.query.get("have", ""), range_start(request)
         if have and not re.fullmatch(_NUMBER, have, re.ASCII):
             raise Rejected(400, "have is no version: it is a number of up to 12 digits")
         try:
@@ -214,26 +216,30 @@ class Server(Port):
         except PeerError as error:
             return error_response(404, error)
         try:
-            return await self._serve(request, served)
+            return await self._serve(request, served, _resumed_at(request, served, start))
         finally:
             served.release()
 
-    async def _serve(self, request: web.Request, served: ServedFragment) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, served: ServedFragment, start: int) -> web.StreamResponse:
         response = web.StreamResponse(
+            status=206 if start else 200,
             headers={
                 VERSION_HEADER: str(served.version),
                 ROUND_HEADER: str(served.round),
                 DIGEST_HEADER: served.digest,
                 "Content-Type": "application/octet-stream",
-            }
+            },
         )
+        if start:
+            response.headers["Content-Range"] = f"bytes {start}-{served.data.nbytes - 1}/{served.data.nbytes}"
         if served.steps:
             response.headers[STEPS_HEADER] = ",".join(digest for digest, _ in served.steps)
         if request.transport is not None:
             served.on_cut(request.transport.abort)
-        async for size in send_pieces(request, response, [part.cast("B") for part in served.body], self._limits):
+        parts = [served.data.cast("B")[start:]] if start else [part.cast("B") for part in served.body]
+        async for size in send_pieces(request, response, parts, self._limits):
             self._bodies_out += size
-        return response  # one that is too slow, or cut off, fetches a newer version later
+        return response  # one that is too slow, or cut off, goes on later, or fetches a newer version
 
     async def _relay_get(self, request: web.Request) -> web.StreamResponse:
         return await self._relay.fetch(request, self._member(request).learner)
@@ -298,3 +304,17 @@ class Server(Port):
             return decode(await self._body(request))
         except PeerError as error:
             raise Rejected(400, str(error)) from None
+
+
+def _resumed_at(request: web.Request, served: ServedFragment, start: int) -> int:
+    """The byte that a reader goes on from; 0: what it has is of another version, and it gets this one whole."""
+    if not start:
+        return 0
+    version, size = request.headers.get(VERSION_HEADER, ""), served.data.nbytes
+    if "have" in request.query or not re.fullmatch(_NUMBER, version, re.ASCII):
+        raise Rejected(400, f"a range is of a whole version, which {VERSION_HEADER} and {DIGEST_HEADER} name")
+    if (int(version), request.headers.get(DIGEST_HEADER)) != (served.version, served.digest):
+        return 0
+    if start >= size:
+        raise Rejected(416, f"the version has {size} bytes: there is no byte {start}")
+    return start

@@ -4,13 +4,17 @@ Rules: the caller's deadline covers the whole of a request; redirects are not fo
 that the syncer's address names; a body goes straight between the caller's buffer and the socket, 1 MiB at a time; a
 fragment, or a step of one, of another length or digest than the syncer named is a PeerError. `Unreachable` is worth
 another try, a PeerError is the syncer's considered answer.
+
+A whole version that breaks off is asked for again from the byte it had come to, with its version and digest. If the
+syncer has another version by then, that one comes from its first byte. The digest of the whole is checked in the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import aiohttp
@@ -37,6 +41,8 @@ from atoll.protocol.errors import PeerError, Unreachable
 _ANSWER_BYTES = 64 * MIB
 """Largest JSON answer that is read."""
 _ERROR_BYTES = 64 * 1024
+RESUME_S = 30.0
+"""A body that has begun is given up when no byte of it came for this long."""
 _ANSWERS_S = 3.0
 """An address that has not answered within this is passed over where there are others."""
 
@@ -81,16 +87,91 @@ async def put_body(
         pass
 
 
+@dataclass(slots=True)
+class FragmentArrival:
+    """A whole version of a fragment, as far as it has come."""
+
+    into: memoryview
+    at: int = 0
+    version: int = -1
+    round: int = -1
+    digest: str = ""
+    received: int = 0
+    """Bytes in all, also those of a version that was given up for a newer one."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What asks for the rest."""
+        if not self.at:
+            return {}
+        return {"Range": f"bytes={self.at}-", VERSION_HEADER: str(self.version), DIGEST_HEADER: self.digest}
+
+    def begin(self, response: aiohttp.ClientResponse) -> None:
+        """PeerError: it is not what was asked for."""
+        version, round, digest = _labels(response)
+        if response.status != 206:
+            self.at = 0
+        elif not self.at or (version, digest) != (self.version, self.digest):
+            raise PeerError(f"{response.url} answered with a part of another version")
+        if response.content_length != self.into.nbytes - self.at:
+            expected = f"{self.into.nbytes - self.at} were expected"
+            raise PeerError(f"{response.url} has {response.content_length} bytes, {expected}")
+        self.version, self.round, self.digest = version, round, digest
+
+    def add(self, chunk: bytes) -> None:
+        if not chunk:
+            raise Unreachable(f"the body ended after {self.at} of {self.into.nbytes} bytes")
+        self.into[self.at : self.at + len(chunk)] = chunk
+        self.at += len(chunk)
+        self.received += len(chunk)
+
+
 async def get_body(
-    session: aiohttp.ClientSession, url: str, into: memoryview, deadline_s: float
+    session: aiohttp.ClientSession,
+    url: Callable[[], str],
+    arrival: FragmentArrival,
+    deadline_s: float,
+    limits: FabricLimits,
 ) -> tuple[int, int, str]:
-    """Version, round and digest of what is now in `into`; after an error its content is undefined."""
-    into = into.cast("B")
-    async with asked(session, "GET", url, deadline_s) as response:
-        version, round, named = _labels(response)
-        await _receive(response, url, into)
-        found = await _checked_digest(url, into, named)
-    return version, round, found
+    """Version, round and digest of what has then arrived; after an error its content is undefined. `url`: where the
+    syncer is now. It is asked again before each try."""
+    clock = asyncio.get_running_loop().time
+    came_at, wait_s = clock(), limits.backoff_s
+    try:
+        async with asyncio.timeout(deadline_s):
+            while arrival.at < arrival.into.nbytes or not arrival.digest:
+                before = arrival.received
+                try:
+                    await _get_rest(session, url(), arrival, deadline_s, limits)
+                except Unreachable:
+                    if arrival.received > before:
+                        came_at, wait_s = clock(), limits.backoff_s
+                    if not arrival.at or clock() - came_at >= RESUME_S:
+                        raise
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(2 * wait_s, limits.backoff_cap_s)
+            found = await _checked_digest(url(), arrival.into, arrival.digest)
+    except TimeoutError:
+        came = f"{arrival.at} of {arrival.into.nbytes} bytes came"
+        raise Unreachable(f"{url()} was not done within {deadline_s:g} s: {came}") from None
+    return arrival.version, arrival.round, found
+
+
+async def _get_rest(
+    session: aiohttp.ClientSession, url: str, arrival: FragmentArrival, deadline_s: float, limits: FabricLimits
+) -> None:
+    clock = asyncio.get_running_loop().time
+    try:
+        async with (
+            asyncio.timeout(limits.body_idle_s if arrival.at else deadline_s) as patience,
+            asked(session, "GET", url, deadline_s, headers=arrival.headers) as response,
+        ):
+            arrival.begin(response)
+            while arrival.at < arrival.into.nbytes:
+                arrival.add(await next_chunk(response.content))
+                patience.reschedule(clock() + limits.body_idle_s)
+    except TimeoutError:
+        raise Unreachable(f"{url} was silent for too long, after {arrival.at} bytes") from None
 
 
 class FetchedVersion(NamedTuple):
@@ -202,7 +283,8 @@ async def get_fragment_once(where: str, index: int, into: memoryview, deadline_s
     """One fragment without a link: version, round, digest."""
     address = parse_address(where)
     async with body_session(address, FabricLimits()) as session:
-        return await get_body(session, fragment_url(await _answering(session, address), index), into, deadline_s)
+        url = fragment_url(await _answering(session, address), index)
+        return await get_body(session, lambda: url, FragmentArrival(into.cast("B")), deadline_s, FabricLimits())
 
 
 @asynccontextmanager
