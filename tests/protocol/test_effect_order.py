@@ -88,3 +88,65 @@ def test_a_payload_belongs_to_the_last_record_of_its_own() -> None:
         (EndedRecord("done"), "payload"),
         (PassedRecord(4, 0, "no quorum"), None),
     ]
+
+
+# ---- merges ahead of the disk ---------------------------------------------------------------------------------------
+
+
+def round_of(number: int, fragment: int) -> tuple[fx.SyncerEffect, ...]:
+    """What is decided once a round is merged."""
+    written = fx.Persist((PassedRecord(number, 0, "no quorum"),), round=number)
+    return written, fx.Commit(number, fragment, 1), note(f"round {number}")
+
+
+def merge(number: int, fragment: int) -> fx.Merge:
+    return fx.Merge(number, fragment, ())
+
+
+def begun(told: Told) -> list[int]:
+    told.texts()
+    return [effect.round for effect in told.effects if isinstance(effect, fx.Merge)]
+
+
+def test_a_merge_is_begun_while_the_round_before_it_is_written() -> None:
+    told = Told(*round_of(0, 0), merge(1, 1))
+    assert begun(told) == [1] and told.texts() == []
+    assert told.order.begin_write() is not None
+    told.order.enqueue([*round_of(1, 1), merge(2, 2)])
+    assert begun(told) == [1], "two rounds would be ahead of the one that is written"
+    assert told.order.end_write(fenced=False)
+    assert begun(told) == [1, 2] and told.texts() == ["round 0"]
+    (written,) = told.order.begin_write() or ()
+    assert isinstance(written, fx.Persist) and written.round == 1
+
+
+def test_a_merge_waits_for_the_version_that_it_goes_on_from() -> None:
+    told = Told(*round_of(0, 0), merge(1, 0))
+    assert begun(told) == [] and told.order.begin_write() is not None
+    assert told.order.end_write(fenced=False)
+    assert begun(told) == [1]
+
+
+def test_a_merge_waits_for_what_reads_or_changes_the_parameters() -> None:
+    changing: list[fx.SyncerEffect] = [
+        fx.TakeCut(1, HISTORY),
+        fx.Retune({}),
+        fx.Restore(0),
+        fx.CommitRestored((1, 1), 1),
+        fx.Persist((PassedRecord(9, 0, "no quorum"),), restored=True),
+    ]
+    for effect in changing:
+        told = Told(*round_of(0, 0), effect, merge(1, 1))
+        assert begun(told) == []
+        while told.order.begin_write() is not None:
+            assert told.order.end_write(fenced=False)
+            told.texts()
+        assert begun(told) == [1], effect
+
+
+def test_one_that_was_replaced_merges_nothing_more() -> None:
+    told = Told(*round_of(0, 0))
+    assert begun(told) == [] and told.order.begin_write() is not None
+    assert not told.order.end_write(fenced=True)
+    told.order.enqueue([merge(1, 1)])
+    assert begun(told) == []

@@ -190,6 +190,7 @@ def memory_bound(
     | --- | --- |
     | the program | 256 MiB: Python, NumPy, compiled kernels, caches |
     | the model | Θ `COPIES` times, and the outer state |
+    | rounds | the largest fragment three times: what is merged now, and the gradient that is written meanwhile |
     | a cut | the outer state once more, while it is written |
     | a lossy version codec | feedback like one more slot; what a round encodes, decodes and leaves out |
     | its encoded steps | of each fragment up to the size of its Θ, and those that readers of OLD versions hold |
@@ -203,11 +204,11 @@ def memory_bound(
     """
     limits, relay = limits or FabricLimits(), relay or RelayLimits()
     model, largest = 4 * plan.size, 4 * plan.largest
-    fixed = PROGRAM + COPIES * model + 2 * slots * model + 2 * largest
+    fixed = PROGRAM + COPIES * model + 2 * slots * model + 3 * largest
     feedback = 0
     if (codec := make_version_codec(settings.version_codec)) is not None:
         feedback = model if codec.needs_feedback else 0
-        fixed += 2 * feedback + 4 * largest
+        fixed += 2 * feedback + 6 * largest
         fixed += model + (1 + OLD) * sum(body_nbytes(codec, part) for part in plan.fragments)
     if settings.guard == "rollback":
         fixed += 2 * (1 + slots) * model + model + feedback + largest

@@ -118,7 +118,9 @@ class Parameters:
         self._state = [{name: np.zeros(part.size, dtype=np.float32) for name in slots} for part in plan.fragments]
         self._shared: set[int] = set()
         """Fragments whose outer state a cut may still be written from."""
-        self._delta: FloatArray = np.empty(plan.largest, dtype=np.float32)
+        self._gradients: dict[int, FloatArray] = {}
+        """By fragment, the merged gradients of what is staged: one is written to the journal while the next is made."""
+        self._spare_gradients: list[FloatArray] = []
         self._updates: dict[int, StagedUpdate] = {}
         self._steps: list[deque[EncodedStep]] = [deque(maxlen=MOST_STEPS) for _ in plan.fragments]
         """Per fragment the newest ones: together fewer bytes than the whole of it."""
@@ -174,11 +176,14 @@ class Parameters:
         return momentum if momentum is not None and momentum.any() else None
 
     def outer_gradient(self, fragment: int) -> FloatArray:
-        """The merged gradient of the fragment that was staged last."""
-        return self._delta[: self.plan.fragments[fragment].size]
+        """The merged gradient of what is staged of this fragment."""
+        if fragment not in self._gradients:
+            spare = self._spare_gradients
+            self._gradients[fragment] = spare.pop() if spare else np.empty(self.plan.largest, dtype=np.float32)
+        return self._gradients[fragment][: self.plan.fragments[fragment].size]
 
     def round_payload(self, fragment: int) -> memoryview:
-        """What the journal keeps of the fragment that was staged last."""
+        """What the journal keeps of what is staged of this fragment."""
         if self._codec is None:
             return self.outer_gradient(fragment).view(np.uint8).data
         return self._updates[fragment].data.data
@@ -264,6 +269,8 @@ class Parameters:
 
     def commit_version(self, fragment: int, version: int, round: int) -> None:
         new, update = self._staged.pop(fragment), self._updates.pop(fragment, None)
+        if (gradient := self._gradients.pop(fragment, None)) is not None:
+            self._spare_gradients.append(gradient)
         new.version, new.round = version, round
         self._keep_feedback(fragment, update)
         self._keep_step(fragment, version, update)

@@ -8,6 +8,8 @@ service adds (syncer/effect_queue.py): a thread, retries on a full disk, and the
 - A Persist, and the first cut, hold back everything behind them until they are written.
 - `RunStore.append` writes records to the journal. With durability = "round" it syncs each write; with "cut" only those
   that `must_be_synced` names.
+- A merge is told to nobody, so it does not wait for the disk: it is begun while the round before it is written. It
+  waits where something in front of it reads or changes the parameters (a cut, a rollback, other outer settings).
 - One write is under way at a time. What is decided meanwhile waits, and goes out with the next write: `next_batch` says
   how much of it.
 - A write by a syncer whose term is over counts for nothing: its queue is closed, and it tells nobody anything more.
@@ -19,9 +21,22 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from atoll.protocol.effects import Note
 from atoll.protocol.records import AnyRecord, EndedRecord, RestoredRecord
-from atoll.protocol.syncer.effects import Persist, SyncerEffect, TakeCut
+from atoll.protocol.syncer.effects import (
+    Commit,
+    ConfirmSent,
+    Discard,
+    Expel,
+    Merge,
+    Persist,
+    Send,
+    SyncerEffect,
+    TakeCut,
+)
 
+NOT_OF_OTHERS = (Persist, Commit, Send, ConfirmSent, Discard, Expel, Note)
+"""Effects that a merge of another fragment may be carried out before."""
 P = TypeVar("P")
 """A payload: what is kept of a round or a rollback beside its record."""
 
@@ -33,6 +48,8 @@ class EffectOrder:
         """How many of the waiting Persists, from the front, are written."""
         self._write: list[Persist] | TakeCut | None = None
         """What is being written."""
+        self._merges = 0
+        """How many of the waiting effects are merges."""
         self._busy = self._closed = False
 
     @property
@@ -41,7 +58,9 @@ class EffectOrder:
         return bool(self._waiting)
 
     def enqueue(self, effects: Iterable[SyncerEffect]) -> None:
-        self._waiting.extend(effects)
+        for effect in effects:
+            self._waiting.append(effect)
+            self._merges += isinstance(effect, Merge)
 
     def close(self) -> None:
         """Nothing more is written or carried out. `has_waiting` stays true, so `wait_until_empty` never returns."""
@@ -56,9 +75,32 @@ class EffectOrder:
             while self._waiting and not self._closed and not self._must_wait(self._waiting[0]):
                 effect = self._waiting.popleft()
                 self._durable -= isinstance(effect, Persist)
+                self._merges -= isinstance(effect, Merge)
                 carry_out(effect)
+            while not self._closed and (merge := self._take_early_merge()) is not None:
+                carry_out(merge)
         finally:
             self._busy = False
+
+    def _take_early_merge(self) -> Merge | None:
+        """The next merge, if nothing that waits in front of it concerns its fragment. One round at most is ahead of the
+        one that is written: each takes memory."""
+        if not self._merges:
+            return None
+        rounds, fragments = 0, set[int]()
+        for place, effect in enumerate(self._waiting):
+            if isinstance(effect, Merge):
+                if rounds > 1 or effect.fragment in fragments:
+                    return None
+                del self._waiting[place]
+                self._merges -= 1
+                return effect
+            if not isinstance(effect, NOT_OF_OTHERS) or (isinstance(effect, Persist) and effect.restored):
+                return None
+            rounds += isinstance(effect, Persist) and effect.round >= 0
+            if isinstance(effect, Commit):
+                fragments.add(effect.fragment)
+        return None
 
     def begin_write(self) -> list[Persist] | TakeCut | None:
         """What is to be written now: records that go out together, or the first cut. None: nothing, or a write is under
