@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from atoll.launch.replay.recording import LOST, ProcessRecording, RecordedCopy, read_recording
+from atoll.launch.replay.recording import LOST, ProcessRecording, RecordedCopy, decisions_after, read_recording
 from atoll.protocol.history import History
 from atoll.protocol.records import (
     BegunRecord,
+    ChangedRecord,
     JoinedRecord,
     LentRecord,
     MergedRecord,
     PassedRecord,
     PlayedRecord,
+    ResetRecord,
     Share,
     StartedRecord,
     Stretch,
+    TermRecord,
 )
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import AdoptedEntry, AnyEntry, BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, OwnedEntry
@@ -144,3 +147,14 @@ def test_what_is_missing_of_a_tape_is_known() -> None:
     )
     assert score.parts[0].missing == "its tape lacks entries 1 to 3"
     assert score.parts[0].entries == [BEGAN]
+
+
+def test_what_was_decided_between_a_cut_and_its_next_round_is_played_too() -> None:
+    """A setting that changed there would otherwise be the old one for all that follows."""
+    started, first, second = StartedRecord("a"), PassedRecord(9, 0, "no quorum"), PassedRecord(10, 1, "no quorum")
+    changed, reset = ChangedRecord(BEGUN.settings, {"outer_lr": 0.1}, "outer_lr"), ResetRecord(1, "overflow")
+    terms = [TermRecord(number, 0, "", 0) for number in (1, 2, 3)]
+    decisions = [terms[0], started, changed, first, terms[1], reset, changed, terms[2], second]
+    assert decisions_after(decisions, committed=10, term=2) == [reset, changed, terms[2], second]
+    assert decisions_after(decisions, committed=9, term=1) == decisions[2:]
+    assert decisions_after(decisions, committed=11, term=3) == []

@@ -22,13 +22,20 @@ from atoll.config import Config
 from atoll.launch.children import Child, cores
 from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, WORKLOAD
-from atoll.launch.replay.recording import Decision, ProcessRecording, RecordedAction, RunRecording, read_recording
+from atoll.launch.replay.recording import (
+    Decision,
+    ProcessRecording,
+    RecordedAction,
+    RunRecording,
+    decisions_after,
+    read_recording,
+)
 from atoll.launch.replay.syncer import ReplayOutcome, ReplaySyncer
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.history import History
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, PassedRecord, RestoredRecord, TermRecord
+from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, RestoredRecord, TermRecord
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import CutState, check_cut, complete_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
@@ -140,14 +147,6 @@ class RunReplay:
         score.begin_at(history)
         parameters.load_cut(arrays, kept.list_digests(), [max(0, version) for version in history.versions], then.rounds)
         parameters.change_outer(outer_of(history))
-        first = next(
-            n
-            for n, one in enumerate([*score.decisions, None])
-            if one is None
-            or (isinstance(one, MergedRecord | PassedRecord) and one.round >= history.committed)
-            or (isinstance(one, RestoredRecord) and one.at >= history.committed)
-            or (isinstance(one, TermRecord) and one.term > then.position.term)
-        )
         parts: list[tuple[ProcessRecording, list[RecordedAction]]] = []
         states: dict[str, Path] = {}
         for part in score.parts:
@@ -159,7 +158,7 @@ class RunReplay:
                 parts.append((part, self._list_actions(part)))
             elif part.learner in checked.spoilt:
                 part.missing = part.missing or checked.spoilt[part.learner]
-        return score.decisions[first:], parts, states
+        return decisions_after(score.decisions, history.committed, then.position.term), parts, states
 
     def _list_actions(self, part: ProcessRecording) -> list[RecordedAction]:
         began = part.began

@@ -9,7 +9,7 @@ run was rolled back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -52,6 +52,28 @@ class RecordedCopy(msgspec.Struct, frozen=True):
 
 RecordedAction = AnyEntry | RecordedCopy
 Decision = StartedRecord | MergedRecord | PassedRecord | ResetRecord | RestoredRecord | ChangedRecord | TermRecord
+
+
+def decisions_after(decisions: Sequence[Decision], committed: int, term: int) -> list[Decision]:
+    """Those that a cut, taken with so many rounds behind the run in this term, does not contain.
+
+    A reset or other settings between the last round before the cut and the first behind it are among them, on whichever
+    side of the cut they were decided: to carry them out again changes nothing.
+    """
+    first = 0
+    for number, one in enumerate(decisions, start=1):
+        match one:
+            case MergedRecord(round=at) | PassedRecord(round=at) | RestoredRecord(at=at):
+                contained = at < committed
+            case TermRecord():
+                contained = one.term <= term
+            case StartedRecord():
+                contained = True
+            case _:
+                continue
+        if contained:
+            first = number
+    return list(decisions[first:])
 
 
 @dataclass
