@@ -30,9 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from peer_learners.ring import make_gradients, write_whole
+from peer_learners.ring import write_whole
 from seeds import count_cores, find_commit
 
 from atoll.chaos.performance import read_events
@@ -42,6 +40,7 @@ from atoll.fabric.local_secrets import publish_secrets, published_secrets, withd
 from atoll.launch.local import LocalRun
 from atoll.observe.summary import summarise
 from atoll.store.rundir import RunDir
+from atoll.telemetry.status import RunStatus
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "links.json"
@@ -57,6 +56,8 @@ class Links:
     def __init__(self, options: argparse.Namespace) -> None:
         self.rate, self.delay_s = options.mbit * 1e6 / 8, options.delay
         self.lines: list[TcpRelay] = []
+        self.counted: list[tuple[int, float, float]] = []
+        """The run's round, and the bytes that a line had carried by then on average: up, and down."""
 
     async def open(self, host: str, port: int) -> TcpRelay:
         held = int(2 * self.rate * self.delay_s) + PACKET  # as TCP's window would: never what limits the rate
@@ -76,6 +77,18 @@ class Links:
             publish_secrets(line.host, line.port, secrets)
         return {f"learner-{number}": line.url for number, line in enumerate(self.lines)}
 
+    def count(self, status: RunStatus | None) -> None:
+        if status is not None and self.lines:
+            up, down = (mean(getattr(line, way) for line in self.lines) for way in ("bytes_up", "bytes_down"))
+            self.counted.append((status.round, up, down))
+
+    def bytes_per_round(self) -> tuple[float, float]:
+        """On a learner's line, up and down, once everybody has joined."""
+        settled = [one for one in self.counted if one[0] >= WARM_UP]
+        (first, *before), (last, *after) = settled[0], settled[-1]
+        up, down = ((a - b) / (last - first) for a, b in zip(after, before, strict=True))
+        return up, down
+
     async def close(self) -> None:
         for line in self.lines:
             await line.stop()
@@ -94,7 +107,9 @@ async def run_ours(options: argparse.Namespace, links: Links | None, scratch: Pa
     folder = RunDir.create(scratch / "run")
     route = links.open_to_syncer if links is not None else None
     script = [str(HERE / "flights.py")]
-    run = LocalRun(convert(document, "the benchmark"), folder, script=script, evaluator=False, route=route)
+    watch = links.count if links is not None else (lambda status: None)
+    config = convert(document, "the benchmark")
+    run = LocalRun(config, folder, script=script, evaluator=False, route=route, watch=watch)
     try:
         await run.run()
     finally:
@@ -123,9 +138,8 @@ def describe_ours(folder: RunDir, learners: list[dict[str, list[float]]], links:
         "rounds": len(rounds),
     }
     if links is not None:
-        seconds = rounds[-1]["at"] - rounds[0]["at"]
-        told["mbit_per_s_up"] = round(8e-6 * mean(line.bytes_up for line in links.lines) / seconds, 1)
-        told["mbit_per_s_down"] = round(8e-6 * mean(line.bytes_down for line in links.lines) / seconds, 1)
+        up, down = links.bytes_per_round()
+        told["kilobytes_per_round"] = {"up": round(up / 1000, 1), "down": round(down / 1000, 1)}
     return told
 
 
@@ -170,18 +184,12 @@ def sum_by_gloo(elements: int) -> list[float]:
     """The same gradients, summed by gloo without any link."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(gloo_rank, (elements, port), nprocs=LEARNERS - 1, join=False)
-    return gloo_rank(LEARNERS - 1, elements, port)
-
-
-def gloo_rank(rank: int, elements: int, port: int) -> list[float]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=LEARNERS)
-    gradients = torch.from_numpy(make_gradients(rank, elements))
-    dist.all_reduce(gradients)
-    dist.barrier()
-    dist.destroy_process_group()
-    return gradients[:1000].tolist()
+    words = [str(LEARNERS), str(elements), str(port)]
+    script = [sys.executable, str(HERE / "peer_learners" / "gloo_sum.py")]
+    ranks = [subprocess.Popen([*script, str(rank), *words], stdout=subprocess.PIPE) for rank in range(LEARNERS)]
+    said = [one.communicate(timeout=WAIT_S)[0] for one in ranks]
+    values: list[float] = json.loads(said[0])
+    return values
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A round of 64 MiB of parameters between two learners: ours, torchft's DiLoCo, GradientMail's, and bare all-reduces.
 
-    python benchmarks/peers.py [--rounds 12] [--mib 64] [--only NAME ...]
+    python benchmarks/peers.py [--rounds 8] [--mib 64] [--only NAME ...]
 
 Every system with its default codec, on this machine, one after the other. `round_s` is from the read of the parameters
 (the later of both learners') until both have the new ones in their models; `held_s` is how long a learner's training
@@ -237,7 +237,7 @@ def compare(found: dict[str, Any]) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--only", nargs="+", help="names of systems, as the result has them")
     parser.add_argument("--note", default="", help="a word on the machine, for the result")

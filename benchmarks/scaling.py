@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from bodies import MIB, WIDTH, read_memory
+from msgspec.structs import replace
 from peers import SKIPPED, describe, measure_ours
 from seeds import count_cores, find_commit
 
@@ -142,41 +143,37 @@ def read_layout(parameters: int) -> dict[str, float]:
 def simulate(*words: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "atoll.cli", "simulate", "bandwidth", "--profile", "atoll", *words]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
-    return answers
+    answers = json.loads(done.stdout)
+    return [{key: round(v, 4) if isinstance(v, float) else v for key, v in one.items()} for one in answers]
 
 
-def project() -> list[dict[str, Any]]:
-    """Eight learners, each in a data center of its own, 50 ms from the syncer."""
-    rows = []
+def project() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Eight learners, each in a data center of its own, 50 ms from the syncer: by model, and by what they send."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for parameters, step_s in MODELS:
         place = ["--parameters", parameters, "--step-s", step_s, "--datacenters", "8", "--learners", "8"]
         place += ["--latency-s", "0.05", "--gbit-s", GBIT_S]
+        rows = {"data-parallel": simulate(*place, "--methods", "data-parallel")}
         for codec, down in CODECS:
             asked = [*place, "--methods", "decoupled", "--codec", codec, "--version-codec", down]
-            rows += [{"parameters": parameters, **one} for one in simulate(*asked)]
-        rows += [{"parameters": parameters, **one} for one in simulate(*place, "--methods", "data-parallel")]
-    return [{name: round(value, 4) if isinstance(value, float) else value for name, value in r.items()} for r in rows]
+            rows[codec] = simulate(*asked)
+        found[parameters] = rows
+    return found
 
 
 def check_profile() -> dict[str, Any] | None:
-    """What the profile says that a learner's link carries per step, over what was counted on a real one."""
+    """What the profile says that a learner's link carries per round, beside what was counted on a real one."""
     if not LINKS.exists():
         return None
     links = json.loads(LINKS.read_text())
-    asked, counted = links["asked"], links["limited"]["ours"]
-    from msgspec.structs import replace
-
+    asked, counted = links["asked"], links["limited"]["ours"]["kilobytes_per_round"]
     places = {"learners": asked["learners"], "datacenters": asked["learners"], "step_s": asked["step"]}
     run = replace(profile("atoll").run, parameters=asked["parameters"], **places)
-    up, down = (1000 * gbit / run.sync_every / run.step_s for gbit in loads_gbit(run))
+    predicted = dict(zip(("up", "down"), (1e6 / 8 * gbit / run.fragments for gbit in loads_gbit(run)), strict=True))
     return {
-        "predicted_mbit_per_s": {"up": round(up, 1), "down": round(down, 1)},
-        "counted_mbit_per_s": {"up": counted["mbit_per_s_up"], "down": counted["mbit_per_s_down"]},
-        "counted_over_predicted": {
-            "up": round(counted["mbit_per_s_up"] / up, 3),
-            "down": round(counted["mbit_per_s_down"] / down, 3),
-        },
+        "predicted_kilobytes_per_round": {way: round(value, 1) for way, value in predicted.items()},
+        "counted_kilobytes_per_round": counted,
+        "counted_over_predicted": {way: round(counted[way] / predicted[way], 4) for way in predicted},
     }
 
 
@@ -203,8 +200,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     memory.set(title="Memory", xlabel="bytes per parameter")
     for (parameters, _), colour in zip(MODELS, ("#D55E00", "#CC79A7"), strict=True):
         for (codec, down), dash in zip(CODECS, ("-", "--"), strict=True):
-            wanted = {"parameters": parameters, "codec": codec, "method": "decoupled"}
-            rows = [r for r in result["projected"] if wanted.items() <= r.items()]
+            rows = result["projected"][parameters][codec]
             points = [r["gbit_s"] for r in rows], [r["effective_h"] for r in rows]
             projected.loglog(*points, dash, marker="o", color=colour, label=f"{parameters}, {codec} up, {down} down")
     projected.axhline(24, color="#999999", linewidth=0.8)

@@ -92,6 +92,18 @@ async def test_a_silent_line_takes_no_more_than_its_buffer(line: TcpRelay) -> No
     writer.transport.abort()
 
 
+async def test_a_silent_line_takes_as_much_as_the_buffer_that_it_was_given(line: TcpRelay) -> None:
+    roomy = TcpRelay(*line._upstream, buffer=64 * 1024 * 1024)
+    await roomy.start()
+    _, writer = await asyncio.open_connection("127.0.0.1", roomy.port)
+    roomy.silence(True)
+    writer.transport.set_write_buffer_limits(0)
+    writer.write(bytes(64 * 1024 * 1024))
+    await asyncio.wait_for(writer.drain(), 20)
+    writer.transport.abort()
+    await roomy.stop()
+
+
 async def test_a_reset_breaks_every_connection(line: TcpRelay) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", line.port)
     writer.write(b"one")
