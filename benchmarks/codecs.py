@@ -1,19 +1,19 @@
-"""How fast the codecs are, and a merge of encoded contributions with its outer step.
+"""How fast the codecs are, and all that a syncer does with encoded contributions until their version is staged.
 
     python benchmarks/codecs.py        a table, and benchmarks/results/codecs.json
 
-GB/s are 4 bytes for each value, whatever its codec makes of it; of a merge, for each value of each contribution. One
-fragment of 64 MiB of parameters in 8 pieces, contributions of 4 learners that were encoded beforehand.
+GB/s are 4 bytes for each value, whatever its codec makes of it; of a merge, for each value of each contribution.
 
-Codecs, on one thread and on all: `encode` (Δ = base − θ), `fed` (the same with feedback, and the rest), `decode` (with
-the check of a body that came from a peer).
+Codecs, on one thread and on all, a fragment of 64 MiB of parameters: `encode` (Δ = base − θ), `fed` (the same with
+feedback, and the rest), `decode` (with the check of a body that came from a peer).
 
-Merges:
-    mean          add_contributions, then the outer step in parts
-    rda           the same with RDA per piece. The norms of the contributions are known: they are measured on arrival
-    in turn       decode each contribution, merge (mean), outer step, one after the other on one thread
-    torch         mean and the same outer step by torch in place, on all threads: of float32 and bf16 tensors as they
-                  are, of the other codecs after learner/codecs.py has decoded them
+Rounds, of bodies that were encoded beforehand: 4 learners and 64 MiB in 8 pieces; 1 learner and 27 MiB in 6 pieces (a
+block of a GPT of 170M parameters). By what the syncer itself calls:
+    mean, rda-row   decode each contribution and `Parameters.stage_merge`: merge by that rule, outer step, check, digest
+    all             the same by rda-row, and before it screen and filter: all that a round costs but its journal
+    in turn         what `all` does, one pass after the other over the whole fragment, on one thread
+    torch           mean and the same outer step by torch in place, on all threads: of float32 and bf16 tensors as they
+                    are, of the other codecs after learner/codecs.py has decoded them. No check, no digest
 
 Every figure is the median over repetitions that take turns, so that all see the same machine.
 """
@@ -27,7 +27,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -37,101 +37,103 @@ import numba
 import numpy as np
 import torch
 
+from atoll.choices import MERGE
+from atoll.config import Outer
+from atoll.digests import compute_digest
 from atoll.learner import codecs
 from atoll.numerics import kernels
-from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
+from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import (
-    Codec,
     Delta,
-    add_contributions,
     body_nbytes,
     decode_contribution,
     encode_contribution,
     make_codec,
 )
-from atoll.numerics.codecs.topk import TopK
-from atoll.numerics.fragments import make_plan, row_lengths
-from atoll.numerics.kernels import PART, in_parts
-from atoll.numerics.merge import merge, row_norms
-from atoll.numerics.outer import make_outer, take_outer_step
+from atoll.numerics.compiled import read_only, thread_count
+from atoll.numerics.filter import Filter
+from atoll.numerics.fragments import FragmentPlan, make_plan, row_lengths
+from atoll.numerics.outer import take_outer_step
+from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec
+from atoll.syncer.parameters import Parameters, is_finite
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("fp32", "bf16", "int8", "int4", "topk")
-MEMBERS = 4
 LIMITS = {"bf16": 1.0, "int4": 2.0}
 """GB/s of a merge with its outer step."""
 TIMES_TORCH = 2.0
-LR, MU = 0.7, 0.6
 
 PLAN = make_plan([TensorSpec(f"blocks.{n}.weight", (512, 4096), "float32") for n in range(8)], 1)
-FRAGMENT = PLAN.fragments[0]
-SIZE, ROWS = FRAGMENT.size, row_lengths(FRAGMENT.pieces)
-WEIGHTS = [1.0, 2.0, 3.0, 4.0][:MEMBERS]
-SHARES = np.repeat(np.array(WEIGHTS)[:, np.newaxis] / sum(WEIGHTS), len(FRAGMENT.pieces), axis=1)
-
-
-def make(name: str, threads: int) -> Codec:
-    return TopK(threads) if name == "topk" else make_codec(name, threads)
+FRAGMENT, SIZE = PLAN.fragments[0], PLAN.size
+BLOCK = {"q": (2304, 768), "o": (768, 768), "up": (3072, 768), "down": (768, 3072), "n1": (768,), "n2": (768,)}
+SMALL = make_plan([TensorSpec(f"blocks.0.{name}", shape, "float32") for name, shape in BLOCK.items()], 1)
 
 
 class Round:
     """What a syncer holds: encoded contributions, Θ, momentum, and room for the next version."""
 
-    def __init__(self, name: str, deltas: list[FloatArray], threads: int) -> None:
-        self.codec, self.threads = make(name, threads), threads
-        self.bodies: list[ByteArray] = [np.empty(body_nbytes(self.codec, FRAGMENT), np.uint8) for _ in deltas]
-        nothing = np.zeros(SIZE, np.float32)
+    def __init__(self, plan: FragmentPlan, name: str, deltas: list[FloatArray], threads: int, rule: str) -> None:
+        self.part, self.codec = plan.fragments[0], make_codec(name, threads)
+        self.bodies: list[ByteArray] = [np.empty(body_nbytes(self.codec, self.part), np.uint8) for _ in deltas]
+        nothing = np.zeros(plan.size, np.float32)
         for delta, body in zip(deltas, self.bodies, strict=True):
-            encode_contribution(self.codec, FRAGMENT, Delta(delta, nothing), body)
-        self.theta, self.new, self.momentum, self.gradient = (np.zeros(SIZE, np.float32) for _ in range(4))
-        self.decoded = [np.empty(SIZE, np.float32) for _ in deltas]
+            encode_contribution(self.codec, self.part, Delta(delta, nothing), body)
+        self.decoded = [np.empty(plan.size, np.float32) for _ in deltas]
+        self.names, self.weights = [str(n) for n in range(len(deltas))], [1.0 + n for n in range(len(deltas))]
+        self.parameters = Parameters(plan, Outer(merge=rule))
+        self.parameters.threads = threads
+        self.parameters.commit_initial()
+        self.screen, self.filter = NormScreen(plan), Filter(plan, threads)
+        self.version = 0
+
+    def decode(self) -> None:
         for body, out in zip(self.bodies, self.decoded, strict=True):
-            decode_contribution(self.codec, FRAGMENT, body, out)
-        self.norms: DoubleArray = np.stack([self.norms_of(delta) for delta in self.decoded])
-        self.outer = make_outer("nesterov", LR, MU)
+            decode_contribution(self.codec, self.part, body, out)
 
-    def norms_of(self, values: FloatArray) -> DoubleArray:
-        """Of each piece."""
-        found = np.empty(len(FRAGMENT.pieces))
+    def judge(self) -> None:
+        for delta in self.decoded:
+            assert self.screen.judge(0, delta) is None
+        self.filter.judge(0, self.names, self.decoded, self.parameters.momentum(0))
 
-        def work(first: int, last: int) -> None:
-            for n in range(first, last):
-                found[n] = row_norms(values[FRAGMENT.parts[n][1]], 1)[0]
+    def merge(self) -> None:
+        self.decode()
+        self.stage()
 
-        in_parts(work, len(found), 1, self.threads)
-        return found
+    def work(self) -> None:
+        self.decode()
+        self.judge()
+        self.stage()
 
-    def step_in_parts(self) -> None:
-        def work(a: int, b: int) -> None:
-            state = {"momentum": self.momentum[a:b]}
-            self.outer.step(self.theta[a:b], self.new[a:b], state, self.gradient[a:b])
+    def stage(self) -> None:
+        self.parameters.stage_merge(0, self.decoded, self.weights)
+        self.parameters.piece_marks(0)
+        self.version += 1
+        self.parameters.commit_version(0, self.version, self.version)
 
-        in_parts(work, SIZE, PART, self.threads)
 
-    def mean(self) -> None:
-        add_contributions(self.codec, FRAGMENT, self.bodies, SHARES, self.gradient)
-        self.step_in_parts()
+class RoundInTurn(Round):
+    """One pass after the other, each over the whole fragment, on one thread."""
 
-    def rda(self) -> None:
-        radius = (SHARES * self.norms).sum(axis=0)
-        add_contributions(self.codec, FRAGMENT, self.bodies, SHARES * radius / self.norms, self.gradient)
-        factors = (radius / self.norms_of(self.gradient)).astype(np.float32)
+    def __init__(self, plan: FragmentPlan, name: str, deltas: list[FloatArray], rule: str) -> None:
+        super().__init__(plan, name, deltas, 1, rule)
+        self.rule, self.outer = MERGE.load(rule), Outer().make()
+        self.theta, self.new, self.gradient, momentum = (np.zeros(plan.size, np.float32) for _ in range(4))
+        self.state = {"momentum": momentum}
 
-        def work(first: int, last: int) -> None:
-            for n in range(first, last):
-                factor = kernels.read_only(factors[n : n + 1])
-                kernels.scale_rows(self.gradient[FRAGMENT.parts[n][1]], factor)
-
-        in_parts(work, len(factors), 1, self.threads)
-        self.step_in_parts()
-
-    def in_turn(self) -> None:
-        for body, out in zip(self.bodies, self.decoded, strict=True):
-            decode_contribution(self.codec, FRAGMENT, body, out)
-        merge(FRAGMENT, self.decoded, WEIGHTS, self.gradient, "mean")
-        state = {"momentum": self.momentum}
-        take_outer_step(self.outer, FRAGMENT, self.theta, self.new, state, self.gradient)
+    def stage(self) -> None:
+        shares = np.array(self.weights) / sum(self.weights)
+        for piece, at in self.part.parts:
+            if len(self.decoded) == 1:
+                self.gradient[at] = self.decoded[0][at]
+            else:
+                given = [read_only(delta[at]) for delta in self.decoded]
+                self.rule.merge_piece(piece, given, shares, self.gradient[at])
+        take_outer_step(self.outer, self.part, self.theta, self.new, self.state, self.gradient)
+        assert is_finite(self.new)
+        compute_digest(self.new.view(np.uint8).data)
+        np.bitwise_xor.reduceat(self.new.view(np.uint32), self.part.offsets)
+        self.theta, self.new = self.new, self.theta
 
 
 class TorchRound:
@@ -139,23 +141,25 @@ class TorchRound:
 
     def __init__(self, ours: Round) -> None:
         self.codec, self.bodies = ours.codec, [torch.from_numpy(body) for body in ours.bodies]
-        self.theta, self.momentum, self.gradient, self.decoded = (torch.zeros(SIZE) for _ in range(4))
+        self.rows, self.weights, size = row_lengths(ours.part.pieces), ours.weights, ours.part.size
+        self.theta, self.momentum, self.gradient, self.decoded = (torch.zeros(size) for _ in range(4))
 
     def delta(self, body: torch.Tensor) -> torch.Tensor:
         if self.codec.name in ("fp32", "bf16"):
             return body.view(torch.float32 if self.codec.name == "fp32" else torch.bfloat16)
-        codecs.decode(self.codec, body, ROWS, self.decoded)
+        codecs.decode(self.codec, body, self.rows, self.decoded)
         return self.decoded
 
     def step(self) -> None:
+        lr, mu = Outer().lr, Outer().momentum
         self.gradient.zero_()
-        for body, weight in zip(self.bodies, WEIGHTS, strict=True):
-            self.gradient.add_(self.delta(body), alpha=weight / sum(WEIGHTS))
-        self.momentum.mul_(MU).add_(self.gradient)
-        self.theta.sub_(self.gradient, alpha=LR).sub_(self.momentum, alpha=LR * MU)
+        for body, weight in zip(self.bodies, self.weights, strict=True):
+            self.gradient.add_(self.delta(body), alpha=weight / sum(self.weights))
+        self.momentum.mul_(mu).add_(self.gradient)
+        self.theta.sub_(self.gradient, alpha=lr).sub_(self.momentum, alpha=lr * mu)
 
 
-def in_turns(works: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+def in_turns(works: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
     """Seconds of each, the median."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repetitions + 1):
@@ -168,16 +172,16 @@ def in_turns(works: dict[str, Callable[[], object]], repetitions: int) -> dict[s
 
 
 def measure_codec(name: str, threads: int, deltas: list[FloatArray], repetitions: int) -> dict[str, Any]:
-    base, theta, rest = deltas[0], deltas[1], np.zeros(SIZE, np.float32)
+    base, theta, feedback, rest = deltas[0], deltas[1], deltas[2], np.zeros(SIZE, np.float32)
     works: dict[str, Callable[[], object]] = {}
     for count in sorted({1, threads}):
-        codec = make(name, count)
+        codec = make_codec(name, count)
         body, out = np.empty(body_nbytes(codec, FRAGMENT), np.uint8), np.empty(SIZE, np.float32)
         works[f"encode {count}"] = partial(encode_contribution, codec, FRAGMENT, Delta(base, theta), body)
-        works[f"fed {count}"] = partial(encode_contribution, codec, FRAGMENT, base, theta, body, rest, rest)
+        works[f"fed {count}"] = partial(encode_contribution, codec, FRAGMENT, Delta(base, theta, feedback, rest), body)
         works[f"decode {count}"] = partial(decode_contribution, codec, FRAGMENT, body, out)
     times = in_turns(works, repetitions)
-    codec = make(name, threads)
+    codec = make_codec(name, threads)
     encode_contribution(codec, FRAGMENT, Delta(base, theta), body)
     decode_contribution(codec, FRAGMENT, body, out)
     exact = (base - theta).astype(np.float64)
@@ -189,23 +193,36 @@ def measure_codec(name: str, threads: int, deltas: list[FloatArray], repetitions
     }
 
 
-def measure_merge(name: str, threads: int, deltas: list[FloatArray], repetitions: int) -> dict[str, Any]:
-    ours = Round(name, deltas, threads)
-    theirs = TorchRound(ours)
-    works = {"mean": ours.mean, "rda": ours.rda, "in turn": ours.in_turn, "torch": theirs.step}
+def measure_round(
+    plan: FragmentPlan, name: str, threads: int, deltas: list[FloatArray], repetitions: int
+) -> dict[str, Any]:
+    mean, ours = (Round(plan, name, deltas, threads, rule) for rule in ("mean", "rda-row"))
+    works = {
+        "mean": mean.merge,
+        "rda-row": ours.merge,
+        "all": ours.work,
+        "in turn": RoundInTurn(plan, name, deltas, "rda-row").work,
+        "torch": TorchRound(ours).step,
+    }
     times = in_turns(works, repetitions)
     return {
         "codec": name,
-        "gb_per_s": {work: round(4e-9 * SIZE * MEMBERS / seconds, 2) for work, seconds in times.items()},
-        "times_torch": {work: round(times["torch"] / times[work], 2) for work in ("mean", "rda")},
+        "learners": len(deltas),
+        "parameters_mib": 4 * plan.size // 2**20,
+        "ms": {work: round(1e3 * seconds, 1) for work, seconds in times.items()},
+        "gb_per_s": {work: round(4e-9 * plan.size * len(deltas) / seconds, 2) for work, seconds in times.items()},
+        "times_torch": {work: round(times["torch"] / times[work], 2) for work in ("mean", "rda-row")},
+        "times_in_turn": round(times["in turn"] / times["all"], 2),
     }
 
 
-def broken_limits(merges: list[dict[str, Any]]) -> list[str]:
+def broken_limits(rounds: list[dict[str, Any]]) -> list[str]:
     wrong = []
-    for one in merges:
+    for one in rounds:
+        if one["learners"] == 1:
+            continue
         name, rates = one["codec"], one["gb_per_s"]
-        for rule in ("mean", "rda"):
+        for rule in ("mean", "rda-row"):
             if name in LIMITS and rates[rule] < LIMITS[name]:
                 wrong.append(f"{name}, {rule}: {rates[rule]} GB/s, {LIMITS[name]} are asked for")
         if name in LIMITS and one["times_torch"]["mean"] < TIMES_TORCH:
@@ -220,30 +237,30 @@ def commit() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=thread_count())
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "codecs.json")
     options = parser.parse_args()
     kernels.warm()
     torch.set_num_threads(options.threads)
     dice = np.random.default_rng(0)
-    deltas = [dice.standard_normal(SIZE, dtype=np.float32) for _ in range(MEMBERS)]
+    deltas = [dice.standard_normal(SIZE, dtype=np.float32) for _ in range(4)]
     found = [measure_codec(name, options.threads, deltas, options.repetitions) for name in NAMES]
-    merges = [measure_merge(name, options.threads, deltas, options.repetitions) for name in NAMES]
+    rounds = [measure_round(PLAN, name, options.threads, deltas, options.repetitions) for name in NAMES]
+    alone = [delta[: SMALL.size] for delta in deltas[:1]]
+    rounds += [measure_round(SMALL, name, options.threads, alone, options.repetitions) for name in NAMES]
     result = {
         "commit": commit(),
         "machine": {"processor": platform.machine(), "threads": options.threads, "load": os.getloadavg()[0]},
         "versions": {"python": platform.python_version(), "numpy": np.__version__}
         | {"numba": numba.__version__, "torch": torch.__version__},
-        "parameters_mib": 4 * SIZE // 2**20,
-        "learners": MEMBERS,
         "codecs": found,
-        "merges": merges,
-        "wrong": broken_limits(merges),
+        "rounds": rounds,
+        "wrong": broken_limits(rounds),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for one in [*found, *merges]:
+    for one in [*found, *rounds]:
         print(json.dumps(one))
     print("\n".join(result["wrong"]) or "every limit is kept")
     return 1 if result["wrong"] else 0

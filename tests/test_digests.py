@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from atoll.digests import compute_digest, digest_pieces
+from atoll.digests import DigestInParts, compute_digest, digest_pieces
 
 KIB = 1024
 
@@ -37,3 +41,12 @@ def test_pieces_are_the_whole(step: int) -> None:
     data = np.random.default_rng(1).bytes(100 * KIB)
     assert digest_pieces(data[at : at + step] for at in range(0, len(data), step)) == compute_digest(data)
     assert digest_pieces([]) == compute_digest(b"")
+
+
+@given(st.binary(max_size=300), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_parts_in_any_order_give_the_digest_of_the_whole(data: bytes, step: int, dice: Random) -> None:
+    found, starts = DigestInParts(memoryview(data)), list(range(0, len(data), step))
+    dice.shuffle(starts)
+    for start in starts:
+        found.add_part(start, min(start + step, len(data)))
+    assert found.finish() == compute_digest(data)

@@ -9,6 +9,7 @@ used. docs/security.md says what each hash protects against.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import Lock
 
 import xxhash
 
@@ -26,3 +27,32 @@ def digest_pieces(pieces: Iterable[Buffer]) -> str:
     for piece in pieces:
         hashed.update(piece)
     return hashed.hexdigest()
+
+
+class DigestInParts:
+    """Of one buffer that several threads fill, part by part: each is hashed as soon as all before it are."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._hash = data, xxhash.xxh3_128()
+        self._filled: dict[int, int] = {}
+        """Where parts that are not hashed yet begin, and end."""
+        self._at = 0
+        self._hashing = Lock()
+
+    def add_part(self, start: int, stop: int) -> None:
+        """These bytes are final. Whoever finds nobody at it hashes all that can be hashed."""
+        self._filled[start] = stop
+        if self._hashing.acquire(blocking=False):
+            self._hash_filled()
+            self._hashing.release()
+
+    def finish(self) -> str:
+        """Every part was added."""
+        self._hash_filled()
+        assert self._at == self._data.nbytes, "the parts are the whole"
+        return self._hash.hexdigest()
+
+    def _hash_filled(self) -> None:
+        while (stop := self._filled.pop(self._at, None)) is not None:
+            self._hash.update(self._data[self._at : stop])
+            self._at = stop

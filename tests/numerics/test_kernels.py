@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.numerics import kernels
+from atoll.numerics import compiled, kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.compiled import read_only
 from atoll.numerics.kernels import BLOCK, GROUP, LANES
 
 SIZES = [1, 7, LANES, LANES + 1, 1000, BLOCK, BLOCK + 3, 3 * BLOCK + 5]
@@ -41,22 +42,22 @@ def numpy_square_norm(row: FloatArray) -> float:
 @pytest.mark.parametrize("count", [1, 3, GROUP])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_accumulate_adds_in_the_order_given(size: int, count: int, fresh: bool) -> None:
-    deltas = tuple(kernels.read_only(draw(size, m)) for m in range(GROUP))
+    deltas = tuple(read_only(draw(size, m)) for m in range(GROUP))
     coefficients = draw(GROUP, 99).reshape(1, GROUP)
     out = draw(size, 50)
     expected = out.copy()
     for m in range(count):
         product = coefficients[0, m] * deltas[m]
         expected = product if fresh and m == 0 else expected + product
-    kernels.accumulate(out, deltas, kernels.read_only(coefficients), count, fresh)
+    kernels.accumulate(out, deltas, read_only(coefficients), count, fresh)
     assert same_bits(out, expected)
 
 
 def test_accumulate_takes_each_row_with_its_own_coefficient() -> None:
-    deltas = tuple(kernels.read_only(draw(12, m)) for m in range(GROUP))
+    deltas = tuple(read_only(draw(12, m)) for m in range(GROUP))
     coefficients = draw(3 * GROUP, 7).reshape(3, GROUP)
     out = np.empty(12, np.float32)
-    kernels.accumulate(out, deltas, kernels.read_only(coefficients), 2, True)
+    kernels.accumulate(out, deltas, read_only(coefficients), 2, True)
     rows = [delta.reshape(3, 4) for delta in deltas]
     assert same_bits(out, (coefficients[:, :1] * rows[0] + coefficients[:, 1:2] * rows[1]).ravel())
 
@@ -64,23 +65,23 @@ def test_accumulate_takes_each_row_with_its_own_coefficient() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_square_norms_are_the_lanes_in_order(size: int) -> None:
     values, out = draw(size), np.empty(1, np.float64)
-    kernels.square_norms(kernels.read_only(values), out)
+    kernels.square_norms(read_only(values), out)
     assert out[0] == numpy_square_norm(values)
     assert out[0] == pytest.approx(math.fsum(float(v) ** 2 for v in values), rel=1e-12)
 
 
 def test_square_norms_of_rows_do_not_depend_on_their_neighbours() -> None:
     values, out, alone = draw(5 * 200), np.empty(5, np.float64), np.empty(1, np.float64)
-    kernels.square_norms(kernels.read_only(values), out)
+    kernels.square_norms(read_only(values), out)
     for row in range(5):
-        kernels.square_norms(kernels.read_only(values[200 * row : 200 * row + 200]), alone)
+        kernels.square_norms(read_only(values[200 * row : 200 * row + 200]), alone)
         assert out[row] == alone[0]
 
 
 @pytest.mark.parametrize("extreme", [3.4028235e38, 1e-45, 0.0])
 def test_square_norms_of_extremes_are_finite(extreme: float) -> None:
     values, out = np.full(1000, extreme, np.float32), np.empty(1, np.float64)
-    kernels.square_norms(kernels.read_only(values), out)
+    kernels.square_norms(read_only(values), out)
     assert out[0] == pytest.approx(1000 * float(np.float32(extreme)) ** 2, rel=1e-12)
 
 
@@ -89,7 +90,7 @@ def test_square_norms_of_extremes_are_finite(extreme: float) -> None:
 def test_one_broken_value_breaks_the_norm(broken: float, place: int) -> None:
     values, out = np.ones(300, np.float32), np.empty(1, np.float64)
     values[place] = broken
-    kernels.square_norms(kernels.read_only(values), out)
+    kernels.square_norms(read_only(values), out)
     assert not math.isfinite(out[0])
 
 
@@ -99,13 +100,15 @@ def test_a_dot_product_is_the_lanes_in_order(size: int) -> None:
     padded = np.zeros(-(-size // LANES) * LANES)
     padded[:size] = a.astype(np.float64) * b.astype(np.float64)
     lanes: DoubleArray = np.add.accumulate(padded.reshape(-1, LANES), axis=0)[-1]
-    assert kernels.dot(kernels.read_only(a), kernels.read_only(b)) == float(np.add.accumulate(lanes)[-1])
+    out = np.empty(1)
+    kernels.block_dots(read_only(a), read_only(b), size, out)
+    assert out[0] == float(np.add.accumulate(lanes)[-1])
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_sketch_adds_rows_with_the_sign_of_their_number(size: int) -> None:
     values, out = draw(size), np.zeros(16)
-    kernels.sketch(kernels.read_only(values), out)
+    kernels.sketch(read_only(values), out)
     padded = np.zeros(-(-size // 16) * 16)
     padded[:size] = values
     expected = np.zeros(16)
@@ -117,10 +120,29 @@ def test_a_sketch_adds_rows_with_the_sign_of_their_number(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("put", [0.0, -0.0, 3.4028235e38, 1e-45, math.nan, math.inf, -math.inf])
+def test_bits_are_checked_and_added_by_xor(size: int, put: float) -> None:
+    values = draw(size)
+    values[size // 2] = put
+    finite, mark = kernels.check_bits(read_only(values.view(np.uint32)))
+    assert (finite, mark) == (np.isfinite(values).all(), np.bitwise_xor.reduce(values.view(np.uint32)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_blocks_have_dot_products_of_their_own(size: int) -> None:
+    a, b = read_only(draw(size)), read_only(draw(size, 1))
+    found, alone = np.empty(-(-size // 100)), np.empty(1)
+    kernels.block_dots(a, b, 100, found)
+    for k, start in enumerate(range(0, size, 100)):
+        kernels.block_dots(a[start : start + 100], b[start : start + 100], 100, alone)
+        assert found[k] == alone[0]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_scale_rows(size: int) -> None:
     values, factors = draw(size * 2), draw(2, 1)
     expected: FloatArray = (values.reshape(2, size) * factors[:, np.newaxis]).ravel()
-    kernels.scale_rows(values, kernels.read_only(factors))
+    kernels.scale_rows(values, read_only(factors))
     assert same_bits(values, expected)
 
 
@@ -131,7 +153,7 @@ def test_nesterov_is_its_equation(size: int) -> None:
     next_b: FloatArray = mu * b + delta
     ahead: FloatArray = delta + mu * next_b
     next_theta: FloatArray = theta - lr * ahead
-    kernels.nesterov(theta, b, kernels.read_only(delta), lr, mu)
+    kernels.nesterov(theta, b, read_only(delta), lr, mu)
     assert same_bits(b, next_b) and same_bits(theta, next_theta)
 
 
@@ -139,26 +161,26 @@ def test_nesterov_is_its_equation(size: int) -> None:
 def test_sgd_is_its_equation(size: int) -> None:
     theta, delta, lr = draw(size, 1), draw(size, 3), np.float32(0.3)
     expected: FloatArray = theta - lr * delta
-    kernels.sgd(theta, kernels.read_only(delta), lr)
+    kernels.sgd(theta, read_only(delta), lr)
     assert same_bits(theta, expected)
 
 
 REAL_USE = """
 import numpy as np
 from atoll import choices
-from atoll.numerics import kernels, merge, outer, codec, screen, fragments, filter
+from atoll.numerics import codec_kernels, compiled, kernels, merge, outer, codec, screen, fragments, filter
 from atoll.protocol.messages import TensorSpec
+from atoll.syncer import parameters
 
 INNER = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count"}
 # compiled into those that call them
 
 def kinds():
-    return {name: len(k.compiled.signatures) for name, k in vars(kernels).items() if isinstance(k, kernels.Kernel)
-            and name not in INNER}
+    return {k.__name__: len(k.compiled.signatures) for k in compiled._KERNELS if k.__name__ not in INNER}
 
 kernels.warm()
 before = kinds()
-assert set(before.values()) == {1} and len(before) == 21, before
+assert set(before.values()) == {1} and len(before) == 20, before
 fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
 x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
@@ -181,8 +203,8 @@ for by in map(codec.make_codec, choices.CODEC.names()):
     by.encode_delta(codec.Delta(y, received, received, x.copy()), rows, body)
     given = np.frombuffer(body.tobytes(), np.uint8)
     by.check(given, rows), by.decode(given, rows, y)
-    by.add_scaled([given, body], rows, np.ones((2, 1)), y)
 codec.round_to_dtype(y, "bfloat16")
+assert parameters.is_finite(received) and parameters.is_finite(y)
 assert screen.NormScreen([8]).judge(0, received) is None
 assert kinds() == before, kinds()
 """
@@ -194,7 +216,7 @@ def test_real_use_needs_no_kernel_that_warm_has_not_met() -> None:
 
 def test_read_only_is_the_same_memory_and_leaves_the_original_writable() -> None:
     values = np.zeros(3, np.float32)
-    view = kernels.read_only(values)
+    view = read_only(values)
     values[0] = 5
     assert view[0] == 5 and not view.flags.writeable and values.flags.writeable
 
@@ -206,19 +228,25 @@ def test_nothing_but_a_call_of_a_kernel_loads_numba() -> None:
 
 def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernels.warm()
-    files = [kernel.index_file for kernel in kernels._KERNELS]
-    assert len(files) == 27 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
-    source, numba, kept = tmp_path / "kernels.py", tmp_path / "numba.py", tmp_path / "__pycache__"
+    files = [kernel.index_file for kernel in compiled._KERNELS]
+    assert len(files) == 26 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
+    sources, numba, kept = {one.source for one in compiled._KERNELS}, tmp_path / "numba.py", tmp_path / "__pycache__"
+    assert {one.name for one in sources} == {"kernels.py", "codec_kernels.py"}
     kept.mkdir()
-    for file in (source, numba, *(kept / one.name for one in files)):
+    copies = [tmp_path / one.name for one in sources]
+    for file in (*copies, numba, *(kept / one.name for one in files)):
         file.touch()
-    monkeypatch.setattr(kernels, "__file__", str(source))
-    monkeypatch.setattr(kernels, "find_spec", lambda name: SimpleNamespace(origin=str(numba)))
+    monkeypatch.setattr(compiled.Kernel, "source", property(lambda self: tmp_path / _source_name(self)))
+    monkeypatch.setattr(compiled, "find_spec", lambda name: SimpleNamespace(origin=str(numba)))
     assert kernels.are_compiled()
-    for newer in (source, numba):
+    for newer in (*copies, numba):
         os.utime(newer, (2e9, 2e9))
         assert not kernels.are_compiled(), f"{newer.name} is newer than what was made of it"
         os.utime(newer, (1e9, 1e9))
     assert kernels.are_compiled()
     (kept / files[3].name).unlink()
     assert not kernels.are_compiled()
+
+
+def _source_name(kernel: compiled.Kernel[..., object]) -> str:
+    return Path(kernel.__wrapped__.__code__.co_filename).name  # type: ignore[attr-defined]

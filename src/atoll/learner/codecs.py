@@ -13,9 +13,9 @@ import torch
 
 from atoll.numerics.absmax import Absmax
 from atoll.numerics.codec import Codec, count_values
+from atoll.numerics.codec_kernels import ABSMAX_BLOCK, TOPK_BLOCK, TOPK_PERCENT
 from atoll.numerics.codecs.topk import TopK
 from atoll.numerics.fragments import Rows
-from atoll.numerics.kernels import ABSMAX_BLOCK, TOPK_BLOCK, TOPK_PERCENT
 
 NOT_FINITE = 0x7F800000
 NAN = 0x7FC00000
@@ -98,7 +98,7 @@ def _by_block(
 
 
 def _scales(bits: int, most: torch.Tensor) -> torch.Tensor:
-    """`kernels.absmax_scale`."""
+    """`codec_kernels.absmax_scale`."""
     levels = torch.full_like(most, (1 << (bits - 1)) - 1, dtype=torch.float32)
     scale = (most.view(torch.float32) / levels).view(torch.int32) & (-0x100 if bits == 8 else -0x10000)
     scale = torch.where(scale >= SMALLEST, scale, 0)

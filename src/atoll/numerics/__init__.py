@@ -11,7 +11,9 @@ into buffers the caller allocated once.
     merge          contributions → one outer gradient
     outer          outer gradient → a new version
     permutation    the order of a dataset's samples
-    kernels        the loops under all of these, compiled once
+    kernels        the loops under norms, merges and outer steps
+    codec_kernels  those under the codecs
+    compiled       how loops are compiled, once, and run on several threads
 
 The choices (codecs, plans, merge rules, outer optimizers) are the modules of the folders below.
 """

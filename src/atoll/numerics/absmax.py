@@ -17,17 +17,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from atoll.numerics import kernels
-from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
-from atoll.numerics.codec import Delta, check_length, count_values, grouped
+from atoll.numerics import codec_kernels
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.codec import Delta, check_length, count_values
+from atoll.numerics.codec_kernels import ABSMAX_BLOCK
+from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
-from atoll.numerics.kernels import ABSMAX_BLOCK, PART, in_parts, read_only
 from atoll.protocol.errors import PeerError
 
 
@@ -67,31 +68,32 @@ class Absmax(msgspec.Struct, frozen=True):
         assert base.size == count_values(rows) and out.size == self.nbytes(rows), "arrays and rows are of one fragment"
         for values, data, width, row_bytes, blocks in self._segments(rows):
             part = (base[values], theta[values], feedback[values], rest[values], out[data], width, row_bytes, self.bits)
-            self._run(partial(kernels.absmax_encode, *part), blocks)
+            self._run(partial(codec_kernels.absmax_encode, *part), blocks)
 
     def check(self, data: ByteArray, rows: Rows) -> None:
         check_length(self, data, rows)
         given = read_only(data)
-        for number, (_, place, width, row_bytes, blocks) in enumerate(self._segments(rows)):
-            wrong = kernels.absmax_check(given[place], width, row_bytes, self.bits, 0, blocks)
+        for number, segment in enumerate(self._segments(rows)):
+            wrong = self._find_fault(given, segment)
             if wrong >= 0:
                 what = (
                     "a code that is reserved" if wrong % 2 else "a scale that is not finite, negative or out of range"
                 )
                 raise PeerError(f"block {wrong // 2} of tensor {number} has {what} ({self.name})")
 
+    def _find_fault(self, data: ByteArray, segment: TensorBlocks) -> int:
+        found: list[int] = []
+        part = (data[segment.data], segment.width, segment.row_bytes, self.bits)
+        self._run(lambda first, last: found.append(codec_kernels.absmax_check(*part, first, last)), segment.blocks)
+        return min((one for one in found if one >= 0), default=-1)
+
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
         assert out.size == count_values(rows) and data.size == self.nbytes(rows), "it was checked"
         given = read_only(data)
         for values, place, width, row_bytes, blocks in self._segments(rows):
-            self._run(partial(kernels.absmax_decode, given[place], out[values], 0, width, row_bytes, self.bits), blocks)
-
-    def add_scaled(self, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray) -> None:
-        given = [read_only(body) for body in bodies]
-        for n, (values, place, width, row_bytes, blocks) in enumerate(self._segments(rows)):
-            for group in grouped([one[place] for one in given], coefficients[:, n]):
-                part = (*group, out[values], width, row_bytes, self.bits)
-                self._run(partial(kernels.absmax_accumulate, *part), blocks)
+            self._run(
+                partial(codec_kernels.absmax_decode, given[place], out[values], width, row_bytes, self.bits), blocks
+            )
 
     def _run(self, work: Callable[[int, int], None], blocks: int) -> None:
         in_parts(work, blocks, PART // ABSMAX_BLOCK, self.threads)

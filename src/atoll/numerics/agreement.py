@@ -16,35 +16,33 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.fragments import Fragment
 
+BLOCKS = 2
+"""Of values that one thread compares at a time."""
 BUCKETS = 256
 """Numbers in a sketch: the cosine of two sketches is that of the contributions, give or take 1/√256."""
 
 
-def tensor_norms(fragment: Fragment, deltas: Sequence[FloatArray]) -> DoubleArray:
+def tensor_norms(fragment: Fragment, deltas: Sequence[FloatArray], threads: int = 1) -> DoubleArray:
     """‖Δ‖ by contribution, then tensor."""
-    norms = np.empty((len(deltas), len(fragment.pieces)))
-    square = np.empty(1, np.float64)
-    for m, delta in enumerate(deltas):
-        for n, (_, part) in enumerate(fragment.parts):
-            kernels.square_norms(kernels.read_only(delta[part]), square)
-            norms[m, n] = np.sqrt(square[0])
-    return norms
+    places, squares = fragment.parts, np.empty((len(deltas), len(fragment.pieces), 1))
+
+    def work(first: int, _: int) -> None:
+        m, n = divmod(first, len(places))
+        kernels.square_norms(read_only(deltas[m][places[n][1]]), squares[m, n])
+
+    in_parts(work, len(deltas) * len(places), 1, threads)
+    return np.sqrt(squares[:, :, 0])
 
 
-def pair_cosines(fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray) -> DoubleArray:
+def pair_cosines(fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, threads: int = 1) -> DoubleArray:
     """[M, M, tensors]: the cosine of each pair of contributions, in each tensor; 1 on the diagonal."""
     members = len(deltas)
     cosines = np.ones((members, members, len(fragment.pieces)))
     for n, (_, part) in enumerate(fragment.parts):
-        views = [kernels.read_only(delta[part]) for delta in deltas]
-        dots = np.zeros((members, members))
-        for start in range(0, part.stop - part.start, kernels.BLOCK):  # every pair while they are in cache
-            blocks = [view[start : start + kernels.BLOCK] for view in views]
-            for i in range(members):
-                for j in range(i):
-                    dots[i, j] += kernels.dot(blocks[i], blocks[j])
+        dots = _pair_dots([read_only(delta[part]) for delta in deltas], threads)
         lengths = np.outer(norms[:, n], norms[:, n])
         found = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0)
         lower = np.tril(found, -1)
@@ -52,16 +50,39 @@ def pair_cosines(fragment: Fragment, deltas: Sequence[FloatArray], norms: Double
     return cosines
 
 
-def cosine_with(fragment: Fragment, delta: FloatArray, norms: DoubleArray, other: FloatArray) -> DoubleArray:
-    """Per tensor, the cosine of one contribution with an array of the same fragment."""
-    found, square = np.zeros(len(fragment.pieces)), np.empty(1, np.float64)
-    for n, (_, part) in enumerate(fragment.parts):
-        there = kernels.read_only(other[part])
-        kernels.square_norms(there, square)
-        length = norms[n] * np.sqrt(square[0])
-        if length > 0:
-            found[n] = kernels.dot(kernels.read_only(delta[part]), there) / length
-    return found
+def _pair_dots(deltas: list[FloatArray], threads: int) -> DoubleArray:
+    """[M, M]: of each with those before it."""
+    members, blocks = len(deltas), -(-deltas[0].size // kernels.BLOCK)
+    found = np.zeros((members, members, blocks))
+
+    def work(first: int, last: int) -> None:
+        """Every pair while they are in cache."""
+        cut = [delta[first * kernels.BLOCK : last * kernels.BLOCK] for delta in deltas]
+        for i in range(members):
+            for j in range(i):
+                kernels.block_dots(cut[i], cut[j], kernels.BLOCK, found[i, j, first:last])
+
+    in_parts(work, blocks, BLOCKS, threads)
+    dots = np.zeros((members, members))
+    for k in range(blocks):
+        dots += found[:, :, k]
+    return dots
+
+
+def cosines_with(
+    fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, other: FloatArray, threads: int = 1
+) -> DoubleArray:
+    """By contribution, then tensor: the cosine with an array of the same fragment."""
+    places, dots = fragment.parts, np.empty((len(deltas), len(fragment.pieces), 1))
+
+    def work(first: int, _: int) -> None:
+        m, n = divmod(first, len(places))
+        here, there = (read_only(values[places[n][1]]) for values in (deltas[m], other))
+        kernels.block_dots(here, there, here.size, dots[m, n])
+
+    in_parts(work, len(deltas) * len(places), 1, threads)
+    lengths = norms * tensor_norms(fragment, [other], threads)
+    return np.divide(dots[:, :, 0], lengths, out=np.zeros_like(lengths), where=lengths > 0)
 
 
 def median_of_others(cosines: DoubleArray) -> DoubleArray:
@@ -77,9 +98,13 @@ def by_size(fragment: Fragment, figures: DoubleArray) -> DoubleArray:
     return np.asarray(figures @ (sizes / sizes.sum()))
 
 
-def sketch(delta: FloatArray) -> DoubleArray:
-    """A contribution's direction in few numbers, of length 1 (or 0): to tell whether it was given before."""
-    out = np.zeros(BUCKETS)
-    kernels.sketch(kernels.read_only(delta), out)
-    length = float(np.sqrt(np.sum(out * out)))
-    return out / length if 0 < length < np.inf else np.zeros(BUCKETS)
+def sketches(deltas: Sequence[FloatArray], threads: int = 1) -> list[DoubleArray]:
+    """Each contribution's direction in few numbers, of length 1 (or 0): to tell whether it was given before."""
+    sums = np.zeros((len(deltas), BUCKETS))
+    in_parts(lambda m, _: kernels.sketch(read_only(deltas[m]), sums[m]), len(deltas), 1, threads)
+    return [_normed(one) for one in sums]
+
+
+def _normed(sums: DoubleArray) -> DoubleArray:
+    length = float(np.sqrt(np.sum(sums * sums)))
+    return sums / length if 0 < length < np.inf else np.zeros(BUCKETS)

@@ -16,15 +16,15 @@ between base and θ: a variance stays positive. They have no feedback.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atoll.choices import CODEC
-from atoll.numerics import kernels
-from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
+from atoll.numerics import codec_kernels
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.compiled import read_only
 from atoll.numerics.fragments import Fragment, FragmentPlan, Rows, row_lengths
 from atoll.protocol.errors import PeerError
 
@@ -55,7 +55,7 @@ class Delta(NamedTuple):
         """For kernels: an array of length 0 stands for one that is not given."""
         nothing = self.base[:0]
         given = (self.base, self.theta, nothing if self.feedback is None else self.feedback)
-        base, theta, feedback = map(kernels.read_only, given)
+        base, theta, feedback = map(read_only, given)
         rest = nothing.copy() if self.rest is None else self.rest
         assert all(one.size in (0, base.size) for one in (theta, feedback, rest)), "they are of one fragment"
         return base, theta, feedback, rest
@@ -88,12 +88,6 @@ class Codec(Protocol):
         """Of a body that was checked. No other one makes it read or write outside of its arrays."""
         ...
 
-    def add_scaled(self, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray) -> None:
-        """out ← Σ c Δ over checked bodies, in the order given; coefficients by body, then piece.
-
-        The bits are those of decoding them first and `merge.add_scaled`; it takes fewer passes over memory."""
-        ...
-
 
 def make_codec(name: str, threads: int = 1) -> Codec:
     made: Codec = CODEC.load(name).make(threads)
@@ -108,7 +102,6 @@ class BodyPart(NamedTuple):
 
     codec: Codec
     rows: Rows
-    pieces: slice
     values: slice
     data: slice
     buffers: bool
@@ -125,7 +118,7 @@ def largest_body(codec: Codec, plan: FragmentPlan) -> int:
 
 def encode_contribution(codec: Codec, part: Fragment, delta: Delta, out: ByteArray) -> None:
     """Of a whole fragment."""
-    for by, rows, _, values, data, buffers in _body_parts(codec, part):
+    for by, rows, values, data, buffers in _body_parts(codec, part):
         some = delta.cut_out(values)
         if not buffers:
             by.encode_delta(some, rows, out[data])
@@ -149,26 +142,15 @@ def decode_contribution(codec: Codec, part: Fragment, data: ByteArray, out: Floa
         one.codec.decode(data[one.data], one.rows, out[one.values])
 
 
-def add_contributions(
-    codec: Codec, part: Fragment, bodies: Sequence[ByteArray], coefficients: DoubleArray, out: FloatArray
-) -> None:
-    """out ← Σ c Δ of a whole fragment, of bodies that were checked; coefficients by body, then piece."""
-    for one in _body_parts(codec, part):
-        given = [body[one.data] for body in bodies]
-        one.codec.add_scaled(given, one.rows, coefficients[:, one.pieces], out[one.values])
-
-
 def _body_parts(codec: Codec, part: Fragment) -> Iterator[BodyPart]:
     """The buffers, so that their 16-bit numbers are aligned; the parameters before them, and those after them. Most
     fragments have no buffers."""
     held, start = part.buffers, 0
     values = [held, slice(0, held.start), slice(held.stop, part.size)] if held.stop > 0 else [slice(0, part.size)]
     for one in values:
-        numbers = [n for n, offset in enumerate(part.offsets) if one.start <= offset < one.stop]
-        pieces = slice(numbers[0], numbers[-1] + 1) if numbers else slice(0, 0)
-        rows = row_lengths(part.pieces[pieces])
+        rows = row_lengths([piece for piece, place in part.parts if one.start <= place.start < one.stop])
         by = make_codec(BUFFERS) if one is held else codec
-        yield BodyPart(by, rows, pieces, one, slice(start, start + by.nbytes(rows)), one is held)
+        yield BodyPart(by, rows, one, slice(start, start + by.nbytes(rows)), one is held)
         start += by.nbytes(rows)
 
 
@@ -185,34 +167,6 @@ def encode_in_steps(codec: Codec, delta: Delta, rows: Rows, out: ByteArray) -> N
         decoded = np.empty_like(total)
         codec.decode(out, rows, decoded)
         np.subtract(total, decoded, out=delta.rest)
-
-
-Group = tuple[tuple[Any, ...], FloatArray, int, bool]
-
-
-def grouped(arrays: Sequence[NDArray[Any]], coefficients: DoubleArray) -> Iterator[Group]:
-    """As many at a time as the kernels take: arrays, their coefficients, how many they are, whether they come first."""
-    for first in range(0, len(arrays), kernels.GROUP):
-        group = arrays[first : first + kernels.GROUP]
-        scales = np.zeros(kernels.GROUP, np.float32)
-        scales[: len(group)] = coefficients[first : first + kernels.GROUP]
-        filled = (*group, *([group[0]] * (kernels.GROUP - len(group))))
-        yield filled, kernels.read_only(scales), len(group), first == 0
-
-
-def add_decoded(
-    codec: Codec, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray
-) -> None:
-    """`Codec.add_scaled` as it is defined, for codecs that do not do it in one pass."""
-    decoded, start = np.empty_like(out), 0
-    for m, body in enumerate(bodies):
-        codec.decode(body, rows, decoded)
-        start = 0
-        for (count, width), c in zip(rows, coefficients[m], strict=True):
-            values = slice(start, start + count * width)
-            for filled, scales, members, _ in grouped([kernels.read_only(decoded[values])], np.array([c])):
-                kernels.accumulate(out[values], filled, scales[np.newaxis, :], members, m == 0)
-            start += count * width
 
 
 def count_values(rows: Rows) -> int:
@@ -235,7 +189,7 @@ def _other_length(codec: Codec, came: int, values: int, expected: int) -> str:
 def round_to_dtype(values: FloatArray, dtype: str) -> None:
     """Each value, in place, to the nearest that a tensor of this dtype can hold."""
     if dtype == "bfloat16":
-        kernels.bf16_round(values.view(np.uint32))
+        codec_kernels.bf16_round(values.view(np.uint32))
     elif dtype == "float16":
         _round_to_float16(values)
     else:

@@ -125,8 +125,8 @@ class LearnerRecord:
 
 
 class Filter:
-    def __init__(self, plan: FragmentPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: FragmentPlan, threads: int = 1) -> None:
+        self._plan, self._threads = plan, threads
         self._records: dict[str, LearnerRecord] = {}
         self._usual: list[deque[DoubleArray]] = [deque(maxlen=USUAL_ROUNDS) for _ in plan.fragments]
 
@@ -136,9 +136,9 @@ class Filter:
         """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one."""
         fragment = self._plan.fragments[index]
         records = [self._record_of(name) for name in names]
-        pairs = zip(records, deltas, strict=True)
-        likeness = np.array([record.compare_with_last(index, agree.sketch(delta)) for record, delta in pairs])
-        norms = agree.tensor_norms(fragment, deltas)
+        pairs = zip(records, agree.sketches(deltas, self._threads), strict=True)
+        likeness = np.array([record.compare_with_last(index, sketch) for record, sketch in pairs])
+        norms = agree.tensor_norms(fragment, deltas, self._threads)
         if len(names) >= MAJORITY:
             others = _median_without_each(likeness[:, np.newaxis])[:, 0]
             for record, own, theirs in zip(records, likeness, others, strict=True):
@@ -160,7 +160,7 @@ class Filter:
     ) -> tuple[DoubleArray, DoubleArray]:
         usual = _median_without_each(norms)
         self._usual[fragment.index].append(np.median(norms, axis=0))
-        cosines = agree.pair_cosines(fragment, deltas, norms)
+        cosines = agree.pair_cosines(fragment, deltas, norms, self._threads)
         by_tensor = agree.median_of_others(cosines)
         chance = CHANCE / np.sqrt([piece.size for piece in fragment.pieces])
         against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor), chance)
@@ -180,8 +180,7 @@ class Filter:
         factors = _shortened(norms, np.median(np.stack(past), axis=0)) if past else np.ones_like(norms)
         if momentum is None:
             return factors, np.zeros(len(deltas))
-        pairs = zip(deltas, norms, strict=True)
-        cosines = np.stack([agree.cosine_with(fragment, delta, norm, momentum) for delta, norm in pairs])
+        cosines = agree.cosines_with(fragment, deltas, norms, momentum, self._threads)
         agreements = agree.by_size(fragment, cosines)
         against = (agreements < AGAINST_MOMENTUM)[:, np.newaxis]
         return np.where(against, MOMENTUM_SHARE * factors, factors), agreements

@@ -5,21 +5,40 @@ The rules are the modules of merges/. All of them keep this:
 - buffers use the mean too, or (rule "first") are those of the first contribution that weighs anything;
 - what the filter leaves out of a piece is as if it had not been given there; factors of 1 change no bit;
 - one contribution comes out as itself, bit for bit; one of weight 0 is as if it were not there;
-- sums run in float32 in the order given (the caller's: by learner id), norms in float64: equal inputs, equal bits.
+- sums run in float32 in the order given (the caller's: by learner id), norms in float64: equal inputs, equal bits;
+- pieces are cut by rows where the rule allows it, and threads share the cuts: no bit depends on that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from atoll.choices import MERGE
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Fragment, Piece
+
+
+class Terms(NamedTuple):
+    """What is merged into one piece: whole contributions, what the filter makes of each there, and w / Σ w."""
+
+    deltas: list[FloatArray]
+    factors: list[np.float32]
+    shares: DoubleArray
+
+
+class Cut(NamedTuple):
+    """Rows of a piece that are merged at a time."""
+
+    number: int
+    """Of the piece in its fragment."""
+    piece: Piece
+    values: slice
 
 
 def merge(
@@ -29,62 +48,105 @@ def merge(
     out: FloatArray,
     rule: str,
     factors: Sequence[FloatArray] = (),
+    threads: int = 1,
+    then: Callable[[Cut], None] | None = None,
 ) -> None:
-    """The outer gradient of one fragment into `out`, which is none of the deltas. ValueError where Σ w = 0.
+    """The outer gradient of one fragment into `out`, which is none of the deltas. ValueError where Σ w = 0; then
+    nothing was changed.
 
     `factors`: of each contribution, per piece, what the filter (filter.py) makes of it; empty: nothing.
+    `then` is called for each part of `out` that is done, while it is in the cache of that thread.
     """
     by = MERGE.load(rule)
     assert all(array.shape == (fragment.size,) for array in (out, *deltas)), "every array is one whole fragment"
     if any((one != 1).any() for one in factors):
-        _merge_filtered(fragment, deltas, weights, out, by, factors)
-        return
-    given, shares = _shares(deltas, weights)
-    if len(given) == 1:
-        np.copyto(out, given[0])
+        terms = _filtered_terms(fragment, deltas, weights, factors)
     else:
-        for piece, part in fragment.parts:
-            _merge_piece(piece, [delta[part] for delta in given], shares, out[part], by)
+        terms = [_terms(deltas, weights)] * len(fragment.pieces)
+    pairs = zip(fragment.pieces, terms, strict=True)
+    cuts = cut_fragment(fragment, [len(one.deltas) <= 1 or _merges_rows_apart(piece, by) for piece, one in pairs])
+
+    def work(first: int, last: int) -> None:
+        for cut in cuts[first:last]:
+            _merge_cut(cut, terms[cut.number], out[cut.values], by)
+            if then is not None:
+                then(cut)
+
+    in_parts(work, len(cuts), 1, threads)
 
 
-def _merge_filtered(
-    fragment: Fragment,
-    deltas: Sequence[FloatArray],
-    weights: Sequence[float],
-    out: FloatArray,
-    by: Any,
-    factors: Sequence[FloatArray],
-) -> None:
+def cut_fragment(fragment: Fragment, apart: Sequence[bool] = ()) -> list[Cut]:
+    """All of it, in order. `apart`: of each piece, whether it may be cut; empty: all may."""
+    return [
+        cut
+        for number, (piece, values) in enumerate(fragment.parts)
+        for cut in _cut_piece(number, piece, values, not apart or apart[number])
+    ]
+
+
+def _cut_piece(number: int, piece: Piece, values: slice, apart: bool) -> list[Cut]:
+    """Into runs of rows, as many as fit into a PART; or not at all."""
+    width = piece.size // piece.rows
+    each = max(1, PART // width) if apart else piece.rows
+    runs = [(first, min(each, piece.rows - first)) for first in range(0, piece.rows, each)]
+    return [
+        Cut(
+            number,
+            Piece(piece.tensor, piece.first + first, count),
+            slice(values.start + first * width, values.start + (first + count) * width),
+        )
+        for first, count in runs
+    ]
+
+
+def _merges_rows_apart(piece: Piece, by: Any) -> bool:
+    mean = bool(piece.tensor.embedding or piece.tensor.buffer_rule)
+    return mean or bool(by.merges_rows_apart(piece))
+
+
+def _filtered_terms(
+    fragment: Fragment, deltas: Sequence[FloatArray], weights: Sequence[float], factors: Sequence[FloatArray]
+) -> list[Terms]:
     """Piece by piece: shortened by a factor below 1, without those of factor 0. What nobody gives does not move."""
     if not any(factor.any() and weight > 0 for factor, weight in zip(factors, weights, strict=True)):
         raise ValueError("the filter leaves out every contribution of the round")
-    for n, (piece, part) in enumerate(fragment.parts):
+    found = []
+    for n in range(len(fragment.pieces)):
         all_of = zip(deltas, weights, factors, strict=True)
-        kept = [(_scaled(delta[part], factor[n]), weight) for delta, weight, factor in all_of if factor[n] * weight > 0]
-        if not kept:
-            out[part] = 0.0
-            continue
-        given, shares = _shares([delta for delta, _ in kept], [weight for _, weight in kept])
-        if len(given) == 1:
-            np.copyto(out[part], given[0])
-        else:
-            _merge_piece(piece, given, shares, out[part], by)
+        kept = [(delta, weight, factor[n]) for delta, weight, factor in all_of if factor[n] * weight > 0]
+        found.append(_terms(*map(list, zip(*kept, strict=True))) if kept else Terms([], [], np.empty(0)))
+    return found
+
+
+def _terms(
+    deltas: Sequence[FloatArray], weights: Sequence[float], factors: Sequence[np.float32] | None = None
+) -> Terms:
+    """The contributions that weigh anything."""
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        raise ValueError(f"weights must be finite and not negative: {list(weights)}")
+    all_of = zip(deltas, weights, factors or [np.float32(1)] * len(deltas), strict=True)
+    weighed = [(delta, weight, factor) for delta, weight, factor in all_of if weight > 0]
+    if not weighed:
+        raise ValueError(f"nothing to merge: the weights of {len(weights)} contributions sum to 0")
+    heaviest = max(weights)
+    relative = np.array([weight / heaviest for _, weight, _ in weighed])
+    shares = relative / math.fsum(relative)
+    return Terms([delta for delta, _, _ in weighed], [factor for _, _, factor in weighed], shares)
+
+
+def _merge_cut(cut: Cut, terms: Terms, out: FloatArray, by: Any) -> None:
+    pairs = zip(terms.deltas, terms.factors, strict=True)
+    given = [read_only(_scaled(delta[cut.values], factor)) for delta, factor in pairs]
+    if not given:
+        out[:] = 0.0
+    elif len(given) == 1:
+        np.copyto(out, given[0])
+    else:
+        _merge_piece(cut.piece, given, terms.shares, out, by)
 
 
 def _scaled(values: FloatArray, factor: np.float32) -> FloatArray:
     return values if factor == 1 else values * factor
-
-
-def _shares(deltas: Sequence[FloatArray], weights: Sequence[float]) -> tuple[list[FloatArray], DoubleArray]:
-    """The contributions that weigh anything, and w / Σ w of each."""
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-        raise ValueError(f"weights must be finite and not negative: {list(weights)}")
-    weighed = [(delta, weight) for delta, weight in zip(deltas, weights, strict=True) if weight > 0]
-    if not weighed:
-        raise ValueError(f"nothing to merge: the weights of {len(weights)} contributions sum to 0")
-    heaviest = max(weights)
-    relative = np.array([weight / heaviest for _, weight in weighed])
-    return [kernels.read_only(delta) for delta, _ in weighed], relative / math.fsum(relative)
 
 
 def _merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray, by: Any) -> None:
@@ -102,7 +164,7 @@ def take_mean(deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) ->
 
 def row_norms(values: FloatArray, rows: int) -> DoubleArray:
     squares = np.empty(rows, np.float64)
-    kernels.square_norms(kernels.read_only(values), squares)
+    kernels.square_norms(read_only(values), squares)
     return np.sqrt(squares)
 
 
@@ -113,4 +175,4 @@ def add_scaled(deltas: list[FloatArray], coefficients: DoubleArray, out: FloatAr
         scales = np.zeros((coefficients.shape[1], kernels.GROUP), np.float32)
         scales[:, : len(group)] = coefficients[first : first + kernels.GROUP].T
         filled = (*group, *([group[0]] * (kernels.GROUP - len(group))))
-        kernels.accumulate(out, filled, kernels.read_only(scales), len(group), first == 0)
+        kernels.accumulate(out, filled, read_only(scales), len(group), first == 0)

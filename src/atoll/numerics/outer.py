@@ -10,14 +10,15 @@ lowered by, and `advance` moves the state on by the gradient that what Θ was re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from atoll.choices import OUTER_OPTIMIZER
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.fragments import Fragment
+from atoll.numerics.compiled import PART, in_parts
+from atoll.numerics.fragments import Fragment, Piece
 
 CACHED = 65_536
 """Elements copied at a time, so that the step finds them in cache."""
@@ -56,11 +57,23 @@ def take_outer_step(
     delta: FloatArray,
 ) -> None:
     """A whole fragment's next version into `new_theta`: its parameters by the optimizer, its buffers by Δ alone."""
-    for part, held in _parameters_of(fragment, state):
-        optimizer.step(theta[part], new_theta[part], held, delta[part])
-    buffers = fragment.buffers
-    if buffers.stop > 0:
-        np.subtract(theta[buffers], delta[buffers], out=new_theta[buffers])
+    for piece, part in fragment.parts:
+        take_piece_step(optimizer, piece, theta[part], new_theta[part], cut_state(state, part), delta[part])
+
+
+def take_piece_step(
+    optimizer: OuterOptimizer,
+    piece: Piece,
+    theta: FloatArray,
+    new_theta: FloatArray,
+    state: dict[str, FloatArray],
+    delta: FloatArray,
+) -> None:
+    """The same for one piece, or for some of its rows."""
+    if piece.tensor.buffer_rule:
+        np.subtract(theta, delta, out=new_theta)
+    else:
+        optimizer.step(theta, new_theta, state, delta)
 
 
 def compute_update(
@@ -69,25 +82,37 @@ def compute_update(
     state: dict[str, FloatArray],
     delta: FloatArray,
     out: FloatArray,
+    threads: int = 1,
 ) -> None:
     """What a whole fragment's Θ would be lowered by: its parameters as the optimizer says, its buffers by Δ."""
-    for part, held in _parameters_of(fragment, state):
-        optimizer.update(held, delta[part], out[part])
+
+    def work(part: slice) -> None:
+        optimizer.update(cut_state(state, part), delta[part], out[part])
+
+    _work_on_parameters(fragment, work, threads)
     out[fragment.buffers] = delta[fragment.buffers]
 
 
 def advance_state(
-    optimizer: UpdatingOptimizer, fragment: Fragment, state: dict[str, FloatArray], update: FloatArray
+    optimizer: UpdatingOptimizer,
+    fragment: Fragment,
+    state: dict[str, FloatArray],
+    update: FloatArray,
+    threads: int = 1,
 ) -> None:
     """A whole fragment's Θ was lowered by this."""
-    for part, held in _parameters_of(fragment, state):
-        optimizer.advance(held, update[part])
+    _work_on_parameters(fragment, lambda part: optimizer.advance(cut_state(state, part), update[part]), threads)
 
 
-def _parameters_of(fragment: Fragment, state: dict[str, FloatArray]) -> Iterator[tuple[slice, dict[str, FloatArray]]]:
-    """The parameters before the buffers and those behind them, with their outer state."""
-    for part in (slice(0, fragment.buffers.start), slice(fragment.buffers.stop, fragment.size)):
-        yield part, {name: values[part] for name, values in state.items()}
+def cut_state(state: dict[str, FloatArray], part: slice) -> dict[str, FloatArray]:
+    return {name: values[part] for name, values in state.items()}
+
+
+def _work_on_parameters(fragment: Fragment, work: Callable[[slice], None], threads: int) -> None:
+    """Those before the buffers and those behind them."""
+    behind = fragment.buffers.stop
+    in_parts(lambda a, b: work(slice(a, b)), fragment.buffers.start, PART, threads)
+    in_parts(lambda a, b: work(slice(behind + a, behind + b)), fragment.size - behind, PART, threads)
 
 
 def make_outer(name: str, lr: float, momentum: float) -> OuterOptimizer:

@@ -27,6 +27,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.compiled import read_only
 from atoll.numerics.fragments import FragmentPlan
 
 EARLY = 4
@@ -154,7 +155,7 @@ class NormScreen:
 def _norm(values: FloatArray) -> float:
     """Finite exactly when every value is: one pass answers both questions."""
     square = np.empty(1, np.float64)
-    kernels.square_norms(kernels.read_only(values), square)
+    kernels.square_norms(read_only(values), square)
     return math.sqrt(square[0])
 
 

@@ -25,9 +25,9 @@ WHOLE = "fp32"
 """The version codec with which Θ comes down whole, and the journal keeps outer gradients."""
 
 
-def make_version_codec(name: str) -> Codec | None:
+def make_version_codec(name: str, threads: int = 1) -> Codec | None:
     """None: Θ comes down whole."""
-    return None if name == WHOLE else make_codec(name)
+    return None if name == WHOLE else make_codec(name, threads)
 
 
 def check_version_codec(name: str, optimizer: str) -> None:
@@ -51,10 +51,11 @@ def encode_update(
     state: dict[str, FloatArray],
     gradient: FloatArray,
     feedback: FloatArray | None,
+    threads: int = 1,
 ) -> tuple[ByteArray, FloatArray]:
     """The bytes that change a whole fragment, and t, of which they hold as much as the codec can."""
     total = np.empty(fragment.size, dtype=np.float32)
-    compute_update(updating(optimizer), fragment, state, gradient, total)
+    compute_update(updating(optimizer), fragment, state, gradient, total, threads)
     if feedback is not None:
         total += feedback
     data = np.empty(body_nbytes(codec, fragment), dtype=np.uint8)
@@ -79,10 +80,11 @@ def apply_update(
     new_theta: FloatArray,
     state: dict[str, FloatArray],
     update: FloatArray,
+    threads: int = 1,
 ) -> None:
     """The next version into `new_theta`, which may be `theta` itself; the outer state moves on in place."""
     np.subtract(theta, update, out=new_theta)
-    advance_state(updating(optimizer), fragment, state, update)
+    advance_state(updating(optimizer), fragment, state, update, threads)
 
 
 def compute_rest(fragment: Fragment, total: FloatArray, update: FloatArray) -> FloatArray:

@@ -160,7 +160,8 @@ class Merging:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._parameters, self._inbox, self._screen = parameters, inbox, screen
-        self._fragments, self._filter, self.robust = parameters.plan.fragments, Filter(parameters.plan), robust
+        self._fragments, self.robust = parameters.plan.fragments, robust
+        self._filter = Filter(parameters.plan, parameters.threads)
         self._tell, self._spawn = tell, spawn
 
     # ---- contributions ------------------------------------------------------------------------------------------

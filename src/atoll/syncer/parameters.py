@@ -20,13 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from atoll.config import Outer
-from atoll.digests import compute_digest
+from atoll.digests import DigestInParts, compute_digest
 from atoll.fabric.handlers import ServedFragment
 from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.compiled import in_parts, read_only, thread_count
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors
-from atoll.numerics.kernels import read_only, square_norms
-from atoll.numerics.merge import merge
-from atoll.numerics.outer import take_outer_step
+from atoll.numerics.kernels import check_bits
+from atoll.numerics.merge import Cut, cut_fragment, merge
+from atoll.numerics.outer import cut_state, take_piece_step
 from atoll.numerics.updates import (
     WHOLE,
     apply_update,
@@ -46,6 +47,10 @@ FEEDBACK = "feedback"
 """Beside the slots of the outer optimizer."""
 
 
+FIRST = 65_536
+"""Elements that are looked at together for one that is not zero: mostly the first ones have one."""
+
+
 class Overflow(ValueError):
     """The outer step was not finite. It has spoiled the fragment's outer state, which is reset."""
 
@@ -53,7 +58,7 @@ class Overflow(ValueError):
 class Buffer:
     """One fragment's values, and how many readers hold them."""
 
-    __slots__ = ("digest", "disconnects", "readers", "round", "values", "version")
+    __slots__ = ("digest", "disconnects", "marks", "readers", "round", "values", "version")
 
     def __init__(self, values: FloatArray) -> None:
         self.values = values
@@ -63,6 +68,8 @@ class Buffer:
         self.version = -1
         self.round = -1
         self.digest = ""
+        self.marks = b""
+        """See `Parameters.piece_marks`."""
 
 
 class Reader:
@@ -104,13 +111,37 @@ class EncodedStep(NamedTuple):
     digest: str
 
 
+class VersionCheck:
+    """Of a new version, part by part, in any order and by several threads: whether it is finite, its digest, and a
+    checksum of each piece."""
+
+    def __init__(self, values: FloatArray) -> None:
+        self._values = values
+        self.finite = True
+        self.digest = DigestInParts(values.view(np.uint8).data)
+        self._marks: list[tuple[int, np.uint32]] = []
+        """By piece, of its parts."""
+
+    def add_part(self, cut: Cut) -> None:
+        finite, mark = check_bits(read_only(self._values[cut.values].view(np.uint32)))
+        self.finite = self.finite and finite
+        self._marks.append((cut.number, mark))
+        self.digest.add_part(4 * cut.values.start, 4 * cut.values.stop)
+
+    def piece_marks(self) -> bytes:
+        marks = np.zeros(1 + max(number for number, _ in self._marks), np.uint32)
+        for number, mark in self._marks:
+            marks[number] ^= mark
+        return marks.tobytes()
+
+
 class Parameters:
     def __init__(self, plan: FragmentPlan, outer: Outer, version_codec: str = WHOLE) -> None:
         check_version_codec(version_codec, outer.optimizer)
-        self.plan = plan
+        self.plan, self.threads = plan, thread_count()
         self._rule = outer.merge
         self._optimizer = outer.make()
-        self._codec = make_version_codec(version_codec)
+        self._codec = make_version_codec(version_codec, self.threads)
         self._committed = [Buffer(np.zeros(part.size, dtype=np.float32)) for part in plan.fragments]
         self._spare: list[list[Buffer]] = [[] for _ in plan.fragments]
         self._staged: dict[int, Buffer] = {}
@@ -167,13 +198,15 @@ class Parameters:
             current = self._committed[fragment].version
             paired = zip(deltas, bases, strict=True)
             deltas = [delta if base == current else _without(delta, part.buffers) for delta, base in paired]
-        merge(part, deltas, weights, self.outer_gradient(fragment), self._rule, factors)
-        return self._stage_step(fragment)
+        return self._stage_step(fragment, deltas, weights, factors)
 
     def momentum(self, fragment: int) -> FloatArray | None:
         """The outer momentum; None: this optimizer keeps none, or has made no step."""
         momentum = self._state[fragment].get("momentum")
-        return momentum if momentum is not None and momentum.any() else None
+        if momentum is None:
+            return None
+        parts = (momentum[start : start + FIRST] for start in range(0, momentum.size, FIRST))
+        return momentum if any(part.any() for part in parts) else None
 
     def outer_gradient(self, fragment: int) -> FloatArray:
         """The merged gradient of what is staged of this fragment."""
@@ -188,51 +221,82 @@ class Parameters:
             return self.outer_gradient(fragment).view(np.uint8).data
         return self._updates[fragment].data.data
 
-    def _stage_step(self, fragment: int) -> str:
-        new, part = self._take_buffer(fragment), self.plan.fragments[fragment]
-        old, state, delta = self._committed[fragment].values, self._own_state(fragment), self.outer_gradient(fragment)
-        if self._codec is None:
-            take_outer_step(self._optimizer, part, old, new.values, state, delta)
-            return self._finish_step(fragment, new)
-        assert fragment not in self._without_feedback, "rounds go on from the journal until the feedback is known"
-        data, total = encode_update(self._codec, part, self._optimizer, state, delta, state.get(FEEDBACK))
+    def _stage_step(
+        self,
+        fragment: int,
+        deltas: Sequence[FloatArray],
+        weights: Sequence[float],
+        factors: Sequence[FloatArray] = (),
+    ) -> str:
+        """Each part of the fragment is merged, stepped, checked and hashed while it is in cache."""
+        part, gradient = self.plan.fragments[fragment], self.outer_gradient(fragment)
+        if self._codec is not None:
+            merge(part, deltas, weights, gradient, self._rule, factors, self.threads)
+            return self._stage_update(fragment)
+        old, state = self._committed[fragment].values, self._own_state(fragment)
+        new = self._take_buffer(fragment)
+        check = VersionCheck(new.values)
+
+        def step(cut: Cut) -> None:
+            at = cut.values
+            held = cut_state(state, at)
+            take_piece_step(self._optimizer, cut.piece, old[at], new.values[at], held, gradient[at])
+            check.add_part(cut)
+
+        try:
+            merge(part, deltas, weights, gradient, self._rule, factors, self.threads, step)
+        except ValueError:
+            self._spare[fragment].append(new)
+            raise
+        return self._finish_step(fragment, new, check)
+
+    def _stage_update(self, fragment: int) -> str:
+        assert self._codec is not None and fragment not in self._without_feedback, (
+            "rounds go on from the journal until the feedback is known"
+        )
+        part, state, delta = self.plan.fragments[fragment], self._own_state(fragment), self.outer_gradient(fragment)
+        data, total = encode_update(self._codec, part, self._optimizer, state, delta, state.get(FEEDBACK), self.threads)
         try:
             update = decode_update(self._codec, part, data)
         except ValueError:
             update = np.full(part.size, np.nan, np.float32)  # what is not finite has no bytes
-        apply_update(self._optimizer, part, old, new.values, state, update)
-        mark = self._finish_step(fragment, new)
+        mark = self._apply_update(fragment, update)
         rest = compute_rest(part, total, update) if self.has_feedback else None
         self._updates[fragment] = StagedUpdate(data, rest, compute_digest(data.data))
         return mark
 
-    def _finish_step(self, fragment: int, new: Buffer) -> str:
-        if not is_finite(new.values):
+    def _apply_update(self, fragment: int, update: FloatArray) -> str:
+        part, new = self.plan.fragments[fragment], self._take_buffer(fragment)
+        old, state = self._committed[fragment].values, self._own_state(fragment)
+        apply_update(self._optimizer, part, old, new.values, state, update, self.threads)
+        check, cuts = VersionCheck(new.values), cut_fragment(part)
+        in_parts(lambda first, _: check.add_part(cuts[first]), len(cuts), 1, self.threads)
+        return self._finish_step(fragment, new, check)
+
+    def _finish_step(self, fragment: int, new: Buffer, check: VersionCheck) -> str:
+        if not check.finite:
             self._spare[fragment].append(new)
             self.reset_outer_state(fragment)
             raise Overflow("the outer step gave values that are not finite")
-        new.digest = compute_digest(new.values.view(np.uint8).data)
+        new.digest, new.marks = check.digest.finish(), check.piece_marks()
         self._staged[fragment] = new
         return new.digest
 
     def stage_payload(self, fragment: int, payload: memoryview) -> str:
         """Take the outer step as the journal keeps it. Returns the digest; ValueError: it gives no such step."""
+        part = self.plan.fragments[fragment]
         if self._codec is None:
-            np.copyto(self.outer_gradient(fragment), np.frombuffer(payload, dtype=np.float32))
-            return self._stage_step(fragment)
-        part, data = self.plan.fragments[fragment], np.frombuffer(payload, dtype=np.uint8)
-        update, new = decode_update(self._codec, part, data), self._take_buffer(fragment)
-        old, state = self._committed[fragment].values, self._own_state(fragment)
-        apply_update(self._optimizer, part, old, new.values, state, update)
-        mark = self._finish_step(fragment, new)
+            if payload.nbytes != 4 * part.size:
+                raise ValueError(f"{payload.nbytes} bytes are no outer gradient of fragment {fragment}")
+            return self._stage_step(fragment, [np.frombuffer(payload, dtype=np.float32)], [1.0])
+        data = np.frombuffer(payload, dtype=np.uint8)
+        mark = self._apply_update(fragment, decode_update(self._codec, part, data))
         self._updates[fragment] = StagedUpdate(data, None, compute_digest(payload))
         return mark
 
     def piece_marks(self, fragment: int) -> bytes:
         """A 4-byte checksum of each piece that was staged last: tells which tensor differs in a replay."""
-        words = self._staged[fragment].values.view(np.uint32)
-        starts = [start for start in self.plan.fragments[fragment].offsets if start < len(words)]
-        return np.bitwise_xor.reduceat(words, starts).tobytes() if starts else b""
+        return self._staged[fragment].marks
 
     def reset_outer_state(self, fragment: int) -> None:
         """Set the outer state and the feedback to zero: they may contain what overflowed."""
@@ -456,6 +520,4 @@ def _array_of(arrays: Mapping[str, ByteArray], name: str, size: int) -> FloatArr
 
 
 def is_finite(values: FloatArray) -> bool:
-    total = np.zeros(1, dtype=np.float64)
-    square_norms(read_only(values), total)
-    return bool(np.isfinite(total).all())
+    return check_bits(read_only(values.view(np.uint32)))[0]

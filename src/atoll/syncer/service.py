@@ -221,7 +221,7 @@ class SyncerService:
     def _set_up(self, model: Model) -> None:
         history, settings = model.history, model.history.settings
         self._model, self._parameters = model, model.parameters
-        self._inbox = Inbox(model.plan, make_codec(settings.codec))
+        self._inbox = Inbox(model.plan, make_codec(settings.codec, self._parameters.threads))
         # Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny.
         few = 8 * settings.learners
         self._screen = NormScreen(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar
 
 import msgspec
 import numpy as np
 
-from atoll.numerics import kernels
-from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray, HalfBits
-from atoll.numerics.codec import Delta, check_length, count_values, encode_in_steps, grouped
+from atoll.numerics import codec_kernels
+from atoll.numerics.arrays import ByteArray, FloatArray, HalfBits
+from atoll.numerics.codec import Delta, check_length, count_values, encode_in_steps
+from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
-from atoll.numerics.kernels import PART, in_parts, read_only
 
 
 class Bf16(msgspec.Struct, frozen=True):
@@ -26,7 +24,7 @@ class Bf16(msgspec.Struct, frozen=True):
 
     def encode(self, values: FloatArray, rows: Rows, out: ByteArray) -> None:
         given, halves = read_only(values), _halves(out, values)
-        in_parts(lambda a, b: kernels.bf16_encode(given[a:b], halves[a:b]), given.size, PART, self.threads)
+        in_parts(lambda a, b: codec_kernels.bf16_encode(given[a:b], halves[a:b]), given.size, PART, self.threads)
 
     def encode_delta(self, delta: Delta, rows: Rows, out: ByteArray) -> None:
         if delta.has_feedback:
@@ -36,7 +34,7 @@ class Bf16(msgspec.Struct, frozen=True):
         halves = _halves(out, base)
 
         def work(a: int, b: int) -> None:
-            kernels.bf16_encode_delta(base[a:b], theta[a:b], halves[a:b])
+            codec_kernels.bf16_encode_delta(base[a:b], theta[a:b], halves[a:b])
 
         in_parts(work, base.size, PART, self.threads)
 
@@ -46,15 +44,7 @@ class Bf16(msgspec.Struct, frozen=True):
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
         halves, words = read_only(data).view(np.uint16), out.view(np.uint32)
         assert halves.shape == words.shape, "it was checked"
-        in_parts(lambda a, b: kernels.bf16_decode(halves[a:b], words[a:b]), words.size, PART, self.threads)
-
-    def add_scaled(self, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray) -> None:
-        start, given = 0, [read_only(body).view(np.uint16) for body in bodies]
-        for n, (count, width) in enumerate(rows):
-            values = slice(start, start + count * width)
-            for group in grouped([one[values] for one in given], coefficients[:, n]):
-                in_parts(partial(kernels.bf16_accumulate, *group, out[values]), count * width, PART, self.threads)
-            start = values.stop
+        in_parts(lambda a, b: codec_kernels.bf16_decode(halves[a:b], words[a:b]), words.size, PART, self.threads)
 
 
 make = Bf16

@@ -14,17 +14,18 @@ It is of use with feedback only: what is not sent now is in the rest, and so sen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import ClassVar
 
 import msgspec
 
-from atoll.numerics import kernels
-from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
-from atoll.numerics.codec import Delta, add_decoded, check_length, count_values
+from atoll.numerics import codec_kernels
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.codec import Delta, check_length, count_values
+from atoll.numerics.codec_kernels import TOPK_BLOCK, TOPK_PERCENT
+from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
-from atoll.numerics.kernels import PART, TOPK_BLOCK, TOPK_PERCENT, in_parts, read_only
 from atoll.protocol.errors import PeerError
 
 FAULTS = (
@@ -55,22 +56,19 @@ class TopK(msgspec.Struct, frozen=True):
         assert base.size == count_values(rows) and out.size == self.nbytes(rows), "arrays and rows are of one fragment"
         for values, data in self._tensors(rows):
             part = (base[values], theta[values], feedback[values], rest[values], out[data])
-            self._run(partial(kernels.topk_encode, *part), values)
+            self._run(partial(codec_kernels.topk_encode, *part), values)
 
     def check(self, data: ByteArray, rows: Rows) -> None:
         check_length(self, data, rows)
         for number, (values, place) in enumerate(self._tensors(rows)):
-            wrong = kernels.topk_check(read_only(data[place]), values.stop - values.start)
+            wrong = codec_kernels.topk_check(read_only(data[place]), values.stop - values.start)
             if wrong >= 0:
                 raise PeerError(f"block {wrong // 4} of tensor {number} has {FAULTS[wrong % 4]} (topk)")
 
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
         assert out.size == count_values(rows) and data.size == self.nbytes(rows), "it was checked"
         for values, place in self._tensors(rows):
-            self._run(partial(kernels.topk_decode, read_only(data[place]), out[values]), values)
-
-    def add_scaled(self, bodies: Sequence[ByteArray], rows: Rows, coefficients: DoubleArray, out: FloatArray) -> None:
-        add_decoded(self, bodies, rows, coefficients, out)
+            self._run(partial(codec_kernels.topk_decode, read_only(data[place]), out[values]), values)
 
     def _run(self, work: Callable[[int, int], None], values: slice) -> None:
         in_parts(work, -(-(values.stop - values.start) // TOPK_BLOCK), PART // TOPK_BLOCK, self.threads)

@@ -2,5 +2,6 @@
 
 A module has `merge_piece(piece, deltas, shares, out)`: the contributions to one piece (a tensor, or the rows of it that
 the fragment holds), each flat, and their shares w / Σ w, into `out`. merge.py calls it for two contributions or more,
-and not for embeddings and buffers.
+and not for embeddings and buffers. `merges_rows_apart(piece)` says whether it gives the same bits for a piece and for
+runs of its rows, one after the other.
 """

@@ -13,6 +13,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.compiled import read_only
 from atoll.numerics.fragments import Piece
 from atoll.numerics.merge import add_scaled, row_norms
 
@@ -20,6 +21,10 @@ CANCELLED = 1e-3
 """Directions whose mean is shorter than this cancel: M unrelated ones are 1/√M long, float32 noise about 1e-7."""
 SPECK = 1e-30
 """A norm this small beside the mean norm has no direction: scaling it up would leave the range of float32."""
+
+
+def merges_rows_apart(piece: Piece) -> bool:
+    return False
 
 
 def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
@@ -38,4 +43,4 @@ def merge_rows(deltas: list[FloatArray], shares: DoubleArray, out: FloatArray, r
     if cancelled.any():
         add_scaled(deltas, np.where(cancelled, shares[:, np.newaxis], coefficients), out)
     factors = np.divide(radius, length, out=np.ones(rows), where=(length > 0) & ~cancelled)
-    kernels.scale_rows(out, kernels.read_only(factors.astype(np.float32)))
+    kernels.scale_rows(out, read_only(factors.astype(np.float32)))

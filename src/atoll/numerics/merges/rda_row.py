@@ -7,5 +7,9 @@ from atoll.numerics.fragments import Piece
 from atoll.numerics.merges.rda import merge_rows
 
 
+def merges_rows_apart(piece: Piece) -> bool:
+    return len(piece.shape) >= 2
+
+
 def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
-    merge_rows(deltas, shares, out, piece.rows if len(piece.shape) >= 2 else 1)
+    merge_rows(deltas, shares, out, piece.rows if merges_rows_apart(piece) else 1)

@@ -12,6 +12,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.compiled import read_only
 from atoll.numerics.outer import copied_parts
 
 
@@ -24,12 +25,12 @@ class Nesterov(msgspec.Struct, frozen=True):
         return ("momentum",)
 
     def step(self, theta: FloatArray, new_theta: FloatArray, state: dict[str, FloatArray], delta: FloatArray) -> None:
-        lr, mu, b, given = np.float32(self.lr), np.float32(self.momentum), state["momentum"], kernels.read_only(delta)
+        lr, mu, b, given = np.float32(self.lr), np.float32(self.momentum), state["momentum"], read_only(delta)
         for part in copied_parts(theta, new_theta):
             kernels.nesterov(new_theta[part], b[part], given[part], lr, mu)
 
     def update(self, state: dict[str, FloatArray], delta: FloatArray, out: FloatArray) -> None:
-        b, given = kernels.read_only(state["momentum"]), kernels.read_only(delta)
+        b, given = read_only(state["momentum"]), read_only(delta)
         kernels.nesterov_update(b, given, out, np.float32(self.lr), np.float32(self.momentum))
 
     def advance(self, state: dict[str, FloatArray], update: FloatArray) -> None:
@@ -38,7 +39,7 @@ class Nesterov(msgspec.Struct, frozen=True):
         with np.errstate(divide="ignore", over="ignore"):
             inverse, share = np.float32(1) / lr, np.float32(1) / (np.float32(1) + mu)
         if np.isfinite(inverse):
-            kernels.nesterov_advance(b, kernels.read_only(update), inverse, mu, share)
+            kernels.nesterov_advance(b, read_only(update), inverse, mu, share)
         else:
             np.multiply(b, mu, out=b)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.compiled import read_only
 from atoll.numerics.outer import copied_parts
 
 
@@ -20,7 +21,7 @@ class Sgd(msgspec.Struct, frozen=True):
         return ()
 
     def step(self, theta: FloatArray, new_theta: FloatArray, state: dict[str, FloatArray], delta: FloatArray) -> None:
-        given = kernels.read_only(delta)
+        given = read_only(delta)
         for part in copied_parts(theta, new_theta):
             kernels.sgd(new_theta[part], given[part], np.float32(self.lr))
 
