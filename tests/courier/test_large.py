@@ -61,6 +61,14 @@ class Watch:
             return whole(given)
 
         patch.setattr(digests, "digest_pieces", digest_pieces)
+        finish = digests.DigestInParts.finish
+
+        def finish_parts(one: digests.DigestInParts) -> str:
+            self.hashed[one._data.nbytes] += 1
+            self._note("digest")
+            return finish(one)
+
+        patch.setattr(digests.DigestInParts, "finish", finish_parts)
 
     def _watched(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*given: Any, **more: Any) -> Any:
