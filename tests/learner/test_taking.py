@@ -11,6 +11,7 @@ import torch
 from tests.learner.test_peer import Process
 from torch import nn
 
+from atoll.learner import peer_state_transfer
 from atoll.learner.packing import Packing, Unpacking
 from atoll.learner.peer_state_transfer import (
     PeerStates,
@@ -191,6 +192,24 @@ class TestLayout:
             for name, parameter in model.named_parameters()
         }
         assert guessed == made == expected_layout(optimizer, model)
+
+    def test_parameters_of_one_shape_share_a_stand_in_within_their_group_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(5))
+        plain, momentum = list(model.parameters())[:3], list(model.parameters())[3:]
+        optimizer = torch.optim.SGD([{"params": plain}, {"params": momentum, "momentum": 0.9}], lr=0.01)
+        stand_ins: list[torch.Tensor] = []
+        make = peer_state_transfer._state_of_stand_in
+
+        def count(optimizer: Any, group: Any, parameter: torch.Tensor) -> dict[str, Any]:
+            stand_ins.append(parameter)
+            return make(optimizer, group, parameter)
+
+        monkeypatch.setattr(peer_state_transfer, "_state_of_stand_in", count)
+        layout = expected_layout(optimizer, model)
+        assert [sorted(kept) for kept in layout.values()] == [[]] * 3 + [["momentum_buffer"]] * 2
+        assert len(stand_ins) == 2
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_every_kind_that_torch_brings_is_taken_bit_for_bit(self, kind: Any) -> None:

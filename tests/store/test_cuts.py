@@ -197,6 +197,17 @@ def test_a_digest_that_is_known_is_written_as_it_is(shelf: Shelf) -> None:
         read_syncer_part(shelf.cuts, 20)
 
 
+def test_zeros_are_read_as_they_were_written_and_take_no_room_on_the_disk(shelf: Shelf) -> None:
+    zeros = {"momentum-000": np.zeros(1 << 20, dtype=np.uint8), "momentum-001": np.zeros(0, dtype=np.uint8)}
+    write_syncer_part(shelf.cuts, "run", 10, 10, b"state", {**ARRAYS, **zeros})
+    _, state, read = read_syncer_part(shelf.cuts, 10)
+    assert state == b"state"
+    assert {name: values.tobytes() for name, values in read.items()} == {
+        name: values.tobytes() for name, values in {**ARRAYS, **zeros}.items()
+    }
+    assert (cuts.folder_of(shelf.cuts, 10) / "momentum-000.bin").stat().st_blocks < 2048
+
+
 @pytest.mark.parametrize("named", ['"format": 1', '"format": 3', None])
 def test_a_cut_of_another_format_is_refused_by_that_name(shelf: Shelf, named: str | None) -> None:
     shelf.part(120)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ from atoll.protocol.settings import Settings
 
 BODY_S = 600.0
 """The most a body may take; the fabric's minimum rate ends a stuck one long before."""
+UPLOADS = 3
+"""Fragments of version 0 that are on their way at once: as many as a newcomer has slots to fetch into."""
 RETRY_S = 1.0
 SLOT_S = 0.1
 """How long a fetch waits for a slot before it asks for memory."""
@@ -105,7 +107,7 @@ class FragmentTransfers:
         """Held while a fragment's base is read for a Δ, or replaced."""
         self._replacing: set[int] = set()
         """Fragments whose base is being replaced, or waits for that."""
-        self._initial: asyncio.Task[None] | None = None
+        self._initial: list[asyncio.Task[None]] = []
         self._body_bytes = largest_body(self._codec, box.plan)
         self._spare: list[ByteArray] = []
         """Buffers of bodies. One is made when all are under way; two of a fragment are under way after a miss."""
@@ -219,13 +221,18 @@ class FragmentTransfers:
             self._spare.append(answer.buffer)
 
     def upload_all(self) -> None:
-        if self._initial is not None:
-            self._initial.cancel()
-        self._initial = self._spawn(self._upload_all())
+        """Every fragment's base as version 0, some at a time."""
+        self._cancel_initial()
+        left = iter(range(self._box.layout.fragments))
+        self._initial = [self._spawn(self._upload_each(left)) for _ in range(UPLOADS)]
 
-    async def _upload_all(self) -> None:
-        """Every fragment's base as version 0; one that failed is sent again, until the link is lost or all is there."""
-        for fragment in range(self._box.layout.fragments):
+    def _cancel_initial(self) -> None:
+        for task in self._initial:
+            task.cancel()
+
+    async def _upload_each(self, left: Iterator[int]) -> None:
+        """One that failed is sent again, until the link is lost."""
+        for fragment in left:
             data = self._box.base(fragment).view(np.uint8).data
             mark = await digest_aside(data)
             while self._link.up:
@@ -238,8 +245,7 @@ class FragmentTransfers:
     # ---- in -----------------------------------------------------------------------------------------------------
 
     def fetch(self, fragment: int) -> None:
-        if self._initial is not None:
-            self._initial.cancel()  # the run has its parameters
+        self._cancel_initial()  # the run has its parameters
         self._fetching.add(fragment)
         self._spawn(self._fetch(fragment))
 

@@ -356,15 +356,23 @@ def _said(reasons: list[str]) -> str:
 
 @torch.no_grad()
 def expected_layout(optimizer: Optimizer, model: nn.Module) -> Layout:
-    """What is kept of each parameter: as it is kept now, or as one step on a stand-in makes it."""
+    """What is kept of each parameter: as it is kept now, or as one step on a stand-in makes it. A stand-in takes the
+    time of a step, so those of one shape and group share one."""
     layout: Layout = {}
     parameters = parameters_by_key(optimizer, model)
     keys = {id(parameter): key for key, parameter in parameters.items()}
     for group in optimizer.param_groups:
+        made: dict[StateSpec, dict[str, StateSpec | type]] = {}
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter) or _state_of_stand_in(optimizer, group, parameter)
-            layout[keys[id(parameter)]] = {name: _spec(optimizer, name, value) for name, value in state.items()}
+            kept, spec = optimizer.state.get(parameter), StateSpec.of(parameter)
+            if not kept and spec not in made:
+                made[spec] = _specs(optimizer, _state_of_stand_in(optimizer, group, parameter))
+            layout[keys[id(parameter)]] = _specs(optimizer, kept) if kept else made[spec]
     return layout
+
+
+def _specs(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, StateSpec | type]:
+    return {name: _spec(optimizer, name, value) for name, value in state.items()}
 
 
 def _spec(optimizer: Optimizer, name: str, value: Any) -> StateSpec | type:

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ import numpy.typing as npt
 from atoll.digests import compute_digest, digest_pieces
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
-from atoll.store.atomic import make_folder, staged, sync_path, write_atomic
+from atoll.store.atomic import make_folder, mode_in, sync_path, write_atomic
 from atoll.store.segments import Position
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -45,6 +46,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 FORMAT = 2
 GONE, DRAFT = "gone-", "draft-"
 """What a cut that is being deleted, or written, is called."""
+WRITERS = 2
+"""Files of a cut that are written at once: one is hashed and copied while another waits for the disk."""
 
 
 class BadCut(AtollError):
@@ -142,9 +145,8 @@ def write_syncer_part(
     draft = root / f"{DRAFT}{cut}-{mark}"
     make_folder(draft)
     try:
-        files = {"state.bin": _write(draft / "state.bin", np.frombuffer(state, dtype=np.uint8))}
-        for name, values in arrays.items():
-            files[f"{name}.bin"] = _write(draft / f"{name}.bin", values, known.get(name))
+        whole = {"state": np.frombuffer(state, dtype=np.uint8), **arrays}
+        files = _write_all(draft, whole, known)
         table = msgspec.json.format(msgspec.json.encode(SyncerPart(run, cut, round, files, FORMAT)))
         write_atomic(draft / "syncer.json", table)
         check()
@@ -288,9 +290,26 @@ def digest_file(path: Path) -> str:
         return digest_pieces(iter(partial(file.read, 1 << 20), b""))
 
 
-def _write(path: Path, values: Bytes, known: str | None = None) -> FileEntry:
-    with staged(path) as draft, draft.open("wb") as file:
-        file.write(values.data)
+def _write_all(draft: Path, arrays: Mapping[str, Bytes], known: Mapping[str, str]) -> dict[str, FileEntry]:
+    """Durable but for their names: those are with the folder. Several at once, since each waits for the disk."""
+    with ThreadPoolExecutor(WRITERS) as writers:
+        under_way = {
+            f"{name}.bin": writers.submit(_write, draft / f"{name}.bin", values, known.get(name))
+            for name, values in arrays.items()
+        }
+    return {name: written.result() for name, written in under_way.items()}
+
+
+def _write(path: Path, values: Bytes, known: str | None) -> FileEntry:
+    """Zeros, such as the momentum of a run that has only begun, take no room on the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode_in(path.parent))
+    with open(descriptor, "wb") as file:
+        if values.any():
+            file.write(values.data)
+        else:
+            file.truncate(values.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
     return FileEntry(values.nbytes, known or compute_digest(values.data))
 
 
