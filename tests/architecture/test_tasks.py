@@ -28,6 +28,7 @@ KNOWN = {
     "launch/local.py": (1, "what goes on beside a run: its error is raised when the run is over"),
     "launch/script.py": (1, "a thread that ends its process when the supervisor is gone"),
     "learner/boundary.py": (1, "a thread that tells of copies sooner; without it the next boundary does"),
+    "learner/copy_room.py": (1, "a thread that makes room for copies; without it they allocate for themselves"),
     "learner/courier_process.py": (1, "a thread that reads frames: what it raises is raised where they are taken"),
     "learner/peer_state_transfer.py": (1, "a thread that answers whatever happens"),
     "learner/saved_state.py": (2, "a thread that answers whatever happens; the same for what is not merged"),

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -53,7 +54,9 @@ class CopyRoom:
         found = list(tensors)
         self._sizes = [tensor.nbytes for tensor in found]
         device = next((tensor.device for tensor in found if tensor.is_cuda), None)
-        self._thread = threading.Thread(target=self._prepare, args=(device,), name="atoll-copy-room", daemon=True)
+        self._thread = threading.Thread(
+            target=self._try_to_prepare, args=(device,), name="atoll-copy-room", daemon=True
+        )
         self._thread.start()
 
     def wait_until_ready(self, seconds: float) -> bool:
@@ -77,6 +80,10 @@ class CopyRoom:
         for block in self._locked:
             unlock_pages(block)
         self._locked = []
+
+    def _try_to_prepare(self, device: torch.device | None) -> None:
+        with suppress(OSError, MemoryError):  # no memory to be had: copies allocate for themselves
+            self._prepare(device)
 
     def _prepare(self, device: torch.device | None) -> None:
         if sum(self._sizes) < SMALL_BYTES:
