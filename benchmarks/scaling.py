@@ -22,6 +22,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -206,9 +207,23 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     projected.axhline(24, color="#999999", linewidth=0.8)
     projected.set(title="Projected effective H (24 asked)", xlabel="Gbit/s of a learner's link", ylabel="steps")
     projected.legend(frameon=False, fontsize=8)
+    label(sizes, SIZES_MIB, (0.03, 0.1, 0.3, 1, 3, 10))
+    label(projected, [int(width) for width in GBIT_S.split(",")], (24, 50, 100, 200))
+    crowds.set_xticks(CROWDS)
     for axes in (sizes, crowds, memory, projected):
         axes.grid(alpha=0.3)
     figure.savefig(folder / "scaling.png", dpi=110)
+
+
+def label(axes: Any, x: Sequence[float], y: Sequence[float]) -> None:
+    """Plain numbers on logarithmic axes, those within what is drawn."""
+    from matplotlib.ticker import NullLocator
+
+    low, high = axes.get_ylim()
+    y = [value for value in y if low <= value <= high]
+    for axis, ticks in ((axes.xaxis, x), (axes.yaxis, y)):
+        axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+        axis.set_minor_locator(NullLocator())
 
 
 def main() -> int:
