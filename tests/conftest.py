@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 # Before any test imports numpy or torch; processes that a test starts inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# aiohttp reads the certificates of every authority of the world when it is imported: 0.1 s. Tests bring their own.
+os.environ.setdefault("SSL_CERT_FILE", os.devnull)
+os.environ.setdefault("SSL_CERT_DIR", os.devnull)
 STARTUP = str(Path(__file__).parent / "startup")
 if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))

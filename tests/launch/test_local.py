@@ -30,8 +30,19 @@ from atoll.telemetry.status import RunStatus
 pytestmark = pytest.mark.system
 
 
+COLD = """
+import sys
+from atoll.numerics import kernels
+kernels.warm = lambda: None
+from atoll.syncer.__main__ import main
+sys.exit(main())
+"""
+"""A syncer that loads no kernels: nobody ever joins it, so it merges nothing."""
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_run, "SYNCER", ["-P", "-c", COLD])
     monkeypatch.setattr(local_run, "Child", partial(Child, waits_s=(0.01,) * children.LIMIT))
 
 
@@ -150,7 +161,9 @@ async def test_a_mistake_in_the_code_after_the_first_steps_is_repeated_once(
     assert (len(events(run, "restarted")) < 5) == again
 
 
-async def test_a_run_without_an_evaluator_says_that_nobody_will_score_it(tmp_path: Path) -> None:
+async def test_a_run_that_nobody_joined_falls_short_and_without_an_evaluator_nobody_will_score_it(
+    tmp_path: Path,
+) -> None:
     told: list[bool] = []
 
     def watch(status: RunStatus | None) -> None:
@@ -160,11 +173,6 @@ async def test_a_run_without_an_evaluator_says_that_nobody_will_score_it(tmp_pat
     run = local(tmp_path, "", watch=watch)
     await run.run()
     assert told and not any(told)
-
-
-async def test_a_run_that_nobody_joined_falls_short(tmp_path: Path) -> None:
-    run = local(tmp_path, "")
-    await run.run()
     assert run.shortfall.startswith("no learner joined the run: the script has to train inside 'with atoll.Learner(")
 
 
@@ -239,15 +247,24 @@ async def test_a_run_without_parameters_does_not_wait_for_a_score(tmp_path: Path
     assert events(run, "finished")
 
 
-async def test_children_know_the_run(tmp_path: Path) -> None:
-    run = local(tmp_path, "import os\nprint({k: v for k, v in os.environ.items() if k.startswith('ATOLL')})")
+async def test_children_know_the_run_and_start_where_and_with_what_they_were_started_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SET_NOW", "now")
+    (tmp_path / "then").mkdir()
+    launch = LaunchEnvironment(str(tmp_path / "then"), {"DATA_DIR": "/data/c4", "SET_NOW": "then"})
+    code = (
+        "import os\nprint(os.getcwd(), os.environ['DATA_DIR'], os.environ['SET_NOW'])\n"
+        "print({k: v for k, v in os.environ.items() if k.startswith('ATOLL')})"
+    )
+    run = local(tmp_path, code, launch=launch)
     await run.run()
-    said = (run.out.logs / "learner-1.log").read_text()
+    place, said = run.out.log("learner-1").read_text().splitlines()
     for part in ("'ATOLL_LEARNER': 'learner-1'", "'ATOLL_ROLE': 'learner'", "'ATOLL_SEED': '0'", "http://127.0.0.1:"):
         assert part in said
     assert "ATOLL_SUPERVISOR" not in said
-    found = read_environment(run.out.path)
-    assert found is not None and found.folder == str(Path.cwd()), "and where they started is noted for later"
+    assert place == f"{tmp_path / 'then'} /data/c4 now"
+    assert read_environment(run.out.path) == launch, "also for the time after that"
 
 
 async def test_every_process_sees_its_own_gpus_and_the_run_says_which(tmp_path: Path) -> None:
@@ -257,19 +274,8 @@ async def test_every_process_sees_its_own_gpus_and_the_run_says_which(tmp_path: 
     logs = {name: run.out.log(name).read_text() for name in ("learner-0", "learner-1", "evaluator")}
     assert logs == {"learner-0": "sees 4\n", "learner-1": "sees 5\n", "evaluator": "sees 6\n"}
     assert events(run, "devices")[0]["text"] == "GPUs: learner-0 on 4, learner-1 on 5, evaluator on 6"
-
-
-async def test_a_script_starts_where_and_with_what_it_was_started_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SET_NOW", "now")
-    (tmp_path / "then").mkdir()
-    launch = LaunchEnvironment(str(tmp_path / "then"), {"DATA_DIR": "/data/c4", "SET_NOW": "then"})
-    code = "import os\nprint(os.getcwd(), os.environ['DATA_DIR'], os.environ['SET_NOW'])"
-    run = local(tmp_path, code, launch=launch)
-    await run.run()
-    assert run.out.log("learner-0").read_text() == f"{tmp_path / 'then'} /data/c4 now\n"
-    assert read_environment(run.out.path) == launch, "also for the time after that"
+    found = read_environment(run.out.path)
+    assert found is not None and found.folder == str(Path.cwd()), "where they started is noted for later"
 
 
 ATTACK = """

@@ -1,8 +1,9 @@
-"""Training processes of tests start in half the processor time: they load torch without its compiler.
+"""Processes of tests load torch in half the processor time: without its compiler.
 
 Every optimizer of torch imports `torch._dynamo` (1.5 s), to call two functions of it that do nothing unless something
-is compiled. Here that import gives a stand-in with these two. Whoever asks it for anything else, or imports one of its
-submodules, gets the real package, which takes the place of the stand-in.
+is compiled; `import torch` loads `torch.export` (0.3 s) and, for tensors without values, `torch._meta_registrations`
+(0.5 s). Here these imports give stand-ins. Whoever asks one of them for anything else, or imports one of its
+submodules, gets the real packages, which take the places of all stand-ins.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-NAME = "torch._dynamo"
+DYNAMO, EXPORT, METAS = "torch._dynamo", "torch.export", "torch._meta_registrations"
+PACKAGES = (DYNAMO, EXPORT)
 
 
 class StandIn(ModuleType):
@@ -30,19 +32,20 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(load_real(), name)
+        load_real()
+        return getattr(sys.modules[self.__name__], name)
 
 
 class Finder:
-    """Finds the stand-in, and the submodules of the real package once that is loaded."""
+    """Finds the stand-ins, and the submodules of the real packages once these are loaded."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name == NAME:
-            return importlib.machinery.ModuleSpec(name, Finder, is_package=True)  # type: ignore[arg-type]
-        if name.startswith(f"{NAME}."):
+        if name in (*PACKAGES, METAS):
+            return importlib.machinery.ModuleSpec(name, Finder, is_package=name != METAS)  # type: ignore[arg-type]
+        if name.startswith(tuple(f"{package}." for package in PACKAGES)):
             load_real()
             importlib.import_module(name)
             return importlib.machinery.ModuleSpec(name, Finder)  # type: ignore[arg-type]
@@ -50,19 +53,30 @@ class Finder:
 
     @staticmethod
     def create_module(spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return StandIn(spec.name) if spec.name == NAME else sys.modules[spec.name]
+        return StandIn(spec.name) if spec.name in (*PACKAGES, METAS) else sys.modules[spec.name]
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Nothing is to be done: it is a stand-in, or loaded already."""
+        if module.__name__ == METAS and isinstance(module, StandIn):
+            prepare_generators()
 
 
 def install() -> None:
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
 
 
-def load_real() -> ModuleType:
+def prepare_generators() -> None:
+    """The one thing that is needed without a compiler: newer versions of torch make no Generator before."""
+    if sys.modules["torch._C"].__dict__.get("_set_generator_metaclass") is not None:
+        from torch._opaque_base import OpaqueBaseMeta
+
+        sys.modules["torch._C"]._set_generator_metaclass(OpaqueBaseMeta)
+
+
+def load_real() -> None:
     if Finder in sys.meta_path:
         sys.meta_path.remove(Finder)  # type: ignore[arg-type]
-        sys.modules.pop(NAME, None)
-    return importlib.import_module(NAME)
+        for name in (METAS, EXPORT, DYNAMO):
+            sys.modules.pop(name, None)
+        for name in (METAS, EXPORT, DYNAMO):
+            importlib.import_module(name)
