@@ -39,12 +39,23 @@ def is_file(path: str) -> bool:
 def is_defined(name: str) -> bool:
     """`Class.method`, `module.function` or a name alone: a function, a class, an attribute or a field of the source."""
     *owner, last = name.split(".")
-    defines = re.compile(rf"(?:def|class) {last}\b|^\s*(?:self\.)?{last}(?::| =|,)", re.MULTILINE)
     if not owner:
-        return defines.search(sources("src")) is not None
-    classes = re.findall(rf"^class {owner[0]}\b.*?(?=^\S|\Z)", sources("src"), re.MULTILINE | re.DOTALL)
+        return last in names_defined(sources("src"))
+    classes = [text for name, text in classes_of(sources("src")) if name == owner[0]]
     modules = [path.read_text() for path in (ROOT / "src").rglob(f"{owner[0]}.py")]
-    return any(defines.search(text) for text in (*classes, *modules))
+    return any(last in names_defined(text) for text in (*classes, *modules))
+
+
+@cache
+def classes_of(text: str) -> list[tuple[str, str]]:
+    """Name and text."""
+    return [(one[1], one[0]) for one in re.finditer(r"^class (\w+).*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)]
+
+
+@cache
+def names_defined(text: str) -> set[str]:
+    found = re.findall(r"(?:def|class) (\w+)|^\s*(?:self\.)?(\w+)(?::| =|,)", text, re.MULTILINE)
+    return {name or other for name, other in found}
 
 
 def test_every_mend_is_in_the_source() -> None:

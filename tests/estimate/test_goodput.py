@@ -30,7 +30,7 @@ def test_the_published_cells_come_out() -> None:
 
 
 @pytest.mark.parametrize(("learners", "chips"), [(1, 150_000), (2, 300_000), (4, 600_000)])
-@pytest.mark.parametrize("times", [2, 4])
+@pytest.mark.parametrize("times", [2, pytest.param(4, marks=pytest.mark.faults)])
 def test_as_many_times_the_learners_on_as_many_times_the_chips_give_the_same(
     learners: int, chips: int, times: int
 ) -> None:
@@ -47,8 +47,8 @@ def test_the_same_seed_gives_the_same_experiment() -> None:
 
 def test_nobody_waits_whatever_happens_to_the_others() -> None:
     """Decoupled goodput with rounds is goodput without: rounds cost a learner nothing."""
-    outcome = run(job("decoupled", 4, 2_400_000, hours=6, rounds=150))
-    assert outcome.rounds is not None and outcome.rounds.count >= 150
+    outcome = run(job("decoupled", 4, 2_400_000, hours=6, rounds=80))
+    assert outcome.rounds is not None and outcome.rounds.count >= 80
     assert "waiting" not in outcome.tally.lost
     without = [run(job("decoupled", 4, 2_400_000, hours=6, seed=seed)).tally.goodput for seed in range(5)]
     assert outcome.tally.goodput == pytest.approx(fmean(without), abs=0.03)
@@ -59,7 +59,7 @@ def test_nobody_waits_whatever_happens_to_the_others() -> None:
 def test_learners_of_spread_speeds_have_their_own_merged_share() -> None:
     """A quarter slower: of its work a bit less is merged than of the others', and it is told apart from the mean."""
     profile = with_values(CALM, {"speed.spread": 0.25, "speed.jitter": 0.01})
-    one = msgspec.structs.replace(job("decoupled", 4, 150_000, hours=6, rounds=300), profile=profile)
+    one = msgspec.structs.replace(job("decoupled", 4, 150_000, hours=6, rounds=150), profile=profile)
     outcome = run(one)
     assert outcome.rounds is not None and len(outcome.rounds.shares) == 4
     assert all(share is not None and 0.0 < share < 1.0 for share in outcome.rounds.shares)
@@ -72,7 +72,7 @@ def test_learners_of_spread_speeds_have_their_own_merged_share() -> None:
 def mixed(method: goodput.Method, overlap: int) -> JobResult:
     """The slowest learner 18 % slower, 10 % jitter."""
     profile = with_values(CALM, {"speed.spread": 0.18, "speed.jitter": 0.1, "rules.overlap": overlap})
-    return run(Job(profile, method, 8, 8, 0, 6.0, 150))
+    return run(Job(profile, method, 8, 8, 0, 6.0, 60))
 
 
 def test_a_barrier_costs_mixed_learners_a_sixth_and_a_quorum_of_one_with_grace_nothing() -> None:
@@ -87,7 +87,7 @@ def test_a_barrier_costs_mixed_learners_a_sixth_and_a_quorum_of_one_with_grace_n
 def test_spread_speeds_are_all_in_each_round_with_grace_and_nearly_without() -> None:
     profile = with_values(CALM, {"speed.spread": 0.18, "speed.jitter": 0.1})
     without = with_values(profile, {"rules.grace": False})
-    rounds = [run(Job(one, "decoupled", 8, 8, 0, 6.0, 150)).rounds for one in (profile, without)]
+    rounds = [run(Job(one, "decoupled", 8, 8, 0, 6.0, 60)).rounds for one in (profile, without)]
     shares = [one.participation for one in rounds if one is not None and one.participation is not None]
     assert shares[0] >= shares[1] > 0.99, "readiness per fragment leaves little to wait for"
 
@@ -122,8 +122,8 @@ def test_a_region_that_fails_takes_its_learners_and_no_others() -> None:
 
 def test_a_learner_that_lost_every_slice_is_a_dead_process_that_comes_back() -> None:
     profile = with_values(CALM, {"slices": 4, "preemption.every_s": 900.0, "preemption.for_s": 120.0})
-    outcome = run(Job(profile, "decoupled", 4, 8, 0, 1.0, 200))
-    assert outcome.rounds is not None and outcome.rounds.count >= 200
+    outcome = run(Job(profile, "decoupled", 4, 8, 0, 1.0, 100))
+    assert outcome.rounds is not None and outcome.rounds.count >= 100
     assert outcome.tally.lost["gone"] == pytest.approx(120 / (900 + 120 + 60), abs=0.07)
     assert outcome.tally.lost["recovering"] > 0
 

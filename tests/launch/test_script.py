@@ -99,14 +99,15 @@ USAGE_ERRORS = {
     "atoll.Learner(torch.nn.Linear(1, 1)).stpe": "AttributeError: 'Learner' object has no attribute 'stpe'",
 }
 CALLS = [
-    pytest.param(call, marks=() if place in (0, 1) else pytest.mark.faults)
-    for place, call in enumerate(USAGE_ERRORS)
+    pytest.param(call, marks=() if place in (0, 1) else pytest.mark.faults) for place, call in enumerate(USAGE_ERRORS)
 ]
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_wrong_call_ends_at_the_scripts_line_and_the_supervisor_is_told(tmp_path: Path, call: str) -> None:
-    done = run(tmp_path, f"import atoll{', torch' if 'torch' in call else ''}\n{call}", ATOLL_SUPERVISOR=str(os.getpid()))
+    done = run(
+        tmp_path, f"import atoll{', torch' if 'torch' in call else ''}\n{call}", ATOLL_SUPERVISOR=str(os.getpid())
+    )
     assert done.returncode == USAGE
     *_, place, line, last = [line for line in done.stderr.splitlines() if not set(line) <= set(" ~^")]
     assert place == f'  File "{tmp_path / "mine.py"}", line 2, in <module>' and line.strip() == call

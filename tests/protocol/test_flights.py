@@ -57,7 +57,9 @@ def usual_world(**differs: Any) -> World:
     return World(2, fragments=24, sync_every=24, latency_s=0.01, **differs)
 
 
-@pytest.mark.parametrize(("step_s", "body_s", "round_s"), [(0.05, 0.42, 0.45), (0.5, 5.9, 5.95)])
+@pytest.mark.parametrize(
+    ("step_s", "body_s", "round_s"), [(0.05, 0.42, 0.45), pytest.param(0.5, 5.9, 5.95, marks=pytest.mark.faults)]
+)
 def test_h_stays_what_was_asked_when_a_round_takes_many_steps(step_s: float, body_s: float, round_s: float) -> None:
     world = usual_world(step_s=step_s, body_s=body_s).run_until(seconds=600 * step_s)
     flights = world.syncer.rounds.flights
@@ -71,7 +73,7 @@ def test_h_stays_what_was_asked_when_a_round_takes_many_steps(step_s: float, bod
 
 def test_more_rounds_are_not_started_where_they_would_only_wait_for_each_other() -> None:
     """A tenth more work than fits: H gets a tenth longer, and contributions do not get old in a queue."""
-    world = usual_world(step_s=0.5, merge_s=0.55).run_until(seconds=600)
+    world = usual_world(step_s=0.5, merge_s=0.55).run_until(seconds=300)
     flights = world.syncer.rounds.flights
     assert flights.is_short and flights.gap_s == pytest.approx(0.55, rel=0.02)
     assert flights.wanted <= 7 and (flights.round_s.value or 99) < 3.5
@@ -105,7 +107,7 @@ def test_a_step_that_becomes_slower_needs_fewer_rounds_under_way() -> None:
     before = world.syncer.rounds.flights.allowed
     for learner in world.learners.values():
         learner.step_s = 1.0
-    world.run_until(seconds=700)
+    world.run_until(seconds=350)
     assert world.syncer.rounds.flights.allowed == 2 < before
     assert world.syncer.steps_between_syncs.median == pytest.approx(24, abs=1)
 

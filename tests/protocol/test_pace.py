@@ -6,7 +6,17 @@ from tests.protocol.world import World
 from atoll.protocol.syncer.closing import Pace
 
 
-@pytest.mark.parametrize(("fragments", "every"), [(1, 4), (4, 24), (6, 6), (5, 7), (15, 24), (24, 24)])
+@pytest.mark.parametrize(
+    ("fragments", "every"),
+    [
+        (1, 4),
+        (4, 24),
+        (6, 6),
+        (5, 7),
+        pytest.param(15, 24, marks=pytest.mark.faults),
+        pytest.param(24, 24, marks=pytest.mark.faults),
+    ],
+)
 @pytest.mark.parametrize("step_s", [[1.0] * 4, [1.0, 1.25, 0.77, 2.0]])
 def test_the_effective_h_stays_at_h(fragments: int, every: int, step_s: list[float]) -> None:
     world = World(4, fragments=fragments, sync_every=every, step_s=step_s, quorum=1).run_until(seconds=12 * every)

@@ -244,7 +244,7 @@ def test_one_whose_steps_get_slower_and_slower_makes_no_quorum_wait_longer_and_l
     world = World(3, fragments=2, sync_every=4, quorum=3, lost_after_s=1e6).run_until(round=8)
     lose_downloads(world, "learner-2")
     slow = world.learners["learner-2"]
-    for _ in range(30):
+    for _ in range(26):
         t = slow.t
         longest_s = longest_wait_s(world, 1)
         slow.step_s *= 1.5 if slow.t > t else 1.0

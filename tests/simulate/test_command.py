@@ -54,10 +54,10 @@ def test_one_seed_prints_its_world(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_many_seeds_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert atoll(monkeypatch, "simulate", "faults", "--seeds", "4", "--learners", "2", "--json") == 0
+    assert atoll(monkeypatch, "simulate", "faults", "--seeds", "3", "--learners", "2", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document.keys() == {"seeds", "first", "events", "seconds", "violations"}
-    assert document["seeds"] == 4 and document["events"] > 4000 and document["violations"] == []
+    assert document["seeds"] == 3 and document["events"] > 3000 and document["violations"] == []
 
 
 def test_many_seeds_begin_where_they_are_told_to(
@@ -86,8 +86,8 @@ def test_a_broken_promise_ends_in_1_and_says_how_to_repeat_it(
 
 
 def _first_with(kind: str) -> int:
-    """A world of three learners that things are said twice in, and that breaks for it."""
-    return next(seed for seed in range(60) if _breaks(seed, kind))
+    """A world of three learners that things are said twice in, and that breaks for it; 14 was the first once."""
+    return next(seed for seed in (14, *range(60)) if _breaks(seed, kind))
 
 
 def _breaks(seed: int, kind: str) -> bool:
