@@ -18,7 +18,7 @@ SETTINGS = "[protocol]\nlearners = 1\nfragments = 2\nsync_every = 4\noverlap = 1
 
 def start_script(run: Run, where: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(SCRIPTS / "line.py")],
+        [sys.executable, str(SCRIPTS / "line.py"), "--pace", "0.05"],
         cwd=run.folder,
         env=run.environment({"ATOLL_JOIN": where}),
         text=True,

@@ -77,7 +77,8 @@ def test_a_bad_plan_is_one_line_and_nothing_is_started(run: Run, tmp_path: Path,
 
 
 def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
-    """Also the sample of the kill storms in every run of the tests: each sample of the data has one fate."""
+    """Also the sample, in every run of the tests, of the kill storms: each sample of the data has one fate; and of the
+    replays: a run whose learner and syncer were killed is repeated bit for bit."""
     plan = run.folder / "plan.toml"
     faults = [
         {"kind": "kill", "target": "learner-1", "at_s": 0.5},
@@ -85,7 +86,7 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
         {"kind": "syncer-kill", "at_s": 3.0},
     ]
     plan.write_text(tomli_w.dumps({"seconds": 10.0, "fault": faults, "verdict": {"syncer_back_s": 30.0}}))
-    run.train(*LEASED, "--learners", "2", "--breakable", "--json")
+    run.train(*LEASED, "--learners", "2", "--breakable", "--json", "--", "--pace", "0.05")
     run.until(lambda events: len({name for name, _ in members(events)}) == 2)
     done = run.command("chaos", plan, "--run", run.folder / "nothing")
     assert done.returncode == 2 and "holds no run" in done.stderr
@@ -102,3 +103,4 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
     assert not (run.out / "standby.json").exists()
     facts.check_rounds(run, most_untold=1)
     check_all_accounted(run)
+    run.check_replay()

@@ -100,7 +100,7 @@ def survive(run: Run, crash_at: CrashAt, points: tuple[str, ...], *options: str)
 
 def test_a_syncer_that_is_killed_loses_nothing(run: Run, crash_at: CrashAt) -> None:
     """Three points of the matrix below."""
-    survive(run, crash_at, SAMPLE)
+    survive(run, crash_at, SAMPLE, "--", "--pace", "0.02")
     torn = [e["text"] for e in run.events("warning") if "of an append that was never acknowledged" in e["text"]]
     assert len(torn) == 1, "half an append lay at the end of the first segment, and that was said"
 

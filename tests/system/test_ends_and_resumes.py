@@ -14,7 +14,7 @@ What a user expects of each cell:
 run comes to, model.safetensors is the head that the journal gives: `verify` compares the two.
 
 The table belongs to `make faults`. One cell of it, more steps for a run that spent its own, is in every run of the
-tests: `test_train.py`.
+tests: `test_resume.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real run with accidents: what the dashboard shows of them in a real browser, then the same run from its tape."""
+"""Real runs with accidents: what the dashboard shows of them in a real browser, and the same runs from their tapes."""
 
 from __future__ import annotations
 
@@ -26,22 +26,8 @@ BACK = "#rows tr[data-learner=learner-1][data-state=stepping]"
 ALL_STEPPING = "#rows:has(tr:nth-child(2)):not(:has(tr:not([data-state=stepping])))"
 
 
-@pytest.fixture(scope="module")
-def accidents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Both learners are in it. The first test kills a learner and the syncer, the second ends it and repeats it."""
-    run = Run(tmp_path_factory.mktemp("accidents"))
-    try:
-        yield run.train(*LINE, "--port", "0")
-    finally:
-        run.kill()
-
-
 def kill(run: Run, process: str) -> None:
     os.kill(run.pid(process), signal.SIGKILL)
-
-
-def restarted(run: Run, process: str) -> bool:
-    return any(event["process"] == process for event in run.events("restarted"))
 
 
 def is_back(events: list[Event]) -> bool:
@@ -59,8 +45,8 @@ def page() -> Iterator[Page]:
         yield page
 
 
-def test_a_killed_learner_turns_red_says_gone_and_returns(accidents: Run, page: Page, tmp_path: Path) -> None:
-    run = accidents
+def test_a_killed_learner_turns_red_says_gone_and_returns(page: Page, run: Run, tmp_path: Path) -> None:
+    run.train(*LINE, "--port", "0")
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda line: complaints.append(line.text) if "Content Security Policy" in line.text else None)
@@ -97,18 +83,19 @@ def test_a_killed_learner_turns_red_says_gone_and_returns(accidents: Run, page: 
     page.evaluate("() => { new WebSocket(`ws://${location.host}/v1/live`).onopen = (e) => e.target.send('garbage'); }")
     said = len(run.events("round"))
     run.until(lambda events: sum(event["kind"] == "round" for event in events) > said + 20)
-    assert not complaints
+    run.interrupt()
+    run.ended()
+    assert not complaints and f"dashboard: {address}/enter/" in run.stdout
 
 
-def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit(accidents: Run) -> None:
-    """Where no browser looked on, they are killed here."""
-    run = accidents
+@pytest.mark.faults
+def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit(run: Run) -> None:
+    """Its sample in every run of the tests: what test_chaos.py attacked is repeated too."""
+    run.train(*LINE, "--port", "0")
     run.until(lambda events: len(members(events)) >= 2)
-    if not restarted(run, "learner-1"):
-        kill(run, "learner-1")
+    kill(run, "learner-1")
     run.until(is_back)
-    if not restarted(run, "syncer"):
-        kill(run, "syncer")
+    kill(run, "syncer")
     run.until(reigned)
     at = len(run.events("round"))
     run.until(lambda events: sum(e["kind"] == "round" for e in events) > at + 20)

@@ -37,15 +37,17 @@ def cut_at(number: int):  # type: ignore[no-untyped-def]
 def test_rounds_a_kill_and_as_many_more_are_twice_as_many_bit_for_bit(
     run: Run, tmp_path: Path, learners: int, rounds: int
 ) -> None:
-    """Parameters, momentum, inner optimizers, schedules, random states, bases and the place in the data."""
+    """Parameters, momentum, inner optimizers, schedules, random states, bases and the place in the data.
+
+    Few: the killed run itself had made twice as many rounds. Twenty: a run that nobody killed has."""
     common, steps = (*EXACT, "--learners", str(learners), "--set", f"cut_every={rounds}"), str(2 * (2 * rounds + 2))
-    run.start("train", *common, "--steps", steps, "--out", tmp_path / "straight").ended()
+    straight, again = (tmp_path / "straight" if rounds == 20 else run.out), tmp_path / "again"
+    if straight != run.out:
+        run.start("train", *common, "--steps", steps, "--out", straight).ended()
     run.train(*common, "--steps", "100000")
-    run.until(cut_at(rounds))
+    run.until(cut_at(rounds if straight != run.out else 2 * rounds))
     run.kill_everything()
-    from_cut = ("--resume", run.out, "--from-cut", str(rounds), "--steps", steps)
-    run.start("train", *from_cut, "--out", tmp_path / "again").ended()
-    straight, again = tmp_path / "straight", tmp_path / "again"
+    run.start("train", "--resume", run.out, "--from-cut", str(rounds), "--steps", steps, "--out", again).ended()
     _, _, expected = read_syncer_part(straight / "cuts", 2 * rounds)
     _, _, found = read_syncer_part(again / "cuts", 2 * rounds)
     assert expected.keys() == found.keys() and len(expected) == 6
@@ -59,7 +61,17 @@ def test_rounds_a_kill_and_as_many_more_are_twice_as_many_bit_for_bit(
         assert was.states["extra/schedule"] == now.states["extra/schedule"]
         assert was.rng == now.rng
     assert verify_run(straight).ok and verify_run(run.out).ok
-    report = verify_run(again)
+    check_goes_on(run, again, steps=int(steps) + 12)
+
+
+def check_goes_on(run: Run, ended: Path, steps: int) -> None:
+    """A run whose steps were spent makes more. The sample of test_ends_and_resumes.py in every run of the tests."""
+    before = json.loads((ended / "summary.json").read_text())
+    run.start("train", "--resume", ended, "--steps", str(steps)).ended()
+    after = json.loads((ended / "summary.json").read_text())
+    assert after["reason"] == f"{steps} steps are done" and after["rounds"] > before["rounds"]
+    assert after["tokens"]["computed"] > before["tokens"]["computed"] and after["tokens"]["in_flight"] == 0
+    report = verify_run(ended)
     assert report.ok, report.problem
 
 
@@ -98,7 +110,8 @@ def test_a_second_syncer_refuses_and_a_standby_takes_over_from_one_that_stands_s
     port = run.free_port()
     standby = run.beside("syncer", "--standby", run.out, "--port", str(port))
     learner = run.beside(
-        "learn", SCRIPTS / "line.py", "--syncer", f"{url},http://127.0.0.1:{port}", "--name", "learner-0"
+        *("learn", SCRIPTS / "line.py", "--syncer", f"{url},http://127.0.0.1:{port}", "--name", "learner-0"),
+        *("--", "--pace", "0.05"),
     )
     run.until(lambda events: len(members(events)) == 1)
     paused = run.pid_of_command()

@@ -1,8 +1,8 @@
-"""A noisy line in 5 ms per step, by a learner that keeps a diary of what it saw: what the crash tests train.
+"""A noisy line by a learner that keeps a diary of what it saw: what the crash tests train.
 
 One line of JSON in diary-<learner>.jsonl of the current folder after every step, {"at", "t"}, and one for every version
 that it adopted, {"at", "fragment", "version", "digest"}, with the digest of the bytes as they lie in its memory.
-Options: --width N.
+Options: --width N, --pace (seconds that a step takes, at least).
 """
 
 import argparse
@@ -20,6 +20,7 @@ from atoll.digests import compute_digest
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=4)
+parser.add_argument("--pace", type=float, default=0.005)
 said = parser.parse_args()
 
 torch.manual_seed(0)
@@ -48,7 +49,7 @@ with Path(f"diary-{os.environ['ATOLL_LEARNER']}.jsonl").open("a") as diary, atol
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.005)
+        time.sleep(said.pace)
         learner.step(tokens=16, loss=loss)
         for line in ({"at": time.time(), "t": learner.steps}, *adopted(learner)):
             diary.write(json.dumps(line) + "\n")

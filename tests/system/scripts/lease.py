@@ -1,6 +1,6 @@
-"""A tiny model on leased data, 10 ms per step: what the kill storms train. A token is a sample here.
+"""A tiny model on leased data: what the kill storms train. A token is a sample here.
 
-Options: --samples N, --batch N, --epochs N (0: no end).
+Options: --samples N, --batch N, --epochs N (0: no end), --pace (seconds that a step takes, at least).
 """
 
 import argparse
@@ -16,6 +16,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--samples", type=int, default=2000)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--epochs", type=int, default=0)
+parser.add_argument("--pace", type=float, default=0.01)
 said = parser.parse_args()
 
 torch.manual_seed(0)
@@ -30,5 +31,5 @@ with atoll.Learner(model, optimizer) as learner:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.01)
+        time.sleep(said.pace)
         learner.step(tokens=len(batch), loss=loss)

@@ -1,9 +1,9 @@
-"""A noisy line in 20 ms per step: what the system tests train when the model does not matter. Without noise the loss
+"""A noisy line: what the system tests train when the model does not matter. Without noise the loss
 would come to 0, where the norm of a contribution jumps from one to the next, and some would be refused.
 
 Options: --width N, --odd N (the width that learner-1 has, which joins once the run has begun), --nan-at STEP (learner-1
 has a loss that is not a number, once), --steps N (leaves by itself), --deaf (goes on when the run has ended),
---poor (hardly any memory is free), --rate (the learning rate).
+--poor (hardly any memory is free), --rate (the learning rate), --pace (seconds that a step takes, at least).
 """
 
 import argparse
@@ -23,6 +23,7 @@ parser.add_argument("--steps", type=int, default=0)
 parser.add_argument("--deaf", action="store_true")
 parser.add_argument("--poor", action="store_true")
 parser.add_argument("--rate", type=float, default=0.05)
+parser.add_argument("--pace", type=float, default=0.02)
 said = parser.parse_args()
 
 if said.poor:
@@ -53,5 +54,5 @@ with atoll.Learner(model, optimizer) as learner:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.02)
+        time.sleep(said.pace)
         learner.step(tokens=16, loss=loss)
