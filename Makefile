@@ -28,7 +28,7 @@ run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
 
 # Every worker collects every test: one process writes their bytecode first, so that no worker rewrites them. The checks
 # run beside all that; their output comes last.
-test: $(RUNTIME) $(DEV) ## the checks, and every test but the long ones of `make faults`
+test: setup ## the checks, and every test but the long ones of `make faults`
 	@said=$$(mktemp); $(MAKE) --no-print-directory check >$$said 2>&1 & checks=$$!; \
 	export PYTHONDONTWRITEBYTECODE=; $(BIN)/pytest --collect-only -q >/dev/null 2>&1; \
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30; tests=$$?; \

@@ -124,7 +124,7 @@ def test_a_link_in_a_file_is_never_in_the_list_of_processes(tmp_path: Path) -> N
     assert process.stdout is not None
     with process, selectors.DefaultSelector() as ready:
         ready.register(process.stdout, selectors.EVENT_READ)
-        while not ready.select(0):
+        while not ready.select(0.001):
             seen.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
         assert process.stdout.readline() == f"{LINK}\n"
         process.communicate("\n", timeout=60)

@@ -51,7 +51,7 @@ with learner:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.02)
+        time.sleep(0.05)
         learner.step(tokens=len(batch), loss=loss)
 values = {name: parameter.tolist() for name, parameter in model.named_parameters()}
 json.dump({"model": values, "given": diary.given}, open(sys.argv[1], "w"))

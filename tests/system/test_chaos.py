@@ -64,8 +64,11 @@ def test_what_does_not_hold_is_the_exit_code(run: Run) -> None:
     ("text", "said"),
     [
         ("seconds = 10\n[[fault]]\nkind = 'kill'\ntarget = 'learner-9'\nat_s = 1", "there is no 'learner-9'"),
-        ("seconds = 10\n[[fault]]\nkind = 'kill'\ntarget = 'learner-1'\nat_s = 11", "lies past the end"),
-        ("seconds = [", "is not TOML"),
+        pytest.param(
+            *("seconds = 10\n[[fault]]\nkind = 'kill'\ntarget = 'learner-1'\nat_s = 11", "lies past the end"),
+            marks=pytest.mark.faults,
+        ),
+        pytest.param("seconds = [", "is not TOML", marks=pytest.mark.faults),
     ],
 )
 def test_a_bad_plan_is_one_line_and_nothing_is_started(run: Run, tmp_path: Path, text: str, said: str) -> None:
