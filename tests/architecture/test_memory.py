@@ -11,6 +11,7 @@ import pytest
 from tests.architecture.pages import table_after
 
 from atoll.config import Outer
+from atoll.learner.offload import READ_STAGES
 from atoll.mailbox.box import Layout
 from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
@@ -49,8 +50,8 @@ def figures(plan: FragmentPlan) -> list[float]:
         layout.total_bytes,
         layout.slot_bytes * Layout.of(plan, msgspec.structs.replace(SETTINGS, codec="topk")).first_rests,
         largest_body(make_codec(SETTINGS.codec), plan),
-        2 * 4 * layout.largest,
-        5 * 4 * layout.largest,
+        (READ_STAGES + 1) * 4 * layout.largest,
+        (READ_STAGES + 4) * 4 * layout.largest,
         (2 + slots) * 4 * plan.size,
         contribution_bytes(plan, SETTINGS),
         memory_bound(plan, SETTINGS, slots).fixed,

@@ -33,6 +33,7 @@ CLOCKS = {
     *("now", "wake_at", "deadline", "until", "since", "value", "retry_at", "joined_at", "last_heard", "last_step_at"),
     *(
         "idle_at",
+        "_rests_until",
         "probed_at",
         "opened_at",
         "quorum_at",

@@ -11,6 +11,7 @@ thread captures a CUDA graph: `enter_thread` lets such a thread do that without 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, TypeAlias
@@ -146,6 +147,8 @@ class StreamCopy:
         self._event.synchronize()
 
 
+READ_STAGES = 3
+"""Of copies on their way out, as large as the largest fragment each."""
 RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""
 
@@ -161,9 +164,8 @@ class CudaOffload:
         self._lock(0, box.layout.first_outgoing)
         self._lock(box.layout.most_outgoing, box.layout.first_incoming)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._read_stage = torch.empty(box.layout.largest, dtype=torch.float32, device=device)
-        self._read_out = _mark(self._out)
-        """From this moment on the staging buffer may be written to again."""
+        self._read_stages: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        """Used in turn, each with the moment from which on it may be written to again."""
         self._hosts: dict[tuple[str, int, int], torch.Tensor] = {}
         self._shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         """By a stage's address and the fragment: making views takes longer than all the rest of a copy."""
@@ -175,15 +177,24 @@ class CudaOffload:
     @torch.no_grad()
     def read(self, fragment: int, slot: int) -> DeviceCopy:
         training = torch.cuda.current_stream(self._device)
-        training.wait_event(self._read_out)
-        torch._foreach_copy_(self._shaped(self._read_stage, fragment), self._own(fragment))
+        stage = self._take_read_stage(training)
+        torch._foreach_copy_(self._shaped(stage, fragment), self._own(fragment))
         self._out.wait_event(_mark(training))
         self._lock_if_new(slot, slot >= self._box.layout.first_outgoing)
         host = self._host("out", fragment, slot)
         with torch.cuda.stream(self._out):
-            host.copy_(self._read_stage[: host.numel()], non_blocking=True)
-        self._read_out = _mark(self._out)
-        return StreamCopy(self._read_out)
+            host.copy_(stage[: host.numel()], non_blocking=True)
+        event = _mark(self._out)
+        self._read_stages.append((stage, event))
+        return StreamCopy(event)
+
+    def _take_read_stage(self, training: torch.cuda.Stream) -> torch.Tensor:
+        """Training does not wait for a copy that is on its way out where another stage is free, or may be made."""
+        if self._read_stages and (self._read_stages[0][1].query() or len(self._read_stages) >= READ_STAGES):
+            stage, event = self._read_stages.popleft()
+            training.wait_event(event)
+            return stage
+        return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
 
     def bring(self, fragment: int, slot: int) -> DeviceCopy:
         layout = self._box.layout

@@ -8,7 +8,8 @@ adopted).
 Rules kept here, each with its test:
 - a cut never waits for dead learners, nor for anybody past its deadline; the manifest names those left out, and why;
 - a cut is completed only after the syncer's own part is durable;
-- one cut is open at a time;
+- one cut is open at a time, and after it none is taken for `REST` times as long as it took: cuts of a large model would
+  otherwise keep the disk from the rounds;
 - a run that ends in good order takes a last cut behind its last round, so that a resume has the inner optimizers of the
   last steps.
 """
@@ -16,6 +17,7 @@ Rules kept here, each with its test:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from atoll.protocol.messages import CutSaved, Ending
 from atoll.protocol.records import CutDoneRecord
@@ -23,10 +25,14 @@ from atoll.protocol.syncer.effects import CompleteCut, TakeCut
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
+REST = 4.0
+LATE = "it did not save in time"
+
 
 @dataclass(slots=True)
 class OpenCut:
     cut: int
+    opened_at: float
     deadline: float
     awaited: dict[str, int]
     """Learners that have not said yet that they saved, with their incarnations."""
@@ -43,6 +49,7 @@ class Cuts:
     def __init__(self, state: SyncerState) -> None:
         self.state = state
         self.open: OpenCut | None = None
+        self._rests_until = -inf
 
     def take_first(self) -> None:
         """Version 0, whole and durable before anybody adopts it. There is nobody else to wait for."""
@@ -51,7 +58,7 @@ class Cuts:
     def take_if_due(self, now: float, rounds: int) -> None:
         """So many rounds are behind the run: take a cut if one is due. Called before the last of them is announced."""
         every = self.state.settings.cut_every
-        if self.open is None and every and rounds % every == 0:
+        if self.open is None and every and rounds % every == 0 and now >= self._rests_until:
             self._take_cut(now, rounds, self.state.members.live_learners())
 
     def end_with_one(self, now: float, rounds: int, reason: str, wakes: list[float]) -> bool:
@@ -69,7 +76,7 @@ class Cuts:
 
     def _take_cut(self, now: float, rounds: int, learners: list[KnownLearner], *, last: bool = False) -> None:
         awaited = {one.name: one.incarnation for one in learners}
-        self.open = OpenCut(rounds, now + self.state.settings.cut_wait_s, awaited, last=last)
+        self.open = OpenCut(rounds, now, now + self.state.settings.cut_wait_s, awaited, last=last)
         self.state.out.cut = rounds
         self.state.out.add_effect(TakeCut(rounds, self.state.history.state()))
 
@@ -107,7 +114,7 @@ class Cuts:
             late = now >= open_.deadline
             if late or there.get(name) != incarnation:
                 del open_.awaited[name]
-                open_.left_out[name] = "it did not save in time" if late else "it was gone"
+                open_.left_out[name] = LATE if late else "it was gone"
         if open_.awaited:
             wakes.append(open_.deadline)
         elif open_.last and not open_.saved:  # the one before it has inner optimizers in it
@@ -119,11 +126,13 @@ class Cuts:
             saved, left_out = tuple(open_.saved.items()), tuple(open_.left_out.items())
             self.state.out.add_effect(CompleteCut(open_.cut, saved, left_out, self.state.history.spared_cut))
 
-    def note_written(self, cut: int, manifest: str) -> None:
+    def note_written(self, now: float, cut: int, manifest: str) -> None:
         """The manifest is durable."""
         if (open_ := self.open) is None or open_.cut != cut:
             return
         self.open = None
+        if LATE not in open_.left_out.values():  # else it took as long as its deadline, whatever the disk does
+            self._rests_until = now + REST * (now - open_.opened_at)
         self.state.out.persist(CutDoneRecord(cut, cut, tuple(sorted(open_.saved)), manifest))
         without = f", without {', '.join(sorted(open_.left_out))}" if open_.left_out else ""
         self.state.out.note(

@@ -167,7 +167,7 @@ class Syncer:
             case fx.CutKept(cut, reason):
                 self.cuts.note_syncer_part(cut, reason)
             case fx.CutWritten(cut, manifest):
-                self.cuts.note_written(cut, manifest)
+                self.cuts.note_written(now, cut, manifest)
             case fx.RelayWanted(ticket, offset):
                 self.peers.ask_for_stream(ticket, offset)
             case fx.ChangeAsked():
