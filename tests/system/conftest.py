@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from atoll import cli
 
 Event = dict[str, Any]
 MARK = "ATOLL_TEST_RUN"
@@ -71,6 +74,19 @@ class Run:
             timeout=WAIT_S,
             check=False,
         )
+
+    def ask(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """The same in this process, where a process of its own would show nothing more and costs a second."""
+        words, out, err, code = [str(word) for word in arguments], io.StringIO(), io.StringIO(), 0
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "argv", ["atoll", *words])
+            patch.setenv("COLUMNS", "200")
+            patch.chdir(self.folder)
+            try:
+                cli.main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     def train(self, *arguments: str | Path) -> Run:
         own_script = any(str(argument).endswith(".py") for argument in arguments)

@@ -10,7 +10,7 @@ from tests.system.conftest import WAIT_S, Run
 
 def make_keys(run: Run) -> Path:
     keys = run.folder / "keys"
-    made = run.command("cert", "--out", keys)
+    made = run.ask("cert", "--out", keys)
     assert made.returncode == 0, made.stderr
     return keys
 
@@ -22,4 +22,4 @@ def link_of(run: Run, keys: Path) -> str:
     while not (keys / "last.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return run.command("tokens", "--keys", keys, "link").stdout.strip()
+    return run.ask("tokens", "--keys", keys, "link").stdout.strip()

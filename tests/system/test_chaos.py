@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
     plan.write_text(tomli_w.dumps({"seconds": 10.0, "fault": faults, "verdict": {"syncer_back_s": 30.0}}))
     run.train(*LEASED, "--learners", "2", "--breakable", "--json", "--", "--pace", "0.05")
     run.until(lambda events: len({name for name, _ in members(events)}) == 2)
-    done = run.command("chaos", plan, "--run", run.folder / "nothing")
+    done = run.ask("chaos", plan, "--run", run.folder / "nothing")
     assert done.returncode == 2 and "holds no run" in done.stderr
     attack = run.beside("chaos", plan, "--run", run.out, "--json")
     run.until(lambda events: any(event["kind"] == "spared" for event in events))

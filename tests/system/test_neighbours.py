@@ -95,18 +95,17 @@ def identities(out: Path) -> dict[str, int]:
 def test_a_live_run_is_refused_by_name_and_goes_on(live: Run) -> None:
     """Neither --force nor --demo replaces it, and it is not gone on with beside itself."""
     before, settings = identities(live.out), (live.out / "run.toml").read_bytes()
-    for command in (
-        ("train", *LINE, "--force", "--out", live.out),
-        ("train", "--demo", "--out", live.out),
-        ("train", "--resume", live.out, "--steps", "9"),
+    for said in (
+        live.command("train", *LINE, "--force", "--out", live.out),
+        live.ask("train", "--demo", "--out", live.out),
+        live.ask("train", "--resume", live.out, "--steps", "9"),
     ):
-        said = live.command(*command)
         assert said.returncode == 2, said
         assert said.stderr == (
             f"atoll: run {live.out} is alive, pid {live.pid_of_command()}: "
             "end it first, or use another folder; nothing of it was touched\n"
         )
-    said = live.command("syncer", "--resume", live.out, "--steps", "9")
+    said = live.ask("syncer", "--resume", live.out, "--steps", "9")
     assert said.returncode == 2 and f"{live.out} is served by another syncer" in said.stderr
     assert identities(live.out) == before and (live.out / "run.toml").read_bytes() == settings
     until_rounds(live, 5)
@@ -192,14 +191,14 @@ def test_another_user_of_the_machine_gets_nothing(live: Run) -> None:
     assert open_to_others == []
 
     # The same user goes on as before, by the address alone, and nothing that was tried has changed anything.
-    assert live.command("set", url, "outer_lr=0.5").stdout.startswith("changed:")
-    status = json.loads(live.command("status", url, "--json").stdout)
+    assert live.ask("set", url, "outer_lr=0.5").stdout.startswith("changed:")
+    status = json.loads(live.ask("status", url, "--json").stdout)
     assert status["validation_round"] is None and [one["state"] for one in status["learners"]] == ["training"] * 3
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
 def test_another_user_joins_by_a_link(live: Run) -> None:
-    link = live.command("tokens", "link", "viewer", "--run", live.out).stdout.strip()
+    link = live.ask("tokens", "link", "viewer", "--run", live.out).stdout.strip()
     assert link.startswith("atoll://") and link.endswith(f"@{live.address().removeprefix('http://')}/")
     env = {**live.environment(), "XDG_RUNTIME_DIR": "/nonexistent", "TMPDIR": str(live.folder), "ATOLL_LINK": link}
     command = [sys.executable, "-m", "atoll.cli", "status", "atoll://", "--json"]
@@ -266,7 +265,7 @@ def page() -> Iterator[Any]:
 def test_a_page_of_elsewhere_and_a_name_made_to_lead_here_get_nothing(page: Any, live: Run, elsewhere: int) -> None:
     """Also in the browser that has the cookie of the dashboard, and from a page of the same host and another port."""
     url = live.address()
-    page.goto(live.command("dashboard", url).stdout.strip())
+    page.goto(live.ask("dashboard", url).stdout.strip())
     page.wait_for_selector("body[data-connection=live]")
     [cookie] = page.context.cookies()
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
@@ -294,7 +293,7 @@ def test_no_process_no_answer_and_no_command_shows_a_secret(live: Run, secrets: 
     answers = asyncio.run(answered_in_the_clear(parse_address(url, {})))
     assert [answers[path][0] for path in ("/", "/metrics", "/v1/status", "/v1/fragments/0")] == [200] * 4
     assert leaks(secrets, **{path: body for path, (_, body) in answers.items()}) == []
-    told = [live.command("status", url, "--json"), live.command("set", url, "x=1"), live.command("dashboard", url)]
+    told = [live.ask("status", url, "--json"), live.ask("set", url, "x=1"), live.ask("dashboard", url)]
     assert [one.returncode for one in told] == [0, 1, 0], [one.stderr for one in told]
     check_told(secrets, told)
 
@@ -320,7 +319,7 @@ def test_a_second_process_of_one_name_is_refused_and_the_run_goes_on(live: Run) 
 
 
 def test_a_drained_learner_leaves(live: Run) -> None:
-    assert live.command("drain", "learner-2", "--run", live.address()).returncode == 0
+    assert live.ask("drain", "learner-2", "--run", live.address()).returncode == 0
     live.until(lambda events: any(e["kind"] == "exited" and e["process"] == "learner-2" for e in events))
     left = next(e for e in live.events("left") if e["learner"] == "learner-2")
     assert left["unmerged_tokens"] == 0
@@ -348,8 +347,8 @@ def test_an_interrupt_ends_the_run_in_good_order(ended: Run) -> None:
 
 
 def test_the_secrets_of_a_run_without_keys_are_in_its_folder_of_secrets_alone(ended: Run, secrets: list[bytes]) -> None:
-    told = [ended.command("report", ended.out), ended.command("verify", ended.out)]
-    told.append(ended.command("export", ended.out, ended.folder / "exported"))
+    told = [ended.ask("report", ended.out), ended.ask("verify", ended.out)]
+    told.append(ended.ask("export", ended.out, ended.folder / "exported"))
     assert [one.returncode for one in told] == [0, 0, 0], [one.stderr for one in told]
     check_told(secrets, told)
     files = {
