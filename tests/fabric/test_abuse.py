@@ -30,6 +30,8 @@ from atoll.syncer.credentials import write_tokens
 
 from .fort import STRANGE, TOKENS, Fort
 
+BOMB = gzip.compress(bytes(64 << 20), compresslevel=1)
+
 Case = Callable[[Fort], Awaitable[str]]
 STATUS = "GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n"
 
@@ -247,11 +249,11 @@ CASES: dict[str, tuple[Case, str]] = {
     "a page of no origin": (asks("POST", "/v1/settings", "boss", b'["quorum=1"]', Origin="null"), "^403 web pages"),
     # bodies that are larger than they look
     "compressed settings": (
-        asks("POST", "/v1/settings", "boss", gzip.compress(bytes(64 << 20)), Content_Encoding="gzip"),
+        asks("POST", "/v1/settings", "boss", BOMB, Content_Encoding="gzip"),
         "^400 settings could not be read",
     ),
     "compressed score": (
-        asks("POST", "/v1/scores", "score", gzip.compress(bytes(64 << 20)), Content_Encoding="gzip"),
+        asks("POST", "/v1/scores", "score", BOMB, Content_Encoding="gzip"),
         "^400 a score could not be read",
     ),
     "long score": (asks("POST", "/v1/scores", "score", b'"' + b"x" * (2 << 20) + b'"'), "^413 "),
