@@ -30,7 +30,7 @@ from atoll.syncer.credentials import write_tokens
 
 from .fort import STRANGE, TOKENS, Fort
 
-BOMB = gzip.compress(bytes(64 << 20), compresslevel=1)
+BOMB = gzip.compress(bytes(64 << 20))
 
 Case = Callable[[Fort], Awaitable[str]]
 STATUS = "GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n"

@@ -139,7 +139,8 @@ def test_each_fault_alone_is_lived_through(kind: str) -> None:
     plan = campaign.plan(1, 3)
     target = 1 if kind in LEARNER_FAULTS else -1
     faults = tuple(Fault(at, kind, target, 7.0, 3) for at in (9.0, 31.0))  # type: ignore[arg-type]
-    outcome = campaign.run(campaign.SeedPlan(1, plan.options, faults))
+    options = msgspec.structs.replace(plan.options, faults_s=40.0)
+    outcome = campaign.run(campaign.SeedPlan(1, options, faults))
     assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
 
 
