@@ -3,7 +3,7 @@
 Every optimizer of torch imports `torch._dynamo` (1.5 s), to call two functions of it that do nothing unless something
 is compiled; `import torch` loads `torch.export` (0.3 s) and, for tensors without values, `torch._meta_registrations`
 (0.5 s). Here these imports give stand-ins. Whoever asks one of them for anything else, or imports one of its
-submodules, gets the real packages, which take the places of all stand-ins.
+submodules, gets the real package, and so does every later import.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        load_real()
-        return getattr(sys.modules[self.__name__], name)
+        remove_stand_ins()
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 class Finder:
@@ -46,7 +46,7 @@ class Finder:
         if name in (*PACKAGES, METAS):
             return importlib.machinery.ModuleSpec(name, Finder, is_package=name != METAS)  # type: ignore[arg-type]
         if name.startswith(tuple(f"{package}." for package in PACKAGES)):
-            load_real()
+            remove_stand_ins()
             importlib.import_module(name)
             return importlib.machinery.ModuleSpec(name, Finder)  # type: ignore[arg-type]
         return None
@@ -73,10 +73,10 @@ def prepare_generators() -> None:
         sys.modules["torch._C"]._set_generator_metaclass(OpaqueBaseMeta)
 
 
-def load_real() -> None:
+def remove_stand_ins() -> None:
+    """From now on imports give the real ones, one by one: whoever asks may be in the middle of an import itself."""
     if Finder in sys.meta_path:
         sys.meta_path.remove(Finder)  # type: ignore[arg-type]
-        for name in (METAS, EXPORT, DYNAMO):
+        for name in (METAS, *PACKAGES):
             sys.modules.pop(name, None)
-        for name in (METAS, EXPORT, DYNAMO):
-            importlib.import_module(name)
+        importlib.import_module(METAS)
