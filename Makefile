@@ -77,7 +77,7 @@ $(RUNTIME): $(PACKAGES)
 
 $(DEV): $(PACKAGES)
 	@echo "Installing the tools of development."
-	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-compile -e '.[dev]'
 	@touch $@
 
 $(INTEGRATIONS): $(DEV)
