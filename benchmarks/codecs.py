@@ -256,6 +256,7 @@ def main() -> int:
         | {"numba": numba.__version__, "torch": torch.__version__},
         "codecs": found,
         "rounds": rounds,
+        "four": {one["codec"]: one for one in rounds if one["learners"] == len(deltas)},
         "wrong": broken_limits(rounds),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
