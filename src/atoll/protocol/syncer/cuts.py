@@ -8,8 +8,8 @@ adopted).
 Rules kept here, each with its test:
 - a cut never waits for dead learners, nor for anybody past its deadline; the manifest names those left out, and why;
 - a cut is completed only after the syncer's own part is durable;
-- one cut is open at a time, and after it none is taken for `REST` times as long as it took: cuts of a large model would
-  otherwise keep the disk from the rounds;
+- one cut is open at a time, and after one that took longer than `BRIEF_S` none is taken for `REST` times the rest of
+  it: cuts of a large model would otherwise keep the disk from the rounds;
 - a run that ends in good order takes a last cut behind its last round, so that a resume has the inner optimizers of the
   last steps.
 """
@@ -25,7 +25,7 @@ from atoll.protocol.syncer.effects import CompleteCut, TakeCut
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
-REST = 4.0
+BRIEF_S, REST = 1.0, 4.0
 LATE = "it did not save in time"
 
 
@@ -132,7 +132,7 @@ class Cuts:
             return
         self.open = None
         if LATE not in open_.left_out.values():  # else it took as long as its deadline, whatever the disk does
-            self._rests_until = now + REST * (now - open_.opened_at)
+            self._rests_until = now + REST * max(0.0, now - open_.opened_at - BRIEF_S)
         self.state.out.persist(CutDoneRecord(cut, cut, tuple(sorted(open_.saved)), manifest))
         without = f", without {', '.join(sorted(open_.left_out))}" if open_.left_out else ""
         self.state.out.note(
