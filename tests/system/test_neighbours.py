@@ -265,7 +265,7 @@ def page() -> Iterator[Any]:
 def test_a_page_of_elsewhere_and_a_name_made_to_lead_here_get_nothing(page: Any, live: Run, elsewhere: int) -> None:
     """Also in the browser that has the cookie of the dashboard, and from a page of the same host and another port."""
     url = live.address()
-    page.goto(live.ask("dashboard", url).stdout.strip())
+    page.goto(live.command("dashboard", url).stdout.strip())  # the browser's event loop runs in this thread
     page.wait_for_selector("body[data-connection=live]")
     [cookie] = page.context.cookies()
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
