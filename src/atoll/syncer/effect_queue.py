@@ -1,4 +1,4 @@
-"""The effects of a real syncer: records go to disk in a thread, and nothing behind them is carried out before they are.
+"""The effects of a real syncer: records go to disk in a thread, and nothing behind them is told before they are there.
 
 The order and its rules are those of protocol/syncer/effect_order.py, which the simulated syncer uses too. Beyond them:
 

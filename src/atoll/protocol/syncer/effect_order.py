@@ -5,7 +5,7 @@ service adds (syncer/effect_queue.py): a thread, retries on a full disk, and the
 
 - Effects are carried out in the order in which they were decided. Where carrying out one leads to others, they go to
   the end of the queue.
-- A Persist, and the first cut, hold back everything behind them until they are written.
+- A Persist, and the first cut, hold back everything behind them but merges until they are written.
 - `RunStore.append` writes records to the journal. With durability = "round" it syncs each write; with "cut" only those
   that `must_be_synced` names.
 - A merge is told to nobody, so it does not wait for the disk: it is begun while the round before it is written. It

@@ -213,7 +213,8 @@ class Merge(Fact, frozen=True):
 
 
 class Persist(Fact, frozen=True):
-    """Effect: make these durable. No effect behind it, of this event or a later one, is carried out before they are."""
+    """Effect: make these durable. Of the effects behind it, of this event or a later one, only a merge may be carried
+    out before they are."""
 
     records: tuple[AnyRecord, ...]
     round: int = -1
