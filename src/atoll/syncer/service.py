@@ -2,7 +2,8 @@
 
 The server hands over hellos, messages and bodies; the state machine of `protocol.syncer` decides; its effects go
 through the effect queue, where only a merge, which nobody hears of, is carried out before the records in front of it
-are durable. This file is the way of an event from the server to the state machine, and of an effect to the part that carries it out:
+are durable. This file is the way of an event from the server to the state machine, and of an effect to the part that
+carries it out:
 
 - `model`: the run's model, from the first joiner or an earlier term, and its first parameters;
 - `contributions`: their bodies, and the versions made of them;
