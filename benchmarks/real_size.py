@@ -11,7 +11,7 @@ learner steps between two versions of a fragment, beside the H asked for. A rati
 means that nothing happened.
 
 As in a usual loop nothing waits for the device at every step: the processor is up to AHEAD steps ahead of it. A step's
-time is the time between the ends of two steps on the device.
+time is the time between the ends of two steps on the device, by the device's clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -38,6 +38,28 @@ from atoll.workloads.gpt import Gpt, GptConfig
 
 BATCHES = 8
 AHEAD = 2
+
+
+class DeviceClock:
+    """Between two moments of the training stream, by the device's own clock."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True, enable_timing=True)
+        event.record()
+        return event
+
+    def measure_s(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """Waits until both have passed."""
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1e3
+
+
+class HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def measure_s(self, earlier: float, later: float) -> float:
+        return later - earlier
 
 
 class Loop:
@@ -65,33 +87,28 @@ class Loop:
         self._synchronize()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        marks: list[float] = []
-        under_way: deque[torch.cuda.Event] = deque()
+        ends: deque[Any] = deque()
+        clock = DeviceClock() if self.device.type == "cuda" else HostClock()
+        took: list[float] = []
         began = time.perf_counter()
-        while not marks or marks[-1] - began < seconds:
+        ends.append(clock.mark())
+        while time.perf_counter() - began < seconds:
             loss = self.make_step()
             if learner is not None:
                 learner.step(tokens=self.tokens, loss=loss)
-            self._wait_for_earlier(under_way)
-            marks.append(time.perf_counter())
-        self._synchronize()
-        marks[-1] = time.perf_counter()
-        took = [later - earlier for earlier, later in zip([began, *marks], marks, strict=False)]
+            ends.append(clock.mark())
+            if len(ends) > AHEAD + 1:
+                took.append(clock.measure_s(ends.popleft(), ends[0]))
+        took += [clock.measure_s(earlier, later) for earlier, later in pairwise(ends)]
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         return {
             "steps": len(took),
-            "tokens_per_s": len(took) * self.tokens / (marks[-1] - began),
+            "tokens_per_s": len(took) * self.tokens / (time.perf_counter() - began),
             "step_median_s": median(took),
+            "step_p95_s": quantiles(took, n=100)[94] if len(took) > 1 else took[0],
             "step_p99_s": quantiles(took, n=100)[98] if len(took) > 1 else took[0],
             "device_bytes": memory,
         }
-
-    def _wait_for_earlier(self, under_way: deque[torch.cuda.Event]) -> None:
-        if self.device.type == "cuda":
-            under_way.append(torch.cuda.Event(blocking=True))
-            under_way[-1].record()
-            if len(under_way) > AHEAD:
-                under_way.popleft().synchronize()
 
     def _synchronize(self) -> None:
         """The training stream alone: copies on other streams go on."""

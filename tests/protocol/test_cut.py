@@ -77,11 +77,11 @@ def test_after_a_long_cut_none_is_taken_for_a_while() -> None:
         def cut_s(self) -> float:
             return 10.0
 
-    world = SlowDisk(cut_every=4).run_until(round=60)
+    world = SlowDisk(cut_every=4).run_until(round=150)
     rounds_s = (world.at_cut(world.took()[1]) - world.at_cut(4)) / (world.took()[1] - 4)
     assert 4 * rounds_s < 10.0, "a cut would be due while the one before it is written"
     moments = [world.at_cut(cut) for cut in world.took()]
-    assert len(moments) >= 2 and all(later - earlier >= 10.0 + 4 * 9.0 for earlier, later in pairwise(moments))
+    assert len(moments) >= 2 and all(later - earlier >= 10.0 + 20 * 9.0 for earlier, later in pairwise(moments))
     assert all(cut % 4 == 0 for cut in world.took())
 
 
@@ -141,7 +141,8 @@ def test_every_message_behind_a_cut_names_it_and_none_before() -> None:
 @pytest.mark.parametrize("latency_s", [0.0, 0.1, 1.7])
 def test_the_first_message_that_names_a_cut_is_a_learners_marker(latency_s: float) -> None:
     world = CutWorld(latency_s=latency_s).run_until(round=11)
-    for cut in (4, 8):
+    assert world.took()[0] == 4
+    for cut in world.took():
         saves = {name: at for at, name, of in world.saves if of == cut}
         assert saves == dict.fromkeys(world.learners, world.at_cut(cut) + latency_s), "at once, and once each"
 

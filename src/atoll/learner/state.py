@@ -56,7 +56,9 @@ def capture(
     for name, tensor in _tensors(model, parameters, buffers):
         packing.keep(name, tensor)
     things = _things(optimizers, extras)
-    states = {path: packing.pack(_state(thing, model), path) for path, thing in things.items()}
+    # Optimizers first: their tensors travel from the device while those in host memory are copied.
+    optimizers_first = sorted(things, key=lambda path: not isinstance(things[path], Optimizer))
+    states = {path: packing.pack(_state(things[path], model), path) for path in optimizers_first}
     drawn = packing.pack(random_state(), "rng") if rng else None
     packing.settle()
     return Snapshot(packing.tensors, states, drawn)
