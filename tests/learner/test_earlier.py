@@ -38,6 +38,17 @@ def test_what_a_preempted_learner_left_comes_first_and_once(tmp_path: Path, monk
     assert (second.file, second.snapshot.tensors["weight"][0]) == ("cut-000001.safetensors", 1.0)
 
 
+def test_one_that_is_damaged_is_kept_aside_and_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ATOLL_STATE", "")
+    (tmp_path / FILE).write_bytes(b"cut off")
+    assert find_saved_part(tmp_path) is None
+    assert "cannot read the snapshot" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["preempted.damaged"]
+    assert find_saved_part(tmp_path) is None, "and the next one finds nothing"
+
+
 def test_exactly_is_from_the_cut_whatever_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_STATE", str(kept(tmp_path / "cut-000001.safetensors", 1.0)))
     monkeypatch.setenv("ATOLL_EXACT", "1")

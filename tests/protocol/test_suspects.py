@@ -45,6 +45,20 @@ def test_a_suspect_is_told_once_and_again_when_it_is_over() -> None:
     assert not world.syncer.members.learners["learner-1"].suspect
 
 
+def test_what_a_dead_life_gave_makes_no_suspect_of_the_next_one() -> None:
+    world = Watched(3, fragments=2, sync_every=4, merge_s=0.5)
+    world.run_until(round=4)
+    world.suspects = frozenset({"learner-1"})
+    while not any(round_.stage == "merging" for round_ in world.syncer.state.open_rounds.values()):
+        world.run_until(seconds=0.1)
+    world.kill("learner-1")
+    world.join("learner-1")
+    world.suspects = frozenset()
+    world.run_until(seconds=0.6)
+    assert "learner-1" in world.members(4), "its contribution had arrived, and is merged"
+    assert told(world) == [] and not world.syncer.members.learners["learner-1"].suspect
+
+
 def test_agreement_and_influence_are_in_the_rounds_event_and_factors_in_the_journal() -> None:
     world = Watched(3, fragments=2, sync_every=4)
     world.suspects = frozenset({"learner-1"})

@@ -104,7 +104,8 @@ class FabricLimits(msgspec.Struct, frozen=True, kw_only=True):
     ping_s: float = 6.0
     """A channel silent for this long is pinged; without an answer in half of it, it is lost (9 s in all)."""
     answer_s: float = 1.0
-    """A learner whose name another process asks for has this long to answer a ping; then the name is the other's."""
+    """A learner whose name another process asks for has this long to answer a ping; then the name is the other's. A
+    syncer sets it to its run's `heartbeat_s`."""
     send_s: float = 10.0
     """The longest wait for a peer to take one message, or one chunk of a body."""
     flush_s: float = 2.0

@@ -288,29 +288,42 @@ class SavedPart:
 
     snapshot: Snapshot
     exact: bool
-    """All of it is to be as it was."""
+    """Restored with its place in the run: the same incarnation goes on."""
     file: str
     run: str = ""
-    """Of what nobody named: the run that it has to be of, where its folder says so."""
+    """The run of the folder it was found in; empty for one that ATOLL_STATE names: that one has to fit."""
 
 
 def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
-    """What the launcher says to go on from, or what lies in this learner's folder. `run`: the one that it joins, where
-    its link says so."""
+    """What the launcher says to go on from, or what lies in this learner's folder. `run`: the run that it joins; empty:
+    not known yet."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
     if folder is not None and is_name(run) and read_run(folder) != run == read_run(folder / run):
         folder = folder / run  # another run had the folder in between
     of = read_run(folder) if folder is not None else ""
     other = bool(run and of and run != of)
-    if folder is not None and not exact and not other and (left := folder / FILE).exists():
-        snapshot = read(left)
-        left.unlink()  # once: the next cut is newer
-        return SavedPart(snapshot, False, left.name, run=of)
+    if folder is not None and not exact and not other and (snapshot := _take_left_state(folder / FILE)) is not None:
+        return SavedPart(snapshot, False, FILE, run=of)
     if path:
         return SavedPart(read(Path(path)), exact, Path(path).name)
     if path is None and folder is not None and of and not other:
         return _find_own_part(folder, of)
     return None
+
+
+def _take_left_state(path: Path) -> Snapshot | None:
+    """Used once: the next cut is newer. A damaged one would end every later process of this name as well: it is kept
+    under another name."""
+    if not path.exists():
+        return None
+    try:
+        snapshot = read(path)
+    except AtollError as error:
+        kept = path.replace(path.with_suffix(".damaged"))
+        say(f"{error}; it is kept as {kept.name} and not used")
+        return None
+    path.unlink()
+    return snapshot
 
 
 def _find_own_part(folder: Path, run: str) -> SavedPart | None:

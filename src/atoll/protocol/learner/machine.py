@@ -271,7 +271,7 @@ class LearnerMachine:
         if new_run:
             self._change_run(now, welcome)
         elif before not in (0, welcome.incarnation):
-            self._recover_from_run(now, "it was given up while the connection was down", reset=welcome.reset)
+            self._recover_from_run(now, "its life was closed while the connection was down", reset=welcome.reset)
         elif any(held > newest for held, newest in zip(self.versions, welcome.versions, strict=True)):
             self._recover_from_run(now, "the run went back to what its disk had kept", reset=False)
         self._seek_peer_state(now, welcome, new_life=new_run or before not in (0, welcome.incarnation))
@@ -437,7 +437,8 @@ class LearnerMachine:
         self._copies.forget_all()
         self._orders.forget_all()
         self._versions.forget_all(fragments)
-        # Whoever has made steps may be in one, also while it joins: no step waits for the run.
+        # It may be in the middle of a step, also while it joins, since training does not wait: then nothing is reported
+        # until it answers the Forget.
         self._counters.forget_life(fragments, in_a_step=self.phase == "training" or self.t > 0)
         if self.phase == "training":
             self.phase = "joining"

@@ -79,7 +79,7 @@ class Contributions:
         if not said.seeking:
             self.peers.note_gave_up(learner)
         if learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said):
-            self._let_in(now, learner)
+            self._mark_recovered(now, learner)
         same = not self.rounds.closing.follow_members(now)
         self.rounds.closing.count_steps(now, learner)
         return same and learner.live and not learner.stopped
@@ -97,7 +97,7 @@ class Contributions:
         """It holds a committed version of every fragment, and waits for no peer's state."""
         return min(said.versions) >= 0 and not said.seeking
 
-    def _let_in(self, now: float, learner: KnownLearner) -> None:
+    def _mark_recovered(self, now: float, learner: KnownLearner) -> None:
         learner.state, learner.last_step_at, learner.recovered = "training", now, True
         text = f"{learner.name} took the run's parameters and may contribute"
         self.state.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))

@@ -180,7 +180,7 @@ class Membership:
             self._come_back(now, known, hello, run)
             return known, False
         again = known is not None and known.session == hello.session
-        origin = hello.tokens_total if not again and _had_a_life(known, hello, run) else 0
+        origin = hello.tokens_total if not again and _comes_back_after_another(known, hello, run) else 0
         learner = KnownLearner(
             name=hello.learner,
             session=hello.session,
@@ -369,13 +369,14 @@ def _name(one: KnownLearner) -> str:
     return one.name
 
 
-def _had_a_life(known: KnownLearner | None, hello: Hello, run: str) -> bool:
-    """This process was in the run before, and its name was taken since."""
+def _comes_back_after_another(known: KnownLearner | None, hello: Hello, run: str) -> bool:
+    """This process had a life in this run, and another process has had its name since."""
     return known is not None and hello.run == run and hello.incarnation > 0
 
 
 def _tokens_before(known: KnownLearner | None, session: str) -> int:
-    """Of its earlier processes; one that comes back after its account was closed goes on counting."""
+    """Tokens of the name's earlier processes. The same process in a new life keeps its own count, so nothing of it is
+    added here."""
     if known is None:
         return 0
     return known.tokens_before + (known.budgeted.tokens if known.session != session else 0)

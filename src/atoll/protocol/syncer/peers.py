@@ -59,7 +59,8 @@ class Recovery:
         return peer.name not in self.declined and peer.session not in self.newcomer.distrusted
 
     def wrong_helper(self, peer: str) -> str:
-        """Why this one cannot have helped: its name is the newcomer's word, and it may cost that learner a strike."""
+        """Why this one cannot have helped. The newcomer says who did, and a helper may get a strike for it: so only a
+        peer that was asked may be named."""
         asked = peer in self.failed or (self.peer is not None and self.peer.name == peer)
         return "" if asked else f"it says that {peer} helped, which was not asked"
 
@@ -138,7 +139,7 @@ class Peers:
         recovery = self._find_recovery(said.ticket)
         if recovery is not None and recovery.peer is peer:
             recovery.declined.add(peer.name)
-            recovery.ticket = ""  # it knows of none: nothing to release
+            recovery.ticket = ""  # the peer has dropped it: no Release is sent
             self._note_failure(recovery, said.reason)
 
     def stop_helping_and_seeking(self, learner: KnownLearner, reason: str) -> None:

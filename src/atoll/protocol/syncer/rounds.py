@@ -411,8 +411,11 @@ class Rounds:
             grace_s=round(round_.grace_s, 6),
             effective_h=self.steps_between_syncs.median,
         )
+        lives = {seat.learner: seat.incarnation for seat in round_.given}
         for one in event.judged:
-            self._note_suspect(self.state.members.learners[one.learner], one)
+            learner = self.state.members.learners[one.learner]
+            if learner.incarnation == lives.get(one.learner):  # else it is the contribution of a life that has ended
+                self._note_suspect(learner, one)
 
     def _note_suspect(self, learner: KnownLearner, judged: Judged) -> None:
         """Note when a learner becomes suspect, and when it no longer is."""
