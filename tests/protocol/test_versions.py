@@ -2,7 +2,7 @@
 
 from tests.protocol.world import TENSORS, World
 
-from atoll.protocol.effects import Tick
+from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.versions import Versions
@@ -197,3 +197,17 @@ def test_nothing_is_settled_across_a_rollback() -> None:
 def test_a_codec_without_feedback_hears_nothing_of_it() -> None:
     learner = a_learner(merged=((4, 9, 30), (-1, 0, 0)))
     assert settled(learner.handle(1.0, announce(4, 8, Member("a", 1, 9)))) == []
+
+
+def test_dials_that_fail_for_the_same_reason_are_said_once() -> None:
+    learner = a_learner()
+
+    def said(reason: str) -> list[str]:
+        effects = learner.handle(1.0, fx.Disconnected(reason))
+        return [effect.text for effect in effects if isinstance(effect, Note)]
+
+    assert said("connection reset") == ["a: the syncer is out of reach (connection reset); training goes on"]
+    assert said("refused") == ["a: the syncer is out of reach (refused); training goes on"]
+    assert said("refused") == [] == said("refused")
+    learner.handle(2.0, fx.Arrived(welcomed()))
+    assert said("refused") != [], "it was connected in between"

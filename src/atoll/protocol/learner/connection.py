@@ -138,10 +138,18 @@ class ConnectionState:
         self.term = 0
         self.incarnation = 0
         self.connected = False
+        self._lost_for = ""
+        """Why it is not connected, as far as somebody was told."""
         self.said_at = 0.0
         self.heard: Clock = {}
         """What it was told of everybody's steps."""
         self.tape = Spoken()
+
+    def note_lost(self, reason: str) -> bool:
+        """Whether that is news: every dial that fails ends here, ten times in a minute."""
+        is_news = self.connected or reason != self._lost_for
+        self.connected, self._lost_for = False, reason
+        return is_news
 
     @property
     def clock(self) -> Clock:

@@ -362,12 +362,12 @@ class LearnerMachine:
             self._do(fx.Stop(reason))
 
     def _lose_connection(self, reason: str) -> None:
-        self._connection.connected = False
+        is_news = self._connection.note_lost(reason)
         self._copies.forget_pulls()
         self._helping.forget_requests()
         if self._final is not None:
             self._stop_for_good("the run is over")
-        elif self.phase != "finished":
+        elif self.phase != "finished" and is_news:
             self._note("warning", f"the syncer is out of reach ({reason}); training goes on")
 
     # ---- its place in the run -----------------------------------------------------------------------------------
