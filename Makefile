@@ -9,8 +9,9 @@ BENCH ?= $(sort $(wildcard benchmarks/*.py))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+COMPILING := PYTHONDONTWRITEBYTECODE= PYTHONPATH=$(CURDIR)/src $(BIN)/python
 PACKAGES := $(VENV)/.packages
-RUNTIME := $(VENV)/.runtime
+RUNTIME := $(VENV)/.imported $(VENV)/.kernels
 DEV := $(VENV)/.dev
 INTEGRATIONS := $(VENV)/.integrations
 
@@ -60,19 +61,25 @@ clean: ## remove .venv and every cache; runs stay
 # Stamps, so that a first run does not wait for the tools of development, and those do not wait for what is compiled.
 # Compiling all of torch takes half of an install and most of it is never imported: so one import compiles what is, even
 # where Python is told to write none. It finds our source by its path: pip may be putting it in place anew meanwhile.
+# The pip that comes with Python 3.11 spends half of an install on looking at wheels for other machines.
 $(PACKAGES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Atoll needs Python 3.11 or newer and '$(PYTHON)' is not: name another one, as in make PYTHON=python3.12 setup" >&2; exit 1; }
 	@echo "Installing Atoll into $(VENV): a minute or two the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --no-compile 'pip>=25' || true
 	@$(PIP) --no-compile -e .
 	@touch $@
 
-$(RUNTIME): $(PACKAGES)
-	@PYTHONDONTWRITEBYTECODE= PYTHONPATH=$(CURDIR)/src $(BIN)/python -c 'import torch, rich.live, atoll.cli, atoll.courier.service, atoll.syncer.service, \
-	    atoll.workloads.builtin, atoll.workloads.data_parallel; from atoll.numerics import kernels; \
-	    atoll.evaluate; torch.optim.AdamW([torch.zeros(1, requires_grad=True)]); kernels.warm()'
+$(VENV)/.imported: $(PACKAGES)
+	@$(COMPILING) -c 'import torch, rich.live, atoll.cli, atoll.courier.service, atoll.syncer.service, \
+	    atoll.workloads.builtin, atoll.workloads.data_parallel; \
+	    atoll.evaluate; torch.optim.AdamW([torch.zeros(1, requires_grad=True)])'
 	@$(BIN)/python -m compileall -q src/atoll
+	@touch $@
+
+$(VENV)/.kernels: $(PACKAGES)
+	@$(COMPILING) -c 'from atoll.numerics import kernels; kernels.warm()'
 	@touch $@
 
 $(DEV): $(PACKAGES)
