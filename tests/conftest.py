@@ -1,14 +1,17 @@
-"""What every test shares: how hypothesis draws, one thread per process so that workers do not fight for cores, and
-processes that start with less in them (startup/)."""
+"""What every test shares: how hypothesis draws, one thread per process so that workers do not fight for cores,
+processes that start with less in them (startup/), and a garbage collector that leaves the collected tests alone."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Thousands of tests and all that they import stay to the end: there is nothing to find among them, now or later.
+gc.disable()
 # Before any test imports numpy or torch; processes that a test starts inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # aiohttp reads the certificates of every authority of the world when it is imported: 0.1 s. Tests bring their own.
@@ -26,3 +29,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts processes comes first; what takes milliseconds fills the gaps at the end."""
     items.sort(key=lambda item: item.get_closest_marker("system") is None)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
