@@ -62,8 +62,9 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 def offences(source: str) -> list[str]:
     tree = ast.parse(source)
-    found = [f"line {line}: imports {full}" for line, _, full in imports(tree) if forbidden(full)]
-    aliases = {here: full for _, here, full in imports(tree) if "." not in here and full.split(".")[0] != here}
+    imported = list(imports(tree))
+    found = [f"line {line}: imports {full}" for line, _, full in imported if forbidden(full)]
+    aliases = {here: full for _, here, full in imported if "." not in here and full.split(".")[0] != here}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and forbidden(name := dotted(node, aliases)):
             found.append(f"line {node.lineno}: uses {name}")

@@ -695,7 +695,9 @@ OF_HELLOS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", OF_HELLOS)
+@pytest.mark.parametrize(
+    "what", ["another model", *(pytest.param(what, marks=pytest.mark.faults) for what in list(OF_HELLOS)[1:])]
+)
 async def test_refused_hellos_under_ever_new_names_fill_no_disk(fort: Fort, what: str) -> None:
     await fort.open()
     before, bytes_before = await fort.digest(), written(fort)

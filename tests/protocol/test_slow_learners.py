@@ -64,7 +64,7 @@ def check(slower: float, seed: int, adopt: str) -> None:
 
 
 @pytest.mark.parametrize("adopt", ["overwrite", pytest.param("carry", marks=pytest.mark.faults)])
-@pytest.mark.parametrize("slower", [1.18, 4.0, *(pytest.param(some, marks=pytest.mark.faults) for some in (1.5, 2.0))])
+@pytest.mark.parametrize("slower", [4.0, *(pytest.param(some, marks=pytest.mark.faults) for some in (1.18, 1.5, 2.0))])
 def test_the_work_of_a_slow_learner_is_merged(slower: float, adopt: str) -> None:
     check(slower, 0, adopt)
 

@@ -34,7 +34,7 @@ class Run:
         self.folder, self.out = folder, folder / "run"
         self._process: subprocess.Popen[str] | None = None
         self._built_in = False
-        """It trains the built-in workload: see `replay_built_in`."""
+        """It trains the built-in workload and is to be replayed: see `replay_built_in`."""
 
     def environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
         return {**os.environ, MARK: str(self.folder), "COLUMNS": "200", **(more or {})}
@@ -88,9 +88,10 @@ class Run:
                 code = int(end.code or 0)
         return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
-    def train(self, *arguments: str | Path) -> Run:
+    def train(self, *arguments: str | Path, replayed: bool = True) -> Run:
+        """`replayed`: at its end, if it trains the built-in workload."""
         own_script = any(str(argument).endswith(".py") for argument in arguments)
-        self._built_in = not own_script and "data-parallel" not in arguments
+        self._built_in = replayed and not own_script and "data-parallel" not in arguments
         return self.start("train", "--out", self.out, *arguments)
 
     def replay(self, *more: str) -> dict[str, Any]:
