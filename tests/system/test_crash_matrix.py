@@ -43,6 +43,9 @@ WIDE_MATRIX = [
     ("before:Merge:30", "after:payload.sync:30", "half:segment.write:30", "before:manifest.json:2"),
 ]
 
+CODECS = [("fp32", "bf16"), ("int8", "int8"), ("int4", "int4"), ("topk", "topk")]
+"""Of contributions and of versions."""
+
 
 @pytest.fixture
 def crash_at(run: Run, monkeypatch: pytest.MonkeyPatch) -> CrashAt:
@@ -115,6 +118,13 @@ def test_a_syncer_loses_nothing_wherever_it_is_killed(run: Run, crash_at: CrashA
 @pytest.mark.parametrize("points", WIDE_MATRIX, ids=", ".join)
 def test_nor_does_one_that_merges_beside_its_event_loop(run: Run, crash_at: CrashAt, points: tuple[str, ...]) -> None:
     survive(run, crash_at, points, *WIDE)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("codecs", CODECS, ids="/".join)
+def test_nor_does_one_whose_run_has_another_codec(run: Run, crash_at: CrashAt, codecs: tuple[str, str]) -> None:
+    up, down = codecs
+    survive(run, crash_at, WIDE_MATRIX[1], "--set", f"codec={up}", "--set", f"version_codec={down}", *WIDE)
 
 
 @pytest.mark.faults
