@@ -67,7 +67,7 @@ $(PACKAGES): pyproject.toml constraints.txt
 	    echo "Atoll needs Python 3.11 or newer and '$(PYTHON)' is not: name another one, as in make PYTHON=python3.12 setup" >&2; exit 1; }
 	@echo "Installing Atoll into $(VENV): a minute or two the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) --no-compile 'pip>=25' || true
+	@$(PIP) --no-compile 'pip>=25' 2>/dev/null || true
 	@$(PIP) --no-compile -e .
 	@touch $@
 
