@@ -81,7 +81,7 @@ def test_after_a_long_cut_none_is_taken_for_a_while() -> None:
     rounds_s = (world.at_cut(world.took()[1]) - world.at_cut(4)) / (world.took()[1] - 4)
     assert 4 * rounds_s < 10.0, "a cut would be due while the one before it is written"
     moments = [world.at_cut(cut) for cut in world.took()]
-    assert len(moments) >= 2 and all(later - earlier >= 10.0 + 20 * 9.0 for earlier, later in pairwise(moments))
+    assert len(moments) >= 2 and all(later - earlier >= 10.0 + 20 * 8.0 for earlier, later in pairwise(moments))
     assert all(cut % 4 == 0 for cut in world.took())
 
 

@@ -26,7 +26,7 @@ from atoll.protocol.syncer.effects import CompleteCut, TakeCut
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
-BRIEF_S, REST = 1.0, 20.0
+BRIEF_S, REST = 2.0, 20.0
 LATE = "it did not save in time"
 
 
