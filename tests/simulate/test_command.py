@@ -53,6 +53,15 @@ def test_one_seed_prints_its_world(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "every promise holds" in printed.splitlines()[-1]
 
 
+@pytest.mark.faults
+def test_many_seeds_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The next test has its sample in every run of the tests."""
+    assert atoll(monkeypatch, "simulate", "faults", "--seeds", "3", "--learners", "2", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document.keys() == {"seeds", "first", "events", "seconds", "violations"}
+    assert document["seeds"] == 3 and document["events"] > 3000 and document["violations"] == []
+
+
 def test_many_seeds_as_json_begin_where_they_are_told_to(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
