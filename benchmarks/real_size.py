@@ -1,7 +1,7 @@
 """A learner of a real size beside its syncer on one machine: is H honest, and what does it cost?
 
     python benchmarks/real_size.py                                    # 170M parameters on a GPU, two minutes
-    python benchmarks/real_size.py --batch 8 --compile                # 170M at about 50 ms a step
+    python benchmarks/real_size.py --batch 8 --compile                # 170M at 30 ms a step; --batch 13: 46 ms
     python benchmarks/real_size.py --depth 43 --batch 16 --seconds 300       # 1.0B
     python benchmarks/real_size.py --depth 4 --batch 2 --block 64 --seconds 5      # a look at it on a CPU
 
@@ -117,21 +117,22 @@ class Loop:
 
 
 def measure(loop: Loop, seconds: float, folder: Path, words: list[str]) -> dict[str, Any]:
-    loop.run_for(seconds / 10)
-    before = loop.run_for(seconds / 4)
+    settle_s, bare_s = min(seconds / 10, 10.0), min(seconds / 4, 30.0)
+    loop.run_for(settle_s)
+    before = loop.run_for(bare_s)
     syncer, url = start_syncer(folder, *words)
     try:
         began = time.perf_counter()
         with atoll.Learner(loop.model, loop.optimizer, syncer=url) as learner:
             learner.step(tokens=loop.tokens, loss=loop.make_step())
             joined_s = time.perf_counter() - began
-            loop.run_for(seconds / 10, learner)  # pace and estimates settle
+            loop.run_for(settle_s, learner)  # pace and estimates settle
             inside = loop.run_for(seconds, learner)
             status: dict[str, Any] = asyncio.run(get_json(url, "/v1/status"))
     finally:
         syncer.kill()
         syncer.wait()
-    after = loop.run_for(seconds / 4)
+    after = loop.run_for(bare_s)
     bare = {key: (before[key] + after[key]) / 2 for key in before}
     return {
         "device": torch.cuda.get_device_name() if loop.device.type == "cuda" else "cpu",
