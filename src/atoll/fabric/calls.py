@@ -17,7 +17,7 @@ import base64
 import hashlib
 import os
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 
 from atoll.fabric.address import SyncerAddress, host_port
+from atoll.fabric.body_reader import BodyReader
 from atoll.fabric.wire import one_line
 from atoll.protocol.errors import AtollError, Unreachable
 
@@ -57,7 +58,7 @@ async def close_session(session: aiohttp.ClientSession, within_s: float) -> None
 async def request(
     session: aiohttp.ClientSession, method: str, url: str, **how: Any
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The answer's head; its body is read by `next_chunk`. Redirects are not followed."""
+    """The answer's head; its body is read by `next_chunk` or `receive_body`. Redirects are not followed."""
     asking, doing = session.request(method, url, allow_redirects=False, **how), f"{method} {url}"
     with as_unreachable(doing):
         response = await asking.__aenter__()
@@ -72,6 +73,30 @@ async def next_chunk(body: aiohttp.StreamReader) -> bytes:
     """Of an answer, or of what a peer sends to a server of ours; empty at its end."""
     with as_unreachable():
         return (await body.readchunk())[0]
+
+
+def copy_early(body: aiohttp.StreamReader, into: memoryview, came: Callable[[int], None]) -> memoryview:
+    """What aiohttp has read of a body by now, into its buffer; what is left of the buffer."""
+    while into:
+        with as_unreachable():
+            chunk = body.read_nowait()
+        if not chunk:
+            break
+        into[: len(chunk)] = chunk
+        into = into[len(chunk) :]
+        came(len(chunk))
+    return into
+
+
+async def receive_body(response: aiohttp.ClientResponse, into: memoryview, came: Callable[[int], None]) -> None:
+    """The body of an answer into a buffer of its length; `came` is told the size of every piece."""
+    left, connection = copy_early(response.content, into, came), response.connection
+    if left:
+        reader = BodyReader(connection and connection.transport, left, came)
+        assert connection is not None and connection.protocol is not None
+        connection.protocol._parser = None  # every request makes a new one
+        await reader.wait()
+        response.content.feed_eof()  # the connection is free for another
 
 
 async def dial_socket(session: aiohttp.ClientSession, url: str, **how: Any) -> aiohttp.ClientWebSocketResponse:

@@ -11,7 +11,7 @@ Rules:
 - a web page (an Origin header) is refused, unless the port says that it may read;
 - only what is on offer is given, under a ticket that the syncer made and nobody can guess; nothing can be written.
   Whoever brings no such ticket hears 401, stays a stranger, and keeps no newcomer away;
-- a state goes from the learner's own buffers to the socket, 256 KiB at a time; once withdrawn, they are not read again;
+- a state goes from the learner's own buffers to the socket, 512 KiB at a time; once withdrawn, they are not read again;
 - a newcomer that reads too slowly is cut off. It asks for the rest, here or through the syncer (`relay`).
 """
 
@@ -213,8 +213,7 @@ class Port:
             raise Rejected(429, "too many answers are being sent: try again later")
         try:
             sent = web.StreamResponse(status=answer.status, headers=answer.headers)
-            async for _ in send_pieces(request, sent, [memoryview(body)], self._limits):
-                pass
+            await send_pieces(request, sent, [memoryview(body)], self._limits)
         finally:
             self._answers.give_back(token, len(body))
         return sent
@@ -239,19 +238,26 @@ def piece_bytes(request: web.Request, limits: FabricLimits) -> int:
 
 
 async def send_pieces(
-    request: web.Request, response: web.StreamResponse, parts: Sequence[memoryview], limits: FabricLimits
-) -> AsyncIterator[int]:
-    """The size of each piece as it is written; SlowReader."""
+    request: web.Request,
+    response: web.StreamResponse,
+    parts: Sequence[memoryview],
+    limits: FabricLimits,
+    count: Callable[[int], None] = lambda size: None,
+) -> None:
+    """`count` is told the size of each piece as it is written; SlowReader."""
     response.content_length = sum(part.nbytes for part in parts)
     await response.prepare(request)
-    size = piece_bytes(request, limits)
-    for piece in (part[at : at + size] for part in parts for at in range(0, part.nbytes, size)):
-        yield piece.nbytes
-        async with within(limits.send_s):
-            await response.write(piece)
-        await asyncio.sleep(0)  # a reader that keeps up never makes a write wait: the loop has other work too
-    async with within(limits.send_s):
-        await response.write_eof()
+    clock = asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(limits.send_s) as deadline:  # of each piece: a new one for each would cost more
+            for piece in pieces(parts, 0, piece_bytes(request, limits)):
+                count(piece.nbytes)
+                await response.write(piece)
+                await asyncio.sleep(0)  # a reader that keeps up never makes a write wait: the loop has other work too
+                deadline.reschedule(clock() + limits.send_s)
+            await response.write_eof()
+    except TimeoutError:
+        raise SlowReader from None
 
 
 class FileAnswer(web.FileResponse):

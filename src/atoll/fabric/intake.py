@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from atoll.fabric.authorizer import VISITOR, Rejected
+from atoll.fabric.body_reader import extend
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.host import piece_bytes, within
+from atoll.fabric.requests import RequestReader
 from atoll.fabric.wire import DIGEST_HEADER, MIB, FabricLimits, digest_aside
 from atoll.protocol.errors import Unreachable
 
@@ -69,19 +71,20 @@ class Intake:
             )
 
     async def _fill(self, request: web.Request, into: memoryview) -> None:
-        limits, clock = self._limits, asyncio.get_running_loop().time
+        limits, clock, connection = self._limits, asyncio.get_running_loop().time, request.protocol
         start, at = clock(), 0
+        assert isinstance(connection, RequestReader)
+
+        def count(size: int) -> None:
+            nonlocal at
+            at += size
+            self.bytes_in += size
+            slowest = start + limits.body_grace_s + at / limits.body_rate
+            extend(deadline, min(slowest, clock() + limits.body_idle_s))
+
         try:
             async with asyncio.timeout(min(limits.body_grace_s, limits.body_idle_s)) as deadline:
-                while at < into.nbytes:
-                    chunk = await next_chunk(request.content)
-                    if not chunk:
-                        raise Rejected(400, f"the body ended after {at} of {into.nbytes} bytes")
-                    into[at : at + len(chunk)] = chunk
-                    at += len(chunk)
-                    self.bytes_in += len(chunk)
-                    slowest = start + limits.body_grace_s + at / limits.body_rate
-                    deadline.reschedule(min(slowest, clock() + limits.body_idle_s))
+                await connection.read_body(request.content, into, count)
         except TimeoutError:
             raise Rejected(
                 408,

@@ -8,19 +8,23 @@ a megabyte. Nobody who means well sends a request before the last one was answer
 - whoever writes to it waits until all of it is sent, so that answers do not pile up;
 - a connection that brings more is closed. So is one that makes a mistake in HTTP, asks for a tunnel, or names no length
   for a body: it is told so, and nothing more of it is read;
-- the same when a request names a length and aiohttp expects no body: it would read requests out of those bytes.
+- the same when a request names a length and aiohttp expects no body: it would read requests out of those bytes;
+- a body may be read straight into a buffer (`body_reader`); what is not read of it is dropped as it comes.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http import RawRequestMessage, WebSocketReader
+from aiohttp.http import HttpRequestParser, RawRequestMessage, WebSocketReader
 from aiohttp.streams import StreamReader
 from aiohttp.web_request import BaseRequest
 
+from atoll.fabric.body_reader import BodyReader
+from atoll.fabric.calls import copy_early
 from atoll.fabric.wire import KIB
 
 HEAD_BYTES = 16 * KIB
@@ -37,6 +41,8 @@ class RequestReader(web.RequestHandler):
         self._head = b""
         """Of the headers that have not come whole."""
         self._body_left = 0
+        self._taken: StreamReader | None = None
+        """The body, where it is not read by aiohttp."""
         self._answering = self._deaf = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -54,8 +60,7 @@ class RequestReader(web.RequestHandler):
         if self._deaf:
             return
         if not data or self._payload_parser is not None or len(data) <= self._body_left:
-            self._body_left -= min(len(data), self._body_left)
-            super().data_received(data)  # aiohttp looks again at what it has, frames of a WebSocket, or a body
+            self._pass_on(data)  # aiohttp looks again at what it has, frames of a WebSocket, or a body
             return
         self._ahead += data
         self._read_ahead()
@@ -73,9 +78,50 @@ class RequestReader(web.RequestHandler):
 
     def _hand_on(self, size: int) -> bytes:
         read, self._ahead = self._ahead[:size], self._ahead[size:]
-        self._body_left -= min(len(read), self._body_left)
-        super().data_received(read)
+        self._pass_on(read)
         return read
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._body_left and self._taken is not None:
+            self._count_taken(len(data))
+            return
+        self._body_left -= min(len(data), self._body_left)
+        super().data_received(data)
+
+    async def read_body(self, body: StreamReader, into: memoryview, came: Callable[[int], None]) -> None:
+        """The body of the request that is being answered, into a buffer of its length; `came` is told the size of every
+        piece. Unreachable: the connection is lost."""
+        left = copy_early(body, into, came)
+        if not left:
+            return
+        assert left.nbytes == self._body_left
+
+        def count(size: int) -> None:
+            self._count_taken(size)
+            came(size)
+
+        reader = BodyReader(self.transport, left, count)
+        self._taken, self._parser = body, self._make_parser()
+        await reader.wait()
+
+    def _count_taken(self, size: int) -> None:
+        assert self._taken is not None
+        self._body_left -= size
+        if not self._body_left:
+            self._taken.feed_eof()
+
+    def _make_parser(self) -> HttpRequestParser:
+        """As aiohttp makes its own, for the requests behind a body that the last one has not seen."""
+        return HttpRequestParser(
+            self,
+            self._loop,
+            self._read_bufsize,
+            max_line_size=self.max_line_size,
+            max_field_size=self.max_field_size,
+            max_headers=self.max_headers,
+            payload_exception=web.RequestPayloadError,
+            auto_decompress=False,
+        )
 
     def _read_head(self) -> None:
         """The headers as far as they have come, and nothing behind them."""
@@ -95,7 +141,7 @@ class RequestReader(web.RequestHandler):
             self._timer = self._loop.call_later(self._header_s, self._hang_up)
 
     def _begin_request(self, message: object, payload: StreamReader) -> None:
-        self._head, self._answering = b"", True
+        self._head, self._answering, self._taken = b"", True, None
         self._stop_timer()
         if not isinstance(message, RawRequestMessage) or message.chunked or message.method == "CONNECT":
             self._read_no_more()

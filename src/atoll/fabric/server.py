@@ -237,9 +237,11 @@ class Server(Port):
         if request.transport is not None:
             served.on_cut(request.transport.abort)
         parts = [served.data.cast("B")[start:]] if start else [part.cast("B") for part in served.body]
-        async for size in send_pieces(request, response, parts, self._limits):
-            self._bodies_out += size
+        await send_pieces(request, response, parts, self._limits, self._count_out)
         return response  # one that is too slow, or cut off, goes on later, or fetches a newer version
+
+    def _count_out(self, size: int) -> None:
+        self._bodies_out += size
 
     async def _relay_get(self, request: web.Request) -> web.StreamResponse:
         return await self._relay.fetch(request, self._member(request).learner)

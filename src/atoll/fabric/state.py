@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from atoll.fabric.calls import next_chunk
+from atoll.fabric.body_reader import extend
+from atoll.fabric.calls import receive_body
 from atoll.fabric.transfer import asked, pieces, sent
 from atoll.fabric.wire import DIGEST_HEADER, SESSION_HEADER, FabricLimits, digest_aside
 from atoll.protocol.errors import PeerError, Unreachable
@@ -83,12 +84,9 @@ class StateArrival:
             assert self.buffer.nbytes == size
         self.at, self.size, self.digest = start, size, digest
 
-    def add(self, chunk: bytes) -> None:
-        if not chunk:
-            raise Unreachable(f"the state ended after {self.at} of {self.size} bytes")
-        self.buffer[self.at : self.at + len(chunk)] = chunk
-        self.at += len(chunk)
-        self.received += len(chunk)
+    def count(self, size: int) -> None:
+        self.at += size
+        self.received += size
 
 
 async def get_state(
@@ -169,15 +167,19 @@ async def _get_rest(
 ) -> None:
     headers = {**source.headers, "Range": f"bytes={arrival.at}-"} if arrival.at else source.headers
     clock = asyncio.get_running_loop().time
+
+    def count(size: int) -> None:
+        arrival.count(size)
+        extend(patience, clock() + limits.body_idle_s)
+
     try:
         async with (
             asyncio.timeout(source.answer_s) as patience,
             asked(session, "GET", source.url, deadline_s, headers=headers) as response,
         ):
             arrival.begin(*_described(response, arrival.at))
-            while arrival.at < arrival.size:
-                patience.reschedule(clock() + limits.body_idle_s)
-                arrival.add(await next_chunk(response.content))
+            extend(patience, clock() + limits.body_idle_s)
+            await receive_body(response, arrival.buffer[arrival.at :], count)
     except TimeoutError:
         raise Unreachable(f"{source.url} was silent for too long, after {arrival.at} bytes") from None
 

@@ -1,7 +1,7 @@
 """Bodies and small JSON on plain HTTP requests: what a courier and an evaluator ask of a syncer.
 
 Rules: the caller's deadline covers the whole of a request; redirects are not followed and no proxy is asked but the one
-that the syncer's address names; a body goes straight between the caller's buffer and the socket, 1 MiB at a time; a
+that the syncer's address names; a body goes straight between the caller's buffer and the socket (`body_reader`); a
 fragment, or a step of one, of another length or digest than the syncer named is a PeerError. `Unreachable` is worth
 another try, a PeerError is the syncer's considered answer.
 
@@ -22,7 +22,8 @@ import msgspec
 
 from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.authorizer import CODES_PATH
-from atoll.fabric.calls import next_chunk, open_session, request
+from atoll.fabric.body_reader import extend
+from atoll.fabric.calls import next_chunk, open_session, receive_body, request
 from atoll.fabric.listener import PLAIN
 from atoll.fabric.wire import (
     DIGEST_HEADER,
@@ -118,12 +119,9 @@ class FragmentArrival:
             raise PeerError(f"{response.url} has {response.content_length} bytes, {expected}")
         self.version, self.round, self.digest = version, round, digest
 
-    def add(self, chunk: bytes) -> None:
-        if not chunk:
-            raise Unreachable(f"the body ended after {self.at} of {self.into.nbytes} bytes")
-        self.into[self.at : self.at + len(chunk)] = chunk
-        self.at += len(chunk)
-        self.received += len(chunk)
+    def count(self, size: int) -> None:
+        self.at += size
+        self.received += size
 
 
 async def get_body(
@@ -161,15 +159,18 @@ async def _get_rest(
     session: aiohttp.ClientSession, url: str, arrival: FragmentArrival, deadline_s: float, limits: FabricLimits
 ) -> None:
     clock = asyncio.get_running_loop().time
+
+    def count(size: int) -> None:
+        arrival.count(size)
+        extend(patience, clock() + limits.body_idle_s)
+
     try:
         async with (
             asyncio.timeout(limits.body_idle_s if arrival.at else deadline_s) as patience,
             asked(session, "GET", url, deadline_s, headers=arrival.headers) as response,
         ):
             arrival.begin(response)
-            while arrival.at < arrival.into.nbytes:
-                arrival.add(await next_chunk(response.content))
-                patience.reschedule(clock() + limits.body_idle_s)
+            await receive_body(response, arrival.into[arrival.at :], count)
     except TimeoutError:
         raise Unreachable(f"{url} was silent for too long, after {arrival.at} bytes") from None
 
@@ -211,10 +212,7 @@ async def get_version(
 async def _receive(response: aiohttp.ClientResponse, url: str, into: memoryview) -> None:
     if response.content_length != into.nbytes:
         raise PeerError(f"{url} has {response.content_length} bytes, {into.nbytes} were expected")
-    at = 0
-    while chunk := await next_chunk(response.content):
-        into[at : at + len(chunk)] = chunk
-        at += len(chunk)
+    await receive_body(response, into, lambda size: None)
 
 
 async def _checked_digest(url: str, data: memoryview, named: str) -> str:

@@ -116,7 +116,7 @@ class FabricLimits(msgspec.Struct, frozen=True, kw_only=True):
     """… and must then have come at this many bytes per second on average, …"""
     body_idle_s: float = 10.0
     """… and never pause for longer than this."""
-    chunk_bytes: int = 256 * KIB
+    chunk_bytes: int = 512 * KIB
     """Bodies are sent in pieces of this size, …"""
     tls_chunk_bytes: int = 64 * KIB
     """… and by a syncer, over TLS, in pieces of this size: TLS keeps them twice while they are not taken."""
