@@ -6,8 +6,8 @@
 One process serves, this one asks, over loopback; their turns alternate. `up` is a contribution (PUT, acknowledged once
 the receiver has its digest), `down` is a version (GET, its digest included). The blocking sockets send the same bytes
 with one `sendall`, receive them with `recv_into` and compute the same digest. Of every kind the median, in GB/s, and
-the processor time of both processes. A timer of 10 ms runs on both event loops of the fabric: how late it was at most,
-which on a busy machine is the scheduler's doing, and the most processor time of its thread until it came, which is ours.
+the processor time of both processes. A timer of 10 ms runs on both event loops of the fabric: how late it was at most
+(on a busy machine that is the scheduler's doing), and the most processor time of its thread until it came (ours).
 """
 
 from __future__ import annotations
