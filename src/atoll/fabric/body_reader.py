@@ -33,13 +33,15 @@ class BodyReader(asyncio.BufferedProtocol):
             raise Unreachable("the connection is lost")
         self._transport, self._left, self._came = transport, into, came
         self._aiohttp = cast(asyncio.Protocol, transport.get_protocol())
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why the connection was lost; empty: the body is whole."""
         transport.set_protocol(self)
 
     async def wait(self) -> None:
         """Until the body is whole; Unreachable when the connection is lost before."""
         try:
-            await self._over
+            if lost := await self._over:
+                raise Unreachable(lost)
         finally:
             self._give_back()
 
@@ -54,7 +56,7 @@ class BodyReader(asyncio.BufferedProtocol):
         if not self._left:
             self._give_back()
             if not self._over.done():
-                self._over.set_result(None)
+                self._over.set_result("")
 
     def eof_received(self) -> bool | None:
         return self._aiohttp.eof_received()
@@ -68,7 +70,7 @@ class BodyReader(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._aiohttp.connection_lost(error)
         if not self._over.done():
-            self._over.set_exception(Unreachable(f"the connection is lost: {error or 'the peer hung up'}"))
+            self._over.set_result(f"the connection is lost: {error or 'the peer hung up'}")
 
     def _give_back(self) -> None:
         """Not while it is being closed: then aiohttp is told through us."""
