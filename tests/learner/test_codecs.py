@@ -73,3 +73,14 @@ def test_equal_bits_of_extremes(codec: Codec, device: str, values: FloatArray) -
             values = values.copy()
             values[-1] = np.nan
             compare(codec, values, ((1, values.size),), device)
+
+
+@each
+@everywhere
+@pytest.mark.parametrize("chunk", [1, 200, 3000])
+def test_equal_bits_however_many_blocks_are_worked_on_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, codec: Codec, device: str, chunk: int
+) -> None:
+    monkeypatch.setattr(codecs, "CHUNK", chunk)
+    rows = ((7, 200), (1, 2500), (3, 64))
+    compare(codec, draw(count_values(rows), 2), rows, device)

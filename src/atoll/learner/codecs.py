@@ -2,25 +2,60 @@
 
 Every operation below rounds as IEEE says, each as a kernel of its own: nothing is contracted into a fused
 multiply-add. A device divides by a number on the host through its reciprocal: so divisors are tensors here. Bodies that
-come from others are checked on the CPU before they are decoded here.
+come from others are checked on the CPU before they are decoded here. Blocks are worked on some at a time: what that
+takes besides its arguments is `scratch_bytes` at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from atoll.numerics.absmax import Absmax
-from atoll.numerics.codec import Codec, count_values
+from atoll.numerics.codec import Codec, body_parts, count_values
 from atoll.numerics.codec_kernels import ABSMAX_BLOCK, TOPK_BLOCK, TOPK_PERCENT
 from atoll.numerics.codecs.topk import TopK
-from atoll.numerics.fragments import Rows
+from atoll.numerics.fragments import Fragment, Rows
 
+CHUNK = 1 << 22
+"""Values that are worked on at a time."""
+SCRATCH = 64
+"""Bytes that one of them needs at most while it is worked on: top-k sorts; int8 and int4 need less than half of it."""
 NOT_FINITE = 0x7F800000
 NAN = 0x7FC00000
 SMALLEST = 0x00800000
 """Bits of Inf, of the NaN that marks a block, and of the smallest normal float32."""
+
+
+def scratch_bytes(codec: Codec, values: int) -> int:
+    """For a fragment of so many values."""
+    return SCRATCH * min(CHUNK, values) if isinstance(codec, Absmax | TopK) else 0
+
+
+@torch.no_grad()
+def encode_contribution(
+    codec: Codec,
+    part: Fragment,
+    base: torch.Tensor,
+    theta: torch.Tensor,
+    feedback: torch.Tensor | None,
+    rest: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """`numerics.codec.encode_contribution` of a whole fragment. θ is overwritten."""
+    torch.sub(base, theta, out=theta)
+    for by, rows, values, data, buffers in body_parts(codec, part):
+        total, left = theta[values], None if rest is None else rest[values]
+        if buffers:
+            total.view(torch.int32).bitwise_and_(-0x10000)
+            encode(by, total, rows, out[data])
+            if left is not None:
+                left.zero_()
+            continue
+        if feedback is not None:
+            total += feedback[values]
+        encode(by, total, rows, out[data], left)
 
 
 @torch.no_grad()
@@ -32,10 +67,14 @@ def encode(codec: Codec, total: torch.Tensor, rows: Rows, out: torch.Tensor, res
         return
     if not total.numel():
         return
-    decoded = total.to(torch.bfloat16) if codec.name == "bf16" else total
-    out.copy_(decoded.view(torch.uint8))
+    if codec.name == "bf16":
+        decoded = out.view(torch.bfloat16)
+        decoded.copy_(total)
+    else:
+        decoded = total
+        out.copy_(total.view(torch.uint8))
     if rest is not None:
-        torch.sub(total, decoded.float(), out=rest)
+        torch.sub(total, decoded, out=rest)
 
 
 @torch.no_grad()
@@ -87,11 +126,27 @@ def _by_block(
         cut = codec.row_bytes(ends)
         if ends:
             v, b = (one[:, :ends].unflatten(1, (-1, size)) for one in of_rows)
-            work(v, bytes_of_rows[:, :cut].unflatten(1, (ends // size, -1)), b)
+            _by_chunk(work, v, bytes_of_rows[:, :cut].unflatten(1, (ends // size, -1)), b)
         if ends < width:
             v, b = (one[:, ends:].unflatten(1, (1, -1)) for one in of_rows)
-            work(v, bytes_of_rows[:, cut:].unflatten(1, (1, -1)), b)
+            _by_chunk(work, v, bytes_of_rows[:, cut:].unflatten(1, (1, -1)), b)
         value, byte = here.stop, there.stop
+
+
+def _by_chunk(work: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], *arrays: torch.Tensor) -> None:
+    for rows, blocks in _cut(*arrays[0].shape):
+        values, body, beside = (one[rows, blocks] for one in arrays)
+        work(values, body, beside)
+
+
+def _cut(rows: int, blocks: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Of an array [rows, blocks, size], parts of at most CHUNK values."""
+    at_once = max(1, CHUNK // size)
+    of_row = min(blocks, at_once)
+    step = max(1, at_once // blocks)
+    for row in range(0, rows, step):
+        for block in range(0, blocks, of_row):
+            yield slice(row, row + step), slice(block, block + of_row)
 
 
 # ---- int8 and int4 --------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class BodyPart(NamedTuple):
 
 
 def body_nbytes(codec: Codec, part: Fragment) -> int:
-    return sum(one.codec.nbytes(one.rows) for one in _body_parts(codec, part))
+    return sum(one.codec.nbytes(one.rows) for one in body_parts(codec, part))
 
 
 def largest_body(codec: Codec, plan: FragmentPlan) -> int:
@@ -118,7 +118,7 @@ def largest_body(codec: Codec, plan: FragmentPlan) -> int:
 
 def encode_contribution(codec: Codec, part: Fragment, delta: Delta, out: ByteArray) -> None:
     """Of a whole fragment."""
-    for by, rows, values, data, buffers in _body_parts(codec, part):
+    for by, rows, values, data, buffers in body_parts(codec, part):
         some = delta.cut_out(values)
         if not buffers:
             by.encode_delta(some, rows, out[data])
@@ -135,14 +135,14 @@ def decode_contribution(codec: Codec, part: Fragment, data: ByteArray, out: Floa
     expected = body_nbytes(codec, part)
     if data.size != expected:
         raise PeerError(_other_length(codec, data.size, part.size, expected))
-    parts = list(_body_parts(codec, part))
+    parts = list(body_parts(codec, part))
     for one in parts:
         one.codec.check(data[one.data], one.rows)
     for one in parts:
         one.codec.decode(data[one.data], one.rows, out[one.values])
 
 
-def _body_parts(codec: Codec, part: Fragment) -> Iterator[BodyPart]:
+def body_parts(codec: Codec, part: Fragment) -> Iterator[BodyPart]:
     """The buffers, so that their 16-bit numbers are aligned; the parameters before them, and those after them. Most
     fragments have no buffers."""
     held, start = part.buffers, 0
