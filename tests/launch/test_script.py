@@ -136,7 +136,7 @@ WRONG_CALLS: list[tuple[Callable[[nn.Module], object], str]] = [
     (
         lambda model: atoll.Learner(model, optimiser=None),  # type: ignore[call-arg]
         "Learner.__init__() got an unexpected keyword argument 'optimiser': did you mean 'optimizer'? It knows model, "
-        "optimizer, syncer, name, seed, data, tokens_per_step, buffers, frozen, join_wait_s",
+        "optimizer, syncer, name, seed, data, tokens_per_step, buffers, frozen, placement, join_wait_s",
     ),
     (
         lambda model: atoll.evaluate(model, lambda model: 0.0, every=10),  # type: ignore[call-arg]

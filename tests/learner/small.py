@@ -15,10 +15,12 @@ from atoll.protocol.settings import Settings
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def boxed(parameters: dict[str, torch.Tensor], fragments: int = 1, **settings: object) -> tuple[Mailbox, Settings]:
+def boxed(
+    parameters: dict[str, torch.Tensor], fragments: int = 1, *, on_device: bool = False, **settings: object
+) -> tuple[Mailbox, Settings]:
     tensors = tuple(TensorSpec(name, tuple(p.shape), DTYPES[p.dtype]) for name, p in parameters.items())
     rules = Settings(fragments=fragments, overlap=0, **settings).resolved(fragments)  # type: ignore[arg-type]
-    return Mailbox.create(make_plan(tensors, fragments), rules), rules
+    return Mailbox.create(make_plan(tensors, fragments), rules, on_device=on_device), rules
 
 
 def reading(box: Mailbox, parameters: dict[str, torch.Tensor]) -> OwnPieces:
@@ -38,6 +40,9 @@ class Remembers:
 
     def send(self, frame: ToCourier, descriptor: int | None = None) -> None:
         self.sent.append(frame)
+
+    def read_in_background(self, *_: object) -> None:
+        """Nothing is ever read from it."""
 
     def told(self) -> list[ToCourier]:
         """What was sent since the last time."""

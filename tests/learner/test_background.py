@@ -22,6 +22,8 @@ PATIENCE_S = 20.0
 class Copy:
     """Done when the test says so."""
 
+    failed, feedback = False, -1
+
     def __init__(self) -> None:
         self.over = threading.Event()
 
@@ -46,8 +48,8 @@ class SlowOffload(CpuOffload):
     def enter_thread(self) -> None:
         self.threads.append(threading.current_thread().name)
 
-    def read(self, fragment: int, slot: int) -> Copy:
-        super().read(fragment, slot)
+    def read(self, fragment: int, slot: int, t: int) -> Copy:
+        super().read(fragment, slot, t)
         self.reads.append(Copy())
         return self.reads[-1]
 
@@ -57,7 +59,7 @@ class SlowOffload(CpuOffload):
         self.begun.set()
         return self.brought[slot]
 
-    def release(self, slot: int) -> None:
+    def release(self, fragment: int, slot: int) -> None:
         self.released.append(slot)
 
 

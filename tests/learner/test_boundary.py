@@ -231,6 +231,8 @@ def test_orders_of_a_dead_courier_are_dropped_without_a_word_to_the_next(place: 
 class Slow:
     """A transfer that is done when the test says so."""
 
+    failed, feedback = False, -1
+
     def __init__(self) -> None:
         self.over = self.waited = False
 
@@ -243,7 +245,7 @@ class Slow:
 
 def test_a_copy_is_told_once_it_is_in_host_memory_and_in_order(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = [Slow(), Slow()]
-    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot: transfers[slot])
+    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot, t: transfers[slot])
     place.reads(slot=0, round=0, step=1)
     place.reads(slot=1, round=1, step=1)
     place.step()
@@ -259,7 +261,7 @@ def test_a_dead_couriers_copies_under_way_are_waited_for_and_not_told(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer = Slow()
-    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot: transfer)
+    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot, t: transfer)
     place.reads(slot=0, round=0, step=1)
     place.step()
     place.boundary.drop_orders()

@@ -9,7 +9,7 @@ import torch
 from tests.learner.small import boxed, in_order, reading
 
 from atoll.learner.boundary import adopt
-from atoll.learner.offload import CpuOffload, CudaOffload, make_offload, shaped
+from atoll.learner.offload import CpuOffload, StreamOffload, make_offload, shaped
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.errors import ConfigError
 
@@ -38,7 +38,7 @@ def test_a_copy_holds_every_tensor_of_its_fragment_in_fp32(fragments: int) -> No
     offload = make_offload(box, reading(box, parameters))
     assert isinstance(offload, CpuOffload)
     for fragment in range(fragments):
-        transfer = offload.read(fragment, slot=1)
+        transfer = offload.read(fragment, 1, 1)
         transfer.wait()
         assert transfer.done()
         assert np.array_equal(box.outgoing(1, fragment), flat(box, parameters, fragment))
@@ -71,7 +71,7 @@ def test_a_parameter_whose_data_was_exchanged_is_read_where_it_is_now() -> None:
     box, _ = boxed({"w": own})
     offload = make_offload(box, reading(box, {"w": own}))
     own.data = torch.ones(3)
-    offload.read(0, 0)
+    offload.read(0, 0, 1)
     assert box.outgoing(0, 0).tolist() == [1.0, 1.0, 1.0]
 
 
@@ -97,15 +97,15 @@ LARGE = 4 * 2**20
 @cuda
 class TestOnCuda:
     @pytest.fixture
-    def place(self) -> Iterator[tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]]:
+    def place(self) -> Iterator[tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]]:
         parameters = {"w": torch.full((LARGE,), 1.0, device="cuda"), **mixed("cuda")}
         box, _ = boxed(parameters)
         offload = make_offload(box, reading(box, parameters))
-        assert isinstance(offload, CudaOffload)
+        assert isinstance(offload, StreamOffload)
         yield box, parameters, offload
         offload.close()
 
-    def test_the_slots_are_page_locked(self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]) -> None:
+    def test_the_slots_are_page_locked(self, place: tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]) -> None:
         box, _, _ = place
         assert torch.from_numpy(box.outgoing(0, 0)).is_pinned()
         assert torch.from_numpy(box.incoming(box.layout.first_incoming - 1, 0)).is_pinned()
@@ -117,10 +117,10 @@ class TestOnCuda:
         assert not torch.from_numpy(box.outgoing(0, 0)).is_pinned()
 
     def test_a_copy_is_what_the_parameter_was_at_the_boundary(
-        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]
     ) -> None:
         box, parameters, offload = place
-        offload.read(0, 1).wait()  # kernels are loaded when they are first used, and that waits
+        offload.read(0, 1, 1).wait()  # kernels are loaded when they are first used, and that waits
         with torch.no_grad():
             parameters["w"].mul_(1.0).add_(1.0)
         torch.cuda.synchronize()
@@ -128,7 +128,7 @@ class TestOnCuda:
         with torch.no_grad():
             parameters["w"].add_(1.0)
         expected_w = 3.0
-        transfer = offload.read(0, 0)
+        transfer = offload.read(0, 0, 1)
         with torch.no_grad():
             parameters["w"].mul_(100.0)  # the next step changes it at once
         assert not transfer.done(), "nothing waited for the device"
@@ -139,20 +139,20 @@ class TestOnCuda:
         assert values["b"].tolist() == mixed()["b"].tolist()
 
     def test_copies_one_after_the_other_do_not_mix(
-        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]
     ) -> None:
         box, parameters, offload = place
         transfers = []
         for slot in range(3):
             with torch.no_grad():
                 parameters["w"].fill_(float(slot))
-            transfers.append(offload.read(0, slot))
+            transfers.append(offload.read(0, slot, 1))
         for slot, transfer in enumerate(transfers):
             transfer.wait()
             assert (shaped_host(box, slot)[-1] == slot).all()
 
     def test_an_adoption_takes_what_arrived_and_training_goes_on_behind_it(
-        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]
     ) -> None:
         box, parameters, offload = place
         own = in_order(box, parameters)[0]
@@ -169,7 +169,7 @@ class TestOnCuda:
         assert (parameters["c"] == 5.0).all()
 
     def test_a_version_brought_while_an_adoption_is_queued_does_not_overtake_it(
-        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]
     ) -> None:
         box, parameters, offload = place
         own = in_order(box, parameters)[0]
@@ -177,7 +177,7 @@ class TestOnCuda:
         offload.bring(0, 0).wait()
         torch.cuda._sleep(SLOW)
         adopt(own, offload.arrived(0, 0), "overwrite")
-        offload.release(0)
+        offload.release(0, 0)
         seen = parameters["w"].clone()
         box.incoming(1, 0)[:] = 9.0
         second = offload.bring(0, 1)  # into the same staging buffer
@@ -188,17 +188,17 @@ class TestOnCuda:
         assert (parameters["w"] == 9.0).all()
 
     def test_one_version_at_a_time_needs_one_staging_buffer(
-        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]
     ) -> None:
         box, _, offload = place
         for slot in range(box.layout.first_incoming):
             offload.bring(0, slot).wait()
             offload.arrived(0, slot)
-            offload.release(slot)
+            offload.release(0, slot)
         assert len(offload._spare) == 1
 
     def test_a_graph_is_captured_while_threads_bring_versions_and_wait_for_them(
-        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]
     ) -> None:
         box, _, offload = place
         over, errors, brought = threading.Event(), list[Exception](), list[int]()
@@ -231,11 +231,11 @@ class TestOnCuda:
         assert number.tolist() == [20 * 200.0] * 8
 
     def test_carry_subtracts_the_copy_that_was_sent(
-        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], StreamOffload]
     ) -> None:
         box, parameters, offload = place
         own = in_order(box, parameters)[0]
-        offload.read(0, 0).wait()
+        offload.read(0, 0, 1).wait()
         with torch.no_grad():
             parameters["w"].add_(2.0)
         box.incoming(1, 0)[:] = 10.0
@@ -271,7 +271,7 @@ def test_pieces_of_split_tensors_are_read_and_adopted_in_place_whatever_their_st
     assert split == parameters.keys()
     offload = make_offload(box, reading(box, parameters))
     for fragment in range(12):
-        offload.read(fragment, 0)
+        offload.read(fragment, 0, 1)
         assert np.array_equal(box.outgoing(0, fragment), flat(box, parameters, fragment))
         box.incoming(0, fragment)[:] = box.outgoing(0, fragment) + 2.0
         own = in_order(box, parameters)[fragment]
@@ -287,5 +287,5 @@ def test_a_split_parameter_whose_data_was_exchanged_is_read_where_it_is_now() ->
     offload = make_offload(box, reading(box, {"w": own}))
     own.data = torch.arange(4.0)
     for fragment, values in enumerate([[0.0, 1.0], [2.0, 3.0]]):
-        offload.read(fragment, 0)
+        offload.read(fragment, 0, 1)
         assert box.outgoing(0, fragment).tolist() == values

@@ -4,6 +4,8 @@ A slot of the shared memory holds a copy that was ordered, made or sent, or a ve
 are in use, one more is reserved. If there is no memory for it, a copy ordered ahead is not made: an older one gives way
 only to a copy that a pull waits for.
 
+With placement device copies come encoded (learner/device_offload.py), and are sent from the slot they lie in.
+
 The work on a large fragment (encode, digest, round, copy) is done in threads. A base never changes under a Δ: what
 replaces it waits until every answer that was begun is encoded, and no answer is begun meanwhile. What an answer leaves
 out is kept in feedback.py.
@@ -162,6 +164,9 @@ class FragmentTransfers:
         if (copy := self.outgoing.send(fragment)) is None:
             self._tell(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
             return
+        if self._box.layout.on_device:
+            self._upload_encoded(number, attempt, fragment, *copy)
+            return
         if (buffer := self._take_buffer()) is None:
             self._tell(fx.UploadFailed(number, attempt, "earlier answers are still on their way"))
             return
@@ -204,21 +209,43 @@ class FragmentTransfers:
             self.feedback.keep_rest(answer.rest)
 
     async def _upload(self, answer: Answer, mark: str | None) -> None:
-        name, session = self._start.learner, self._start.session
-        number, attempt, data = answer.number, answer.attempt, answer.data
         try:
             if mark is None:
                 async with self._base_locks[answer.fragment]:
                     mark = await asyncio.to_thread(self._encode, answer)
                 self._keep_rest(answer)
                 self.outgoing.let_slot_go(answer.slot)
+            await self._send_body(answer.number, answer.attempt, answer.data, mark)
+        finally:
+            self._spare.append(answer.buffer)
+
+    async def _send_body(self, number: int, attempt: int, data: ByteArray, mark: str) -> None:
+        name, session = self._start.learner, self._start.session
+        try:
             await self._link.put_contribution(name, session, number, attempt, data.data, mark, BODY_S)
         except (PeerError, Unreachable) as error:
             self._tell(fx.UploadFailed(number, attempt, str(error)))
         else:
             self._tell(fx.Uploaded(number, attempt, mark))
+
+    def _upload_encoded(self, number: int, attempt: int, fragment: int, slot: int, t: int) -> None:
+        """A copy that the training process has encoded, as it lies in its slot. What it was encoded with has to be what
+        it would be encoded with now: so both placements give equal bytes."""
+        if self._codec.needs_feedback:
+            if self.outgoing.feedback[fragment, t] != self._box.feedback_for(fragment, t):
+                self._tell(fx.UploadFailed(number, attempt, "its feedback has changed since it was copied"))
+                return
+            if not self.feedback.has_settled(fragment, t):
+                self.feedback.note_answer(fragment, t)
+        self.outgoing.hold_slot(slot)
+        data = self._box.body(slot, body_nbytes(self._codec, self._box.plan.fragments[fragment]))
+        self._spawn(self._send_encoded(number, attempt, slot, data))
+
+    async def _send_encoded(self, number: int, attempt: int, slot: int, data: ByteArray) -> None:
+        try:
+            await self._send_body(number, attempt, data, await digest_aside(data.data))
         finally:
-            self._spare.append(answer.buffer)
+            self.outgoing.let_slot_go(slot)
 
     def upload_all(self) -> None:
         """Every fragment's base as version 0, some at a time."""
@@ -317,6 +344,8 @@ class OutgoingSlots:
     """(fragment, t) → slot."""
     counters: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(fragment, t) → (steps, tokens) at the copy."""
+    feedback: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(fragment, t) → the step of the copy whose rest it was encoded with (placement device)."""
     _sent: set[tuple[int, int]] = field(default_factory=set)
     _dropped: set[tuple[int, int]] = field(default_factory=set)
     _named: set[tuple[int, int]] = field(default_factory=set)
@@ -341,11 +370,12 @@ class OutgoingSlots:
             self._release(min(kept or may_go, key=lambda key: key[1]))
         return self.free.pop() if self.free else None
 
-    def add_copy(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
+    def add_copy(self, fragment: int, t: int, slot: int, steps: int, tokens: int, feedback: int = -1) -> None:
         if (fragment, t) in self.copies:
             self._release((fragment, t))
         self.copies[fragment, t] = slot
         self.counters[fragment, t] = (steps, tokens)
+        self.feedback[fragment, t] = feedback
 
     def send(self, fragment: int) -> tuple[int, int] | None:
         """Slot and step of the fragment's newest copy, which goes out now; None when it had to give way."""
@@ -400,6 +430,7 @@ class OutgoingSlots:
         self._dropped.discard(key)
         self._named.discard(key)
         self.counters.pop(key, None)
+        self.feedback.pop(key, None)
         slot = self.copies.pop(key)
         if self._held[slot]:
             self._given_up.add(slot)

@@ -9,7 +9,8 @@ round and behind the end of the attempt before it, and while the version that ho
 pull is declined (protocol/learner/copies.py). So the feedback of an answer follows from the journal: it is the rest of
 the last one that was merged in this life, none after an order to forget, none across a rollback. Replay goes by that.
 
-All of it is in the shared memory (mailbox/box.py) and survives the courier. One store tells that a rest is whole, and
+All of it is in the shared memory (mailbox/box.py) and survives the courier; with placement device the rests themselves
+are on the device (learner/device_offload.py), and only their tags are here. One store tells that a rest is whole, and
 one store makes it the feedback, so a courier that dies leaves the one or the other; to hear of a commit twice changes
 nothing.
 """
@@ -43,7 +44,8 @@ class Feedback:
         self._version = [-1] * box.layout.fragments
         """That the last merged answer went into, as far as this courier has heard."""
         tagged = [slot for slot, tag in enumerate(box.rest_tag) if tag >= 0]
-        self._count = max([box.layout.first_rests, *(slot + 1 for slot in tagged)])
+        first = box.layout.rest_tags if box.layout.on_device else box.layout.first_rests
+        self._count = max([first, *(slot + 1 for slot in tagged)])
 
     def has_settled(self, fragment: int, t: int) -> bool:
         """An answer of this copy was merged: there is nothing new in it, and it can only be for a probe."""
@@ -51,16 +53,26 @@ class Feedback:
 
     def take_buffer(self, fragment: int, t: int) -> RestBuffer | None:
         """For the answer of this copy, with the feedback it is encoded with. None: there is no memory."""
+        if (slot := self._make_room(fragment)) is None:
+            return None
+        self._filling.add(slot)
+        at = self._box.feedback_for(fragment, t)
+        held = self._box.find_rest(fragment, at) if at >= 0 else None
+        feedback = None if held is None else self._box.rest(held, fragment)
+        return RestBuffer(slot, self._box.tag_rest(fragment, t), self._life, feedback, self._box.rest(slot, fragment))
+
+    def note_answer(self, fragment: int, t: int) -> None:
+        """Placement device: this copy, which is encoded, is the answer. The training process keeps its rest for as long
+        as it is tagged."""
+        slot = self._make_room(fragment)
+        assert slot is not None, "there are three tags for a fragment, and two in use"
+        self._box.rest_tag[slot] = self._box.tag_rest(fragment, t)
+
+    def _make_room(self, fragment: int) -> int | None:
         base = int(self._box.base_version[fragment])
         assert base >= self._version[fragment], "no answer is given on a version before the last that holds one"
         self.drop_rests(fragment)
-        if (slot := self._find_free()) is None:
-            return None
-        self._filling.add(slot)
-        at = int(self._box.feedback_t[fragment])
-        held = self._find(self._tag(fragment, at)) if at >= 0 else None
-        feedback = None if held is None else self._box.rest(held, fragment)
-        return RestBuffer(slot, self._tag(fragment, t), self._life, feedback, self._box.rest(slot, fragment))
+        return self._find_free()
 
     def keep_rest(self, buffer: RestBuffer) -> None:
         """It is whole."""
@@ -77,7 +89,7 @@ class Feedback:
     def drop_rests(self, fragment: int) -> None:
         """Nothing that was answered so far will be merged any more."""
         tags, fragments = self._box.rest_tag, self._box.layout.fragments
-        settled = self._tag(fragment, int(self._box.feedback_t[fragment]))
+        settled = self._box.tag_rest(fragment, int(self._box.feedback_t[fragment]))
         tags[(tags >= 0) & (tags % fragments == fragment) & (tags != settled)] = -1
 
     def forget_all(self) -> None:
@@ -85,12 +97,6 @@ class Feedback:
         self._version = [-1] * len(self._version)
         self._box.feedback_t[:] = -1
         self._box.rest_tag[:] = -1
-
-    def _tag(self, fragment: int, t: int) -> int:
-        return t * self._box.layout.fragments + fragment
-
-    def _find(self, tag: int) -> int | None:
-        return next((slot for slot, one in enumerate(self._box.rest_tag) if one == tag), None)
 
     def _find_free(self) -> int | None:
         for slot in range(self._count):

@@ -207,7 +207,8 @@ class Courier:
         self._settings = frame.settings
         self._machine.keeps_feedback = make_codec(frame.settings.codec).needs_feedback
         self._plan = make_plan(self._start.tensors, frame.settings.fragments, frame.settings.plan)
-        self._box = box = Mailbox(fd, Layout.of(self._plan, frame.settings), self._plan)
+        layout = Layout.of(self._plan, frame.settings, on_device=frame.on_device)
+        self._box = box = Mailbox(fd, layout, self._plan)
         if self._link is None:
             self._unsure = set() if frame.sure else set(range(len(self._plan.fragments)))
             whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
@@ -227,7 +228,8 @@ class Courier:
         if frame.epoch != self._epoch:
             self._bodies.freed(frame.slot, incoming=False)
             return
-        self._bodies.outgoing.add_copy(frame.fragment, frame.t, frame.slot, frame.steps, frame.tokens)
+        made = (frame.steps, frame.tokens, frame.feedback)
+        self._bodies.outgoing.add_copy(frame.fragment, frame.t, frame.slot, *made)
         counters = (frame.t, frame.steps, frame.tokens, frame.base, frame.total, frame.position)
         self._handle(fx.Copied(frame.round, frame.fragment, *counters))
 

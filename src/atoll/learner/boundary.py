@@ -27,9 +27,12 @@ from torch import nn
 
 from atoll.choices import ADOPT
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
+from atoll.learner.device_offload import DeviceOffload
 from atoll.learner.model import BufferRule, describe, merged, view_piece
-from atoll.learner.offload import DeviceCopy, make_offload, shaped
+from atoll.learner.offload import DeviceCopy, Offload, make_offload, shaped
+from atoll.learner.placement import PlacementWish, choose_placement, free_bytes
 from atoll.learner.saved_state import fill_box, settings_of
+from atoll.learner.script import say
 from atoll.mailbox.box import Mailbox, same_layout
 from atoll.mailbox.channel import (
     BASE,
@@ -44,6 +47,7 @@ from atoll.mailbox.channel import (
     VersionTaken,
     Welcomed,
 )
+from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.errors import PlanError
 from atoll.protocol.learner import effects as fx
@@ -71,7 +75,7 @@ class Boundary:
             [place for place, piece in enumerate(part.pieces) if piece.tensor.buffer_rule]
             for part in box.plan.fragments
         ]
-        self._offload = make_offload(box, self._own)
+        self._offload = self._make_offload()
         self._t = 0
         self._total = 0
         self._position = -1
@@ -91,9 +95,20 @@ class Boundary:
         with torch.no_grad():
             for fragment in range(box.layout.fragments):
                 torch._foreach_copy_(_host_base(box, fragment), self._own(fragment))
+        self.take_base()
         if self._offload.takes_time:
             threading.Thread(target=self._tell_copies, name="atoll-copies", daemon=True).start()
             courier.read_in_background(self._bring, self._offload.enter_thread)
+
+    def _make_offload(self) -> Offload:
+        if self._box.layout.on_device:
+            device = self._own(0)[0].device
+            return DeviceOffload(self._box, self._own, device, make_codec(self.settings.codec))
+        return make_offload(self._box, self._own)
+
+    def take_base(self) -> None:
+        """What lies in shared memory is the base: the model as it came, what a cut kept, or the run's version 0."""
+        self._offload.take_base()
 
     def _own(self, fragment: int) -> list[torch.Tensor]:
         pieces = self._box.plan.fragments[fragment].pieces
@@ -118,6 +133,7 @@ class Boundary:
                 self._holds.pop(round, None)
             case fx.Own():
                 self._tape.add(OwnedEntry(self._t))
+                self.take_base()
                 self._box.adopted[:] = 0
             case ForgetOrder(epoch, reset):
                 self._forget(epoch)
@@ -152,18 +168,20 @@ class Boundary:
     def _copy(self, order: ReadOrder, t: int) -> None:
         f, version = order.fragment, int(self._box.adopted[order.fragment])
         steps, tokens = int(self._box.steps[f]), int(self._box.tokens[f])
-        made = CopyMade(order.slot, order.round, f, t, steps, tokens, version, self.epoch, self._total, self._position)
-        under_way = self._offload.read(f, order.slot)
+        under_way = self._offload.read(f, order.slot, t)
+        told = (self.epoch, self._total, self._position, under_way.feedback)
+        made = CopyMade(order.slot, order.round, f, t, steps, tokens, version, *told)
         self._copying.append((under_way, made))
         if self._offload.takes_time:
             self._awaited.put(under_way)
         self._copied[f] = (t, version)
 
     def send_finished_copies(self) -> None:
-        """Tell the courier of copies that have reached host memory."""
+        """Tell the courier of copies that have reached host memory, and of those for which there was no memory."""
         with self._telling:
             while self._copying and self._copying[0][0].done():
-                self._courier.send(self._copying.pop(0)[1])
+                copy, made = self._copying.pop(0)
+                self._courier.send(SlotFreed(made.slot, incoming=False) if copy.failed else made)
 
     def _tell_copies(self) -> None:
         """A thread: tells the courier as soon as a copy is there. The training thread meets errors of the device."""
@@ -209,7 +227,7 @@ class Boundary:
         adopt(own, arrived, order.rule, blend=order.blend, read=read)
         if held := self._buffers[f]:  # statistics are taken as they are: carried on, a variance could fall below zero
             adopt([own[place] for place in held], [arrived[place] for place in held], "overwrite")
-        self._offload.release(order.slot)
+        self._offload.release(f, order.slot)
         counters = (int(self._box.dropped[f]), int(self._box.missed[f]))
         dropped, missed = after_adoption(int(self._box.tokens[f]), order.held_tokens, tokens, *counters)
         self._box.dropped[f], self._box.missed[f] = dropped, missed
@@ -254,6 +272,7 @@ class Boundary:
         for transfer in [*(copy for copy, _ in [*copying, *self._arriving]), *self._brought.values()]:
             transfer.wait()
         self._reads, self._arriving, self._brought, self._holds = {}, [], {}, {}
+        self._offload.drop_copies()
         self.epoch = 0
 
     def _forget(self, epoch: int) -> None:
@@ -267,6 +286,7 @@ class Boundary:
             transfer.wait()
             self._courier.send(SlotFreed(order.slot, incoming=True))
         self._arriving, self._holds = [], {}
+        self._offload.drop_copies()
 
     def _reset_to_base(self) -> None:
         """Broken numbers are gone at once: steps on what is left of them would break the fresh optimizer again."""
@@ -306,9 +326,15 @@ def adopt(
 
 class SharedMailbox:
     def __init__(
-        self, model: nn.Module, courier: CourierProcess, tape: TapeRecorder, buffers: BufferRule = None
+        self,
+        model: nn.Module,
+        courier: CourierProcess,
+        tape: TapeRecorder,
+        buffers: BufferRule = None,
+        placement: PlacementWish = "auto",
     ) -> None:
         self._model, self._courier, self._tape, self._buffers = model, courier, tape, buffers
+        self._wish = placement
         self.tensors: tuple[TensorSpec, ...] = ()
         self.box: Mailbox | None = None
         self.boundary: Boundary | None = None
@@ -343,18 +369,25 @@ class SharedMailbox:
         settings, self.index = settings_of(place), place.get("index", -1)
         box, boundary = self._make(make_plan(self.tensors, settings.fragments, settings.plan), settings)
         fill_box(box, place, os.environ.get("ATOLL_RUN", ""))
+        boundary.take_base()
         boundary.continue_from(place["t"], place["total"], place["feed"].get("position", -1))
 
     def _make(self, plan: FragmentPlan, settings: Settings) -> tuple[Mailbox, Boundary]:
-        self.box = Mailbox.create(plan, settings)
-        taking_part = merged(self._model, self._buffers)
+        taking_part, replays = merged(self._model, self._buffers), self._courier.replays
+        device = next(iter(taking_part.values())).device
+        placement = choose_placement(self._wish, device, plan, settings, free_bytes(device), replays=replays)
+        if placement.text:
+            say(placement.text)
+        self.box = Mailbox.create(plan, settings, on_device=placement.on_device)
         self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape)
         return self.box, self.boundary
 
     def hand_to_courier(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:
         """To the courier, if there is anything yet."""
         if self.box is not None and self.boundary is not None:
-            self._courier.send(MailboxReady(self.boundary.settings, stepped, sure, waits=waits), self.box.fd)
+            on_device = self.box.layout.on_device
+            ready = MailboxReady(self.boundary.settings, stepped, sure, waits=waits, on_device=on_device)
+            self._courier.send(ready, self.box.fd)
 
     def has_parameters(self) -> bool:
         """What the run had when this learner was welcomed."""

@@ -34,6 +34,7 @@ from atoll.learner.loading import (
     seed_of,
 )
 from atoll.learner.model import BufferRule, check_model, refuse_several_ranks
+from atoll.learner.placement import WISHES, PlacementWish
 from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find_syncer, say
 from atoll.learner.session import JoinRequest, RunSession
 from atoll.learner.state import Optimizers, Stateful, check_kept, check_trained
@@ -70,6 +71,8 @@ class Learner:
     and all others are local. Frozen parameters and local buffers are not merged: where they are not those of the run's
     first learner, a peer's are taken; with `frozen` = "refuse" the learner is refused, with "mine" they may differ.
     `name` is its own in the run; by default the machine and the lowest free number (folder.py).
+    `placement` says where base and feedback are: "host", "device" or, by default, what fits (placement.py); also
+    ATOLL_PLACEMENT.
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
@@ -86,6 +89,7 @@ class Learner:
         tokens_per_step: int = 0,
         buffers: BufferRule = None,
         frozen: FrozenRule = "run",
+        placement: PlacementWish | None = None,
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
@@ -104,9 +108,9 @@ class Learner:
             raise ValueError(f'buffers = {buffers!r} is not known: use "local", "mean" or "first"')
         if frozen not in ("run", "refuse", "mine"):
             raise ValueError(f'frozen = {frozen!r} is not known: use "run", "refuse" or "mine"')
-        declared = operator.index(tokens_per_step)
+        declared, place = operator.index(tokens_per_step), _find_placement(placement)
         whence = (folder.host, folder.pid, folder.proof)
-        self._joining = JoinRequest(url, self.name, seed, data, join_wait_s, declared, *whence, buffers, frozen)
+        self._joining = JoinRequest(url, self.name, seed, data, join_wait_s, declared, *whence, buffers, frozen, place)
         self._courier = CourierProcess(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = StepCounter()
         self._feed = Feed(seed=seed, name=self.name)
@@ -341,6 +345,14 @@ def _claim_folder(url: str, name: str) -> LearnerFolder:
         return claim_folder(url, name)
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)
+
+
+def _find_placement(named: PlacementWish | None) -> PlacementWish:
+    wish = named or os.environ.get("ATOLL_PLACEMENT") or "auto"
+    for known in WISHES:
+        if wish == known:
+            return known
+    raise ValueError(f'placement = {wish!r} is not known: use "auto", "host" or "device"')
 
 
 def _refuse_mistakes(model: nn.Module, optimizers: Optimizers) -> None:

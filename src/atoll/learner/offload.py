@@ -1,5 +1,7 @@
 """Fragments between the device and the shared host memory.
 
+Here is placement host, where copies travel as they are and the courier encodes; device_offload.py has the other one.
+
 On the CPU a copy is a copy. On CUDA nothing waits: a fragment is gathered on the training stream into a staging buffer
 (a copy inside the device), and travels on a stream of its own, one for each direction; an event tells when it has
 arrived. The shared slots are page-locked once, so that the copies are real asynchronous ones.
@@ -14,7 +16,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,16 @@ OwnPieces: TypeAlias = Callable[[int], list[torch.Tensor]]
 class DeviceCopy(Protocol):
     """A copy under way."""
 
+    @property
+    def failed(self) -> bool:
+        """Once it is done: there was no memory for it."""
+        ...
+
+    @property
+    def feedback(self) -> int:
+        """Of one that is encoded: the step of the copy whose rest went with it; −1: none."""
+        ...
+
     def done(self) -> bool: ...
     def wait(self) -> None: ...
 
@@ -43,8 +55,8 @@ class Offload(Protocol):
         """Called once by every other thread that waits for copies or starts them."""
         ...
 
-    def read(self, fragment: int, slot: int) -> DeviceCopy:
-        """Start copying the fragment as it is now into an outgoing slot."""
+    def read(self, fragment: int, slot: int, t: int) -> DeviceCopy:
+        """Start copying the fragment as it is now, after step `t`, into an outgoing slot."""
         ...
 
     def bring(self, fragment: int, slot: int) -> DeviceCopy:
@@ -55,8 +67,17 @@ class Offload(Protocol):
         """What `bring` brought, on the device, shaped like the pieces."""
         ...
 
-    def release(self, slot: int) -> None:
-        """What `arrived` gave is read by work that has been queued: its memory may be used again behind that."""
+    def release(self, fragment: int, slot: int) -> None:
+        """What `arrived` gave is adopted by work that has been queued: it is the base, and its memory may be used again
+        behind that."""
+        ...
+
+    def take_base(self) -> None:
+        """The base in shared memory is whole, and was not made by adoptions: it is the base."""
+        ...
+
+    def drop_copies(self) -> None:
+        """None that was made so far will be sent, but for those that were."""
         ...
 
     def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]: ...
@@ -66,6 +87,9 @@ class Offload(Protocol):
 
 class FinishedCopy:
     """A copy that was made at once."""
+
+    failed = False
+    feedback = -1
 
     def done(self) -> bool:
         return True
@@ -114,7 +138,7 @@ class CpuOffload:
         self.outgoing, self.base = self._views.outgoing, self._views.base
 
     @torch.no_grad()
-    def read(self, fragment: int, slot: int) -> DeviceCopy:
+    def read(self, fragment: int, slot: int, t: int) -> DeviceCopy:
         torch._foreach_copy_(self._views.outgoing(fragment, slot), self._own(fragment))
         return FinishedCopy()
 
@@ -127,7 +151,13 @@ class CpuOffload:
     def enter_thread(self) -> None:
         pass
 
-    def release(self, slot: int) -> None:
+    def release(self, fragment: int, slot: int) -> None:
+        pass
+
+    def take_base(self) -> None:
+        pass
+
+    def drop_copies(self) -> None:
         pass
 
     def close(self) -> None:
@@ -136,6 +166,9 @@ class CpuOffload:
 
 class StreamCopy:
     """A copy on the side stream, marked by an event."""
+
+    failed = False
+    feedback = -1
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -146,6 +179,14 @@ class StreamCopy:
     def wait(self) -> None:
         self._event.synchronize()
 
+    def hold_stream(self, stream: torch.cuda.Stream) -> None:
+        """What is queued there from now on comes behind the copy."""
+        stream.wait_event(self._event)
+
+
+class QueuedCopy(DeviceCopy, Protocol):
+    def hold_stream(self, stream: torch.cuda.Stream) -> None: ...
+
 
 READ_STAGES = 3
 """Of copies on their way out, as large as the largest fragment each."""
@@ -153,48 +194,57 @@ RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""
 
 
-class CudaOffload:
+class StreamOffload:
+    """On CUDA. On the CPU, where streams are empty shells, its copies are made at once."""
+
     takes_time = True
 
     def __init__(self, box: Mailbox, own: OwnPieces, device: torch.device) -> None:
         self._box, self._own, self._device = box, own, device
         self._index = device.index
         """torch looks a device up in 10 µs and a number in none."""
+        self._on_cuda = device.type == "cuda"
+        self._torch: Any = torch.cuda if self._on_cuda else torch.cpu
         self._views = SlotViews(box)
         self._locked: dict[int, npt.NDArray[np.uint8]] = {}
         """Page-locked memory, by its first slot."""
         self._lock(0, box.layout.first_outgoing)
         self._lock(box.layout.most_outgoing, box.layout.first_incoming)
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._read_stages: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        """Used in turn, each with the moment from which on it may be written to again."""
+        self._out, self._in = self._torch.Stream(device), self._torch.Stream(device)
+        self._read_stages: deque[tuple[torch.Tensor, QueuedCopy]] = deque()
+        """Used in turn, each with the copy behind which it may be written to again."""
         self._hosts: dict[tuple[str, int, int], torch.Tensor] = {}
         self._shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         """By a stage's address and the fragment: making views takes longer than all the rest of a copy."""
         self._stages: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
         """By slot, what is on its way to the device or has arrived and waits; and when it is there."""
-        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        """With the moment on the training stream from which on nobody reads it."""
+        self._spare: list[tuple[torch.Tensor, list[QueuedCopy]]] = []
+        """With the work that still reads it."""
 
-    @torch.no_grad()
-    def read(self, fragment: int, slot: int) -> DeviceCopy:
-        training = torch.cuda.current_stream(self._index)
-        stage = self._take_read_stage(training)
-        torch._foreach_copy_(self._shaped(stage, fragment), self._own(fragment))
-        self._out.wait_event(_mark(training))
+    def read(self, fragment: int, slot: int, t: int) -> DeviceCopy:
+        stage, packed = self._pack(fragment)
+        self._out.wait_event(packed)
         self._lock_if_new(slot, slot >= self._box.layout.first_outgoing)
         host = self._host("out", fragment, slot)
-        with torch.cuda.stream(self._out):
+        with self._torch.stream(self._out):
             host.copy_(stage[: host.numel()], non_blocking=True)
-        event = _mark(self._out)
-        self._read_stages.append((stage, event))
-        return StreamCopy(event)
+        copy = StreamCopy(self._mark(self._out))
+        self._read_stages.append((stage, copy))
+        return copy
+
+    @torch.no_grad()
+    def _pack(self, fragment: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """The fragment as it is now in a stage, and when it is there."""
+        training = self._torch.current_stream(self._index)
+        stage = self._take_read_stage(training)
+        torch._foreach_copy_(self._shaped(stage, fragment), self._own(fragment))
+        return stage, self._mark(training)
 
     def _take_read_stage(self, training: torch.cuda.Stream) -> torch.Tensor:
         """Training does not wait for a copy that is on its way out where another stage is free, or may be made."""
-        if self._read_stages and (self._read_stages[0][1].query() or len(self._read_stages) >= READ_STAGES):
-            stage, event = self._read_stages.popleft()
-            training.wait_event(event)
+        if self._read_stages and (self._read_stages[0][1].done() or len(self._read_stages) >= READ_STAGES):
+            stage, copy = self._read_stages.popleft()
+            copy.hold_stream(training)
             return stage
         return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
 
@@ -203,16 +253,16 @@ class CudaOffload:
         self._lock_if_new(layout.most_outgoing + slot, slot >= layout.first_incoming)
         host = self._host("in", fragment, slot)
         stage = self._stage(slot)
-        with torch.cuda.stream(self._in):
+        with self._torch.stream(self._in):
             stage[: host.numel()].copy_(host, non_blocking=True)
-        event = _mark(self._in)
+        event = self._mark(self._in)
         self._stages[slot] = (stage, event)
         return StreamCopy(event)
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
         """The caller's next work on the training stream may read it."""
         stage, event = self._stages[slot]
-        torch.cuda.current_stream(self._index).wait_event(event)
+        self._torch.current_stream(self._index).wait_event(event)
         return self._shaped(stage, fragment)
 
     def _shaped(self, stage: torch.Tensor, fragment: int) -> list[torch.Tensor]:
@@ -228,24 +278,37 @@ class CudaOffload:
             self._hosts[key] = torch.from_numpy(self._views.floats(*key))
         return self._hosts[key]
 
-    def release(self, slot: int) -> None:
+    def release(self, fragment: int, slot: int) -> None:
         stage, _ = self._stages.pop(slot)
-        self._spare.append((stage, _mark(torch.cuda.current_stream(self._index))))
+        self._spare.append((stage, [self._queued_training()]))
+
+    def _queued_training(self) -> StreamCopy:
+        """All that the training stream has to do so far."""
+        return StreamCopy(self._mark(self._torch.current_stream(self._index)))
+
+    def take_base(self) -> None:
+        pass
+
+    def drop_copies(self) -> None:
+        pass
 
     def _stage(self, slot: int) -> torch.Tensor:
         """As many as there are versions on their way at once, and no more: each is as large as the largest fragment."""
         if slot in self._stages:
             return self._stages.pop(slot)[0]
         if self._spare:
-            stage, event = self._spare.pop()
-            self._in.wait_event(event)
+            stage, readers = self._spare.pop()
+            for reader in readers:
+                reader.hold_stream(self._in)
             return stage
-        with torch.cuda.stream(self._in):  # memory that no work of the training stream may still use
+        with self._torch.stream(self._in):  # memory that no work of the training stream may still use
             return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
 
     def enter_thread(self) -> None:
         """While the training thread captures a graph, CUDA refuses waiting and allocating to all threads, and breaks
         the capture, unless a thread says that its work has nothing to do with captures."""
+        if not self._on_cuda:
+            return
         torch.cuda.set_device(self._device)
         with suppress(OSError, AttributeError):
             _runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
@@ -257,7 +320,7 @@ class CudaOffload:
         return [view.to(self._device) for view in self._views.base(fragment)]
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self._torch.synchronize(self._device)
         for memory in self._locked.values():
             unlock_pages(memory)
 
@@ -268,8 +331,14 @@ class CudaOffload:
 
     def _lock(self, first: int, count: int) -> None:
         memory = self._box.slots_memory(first, count)
-        if lock_pages(memory):
+        if self._on_cuda and lock_pages(memory):
             self._locked[first] = memory
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        blocking = {"blocking": True} if self._on_cuda else {}  # a thread that waits for it sleeps
+        event: torch.cuda.Event = self._torch.Event(**blocking)
+        event.record(stream)
+        return event
 
 
 def lock_pages(memory: npt.NDArray[np.uint8]) -> bool:
@@ -290,16 +359,10 @@ def _runtime() -> ctypes.CDLL:
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
-    event.record(stream)
-    return event
-
-
 def make_offload(box: Mailbox, own: OwnPieces) -> Offload:
     device = own(0)[0].device
     if device.type == "cpu":
         return CpuOffload(box, own)
     if device.type == "cuda":
-        return CudaOffload(box, own, device)
+        return StreamOffload(box, own, device)
     raise ConfigError(f"the model is on '{device}': Atoll moves fragments to and from cpu and cuda devices")

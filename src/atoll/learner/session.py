@@ -24,6 +24,7 @@ from atoll.learner.data import Feed, NamedDataset
 from atoll.learner.folder import LearnerFolder, ask_run
 from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
+from atoll.learner.placement import PlacementWish
 from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot
@@ -71,6 +72,7 @@ class JoinRequest:
     """Where it is, and that it is the successor of whoever had its name (folder.py)."""
     buffers: BufferRule = None
     frozen: FrozenRule = "run"
+    placement: PlacementWish = "auto"
 
 
 class RunSession:
@@ -93,7 +95,7 @@ class RunSession:
         self._courier, self._tally, self._feed = courier, tally, feed
         self._session = secrets.token_hex(8)
         self._tape = TapeRecorder(courier)
-        self.shared = SharedMailbox(model, courier, self._tape, joining.buffers)
+        self.shared = SharedMailbox(model, courier, self._tape, joining.buffers, joining.placement)
         self._unmerged = UnmergedTensors(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         rest = [name for name in extras if name not in from_peers]

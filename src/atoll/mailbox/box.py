@@ -2,9 +2,10 @@
 
     header      the training process's counters, and what the next courier has to know; one writer for each field
     base        the whole model in fp32: the version last adopted, from which Δ = base − θ is made
-    outgoing    slots for copies read off the device, one fragment each
+    outgoing    slots for copies read off the device, one fragment each: θ, or (placement device) what was encoded of it
     incoming    slots for versions that wait to be adopted
-    rests       where the codec needs feedback: slots for what answers leave out (courier/feedback.py)
+    rests       where the codec needs feedback: slots for what answers leave out (courier/feedback.py); placement device
+                keeps them on the device (learner/device_offload.py)
 
 The memory has no name: it is a file descriptor handed to the courier, so nothing is left behind whoever dies. What a
 learner at the run's pace needs is reserved at creation: too little memory is an error before training starts, never a
@@ -26,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from atoll.numerics.arrays import FloatArray
+from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
@@ -51,11 +52,13 @@ class Layout:
     flights: int
     feedback: bool = False
     """Whether what answers leave out is kept."""
+    on_device: bool = False
+    """Placement device: the training process encodes, on its device, and keeps there what answers leave out."""
 
     @staticmethod
-    def of(plan: FragmentPlan, settings: Settings) -> Layout:
-        flights = schedule.least_flights(settings)
-        return Layout(len(plan.fragments), plan.size, plan.largest, flights, make_codec(settings.codec).needs_feedback)
+    def of(plan: FragmentPlan, settings: Settings, *, on_device: bool = False) -> Layout:
+        flights, feedback = schedule.least_flights(settings), make_codec(settings.codec).needs_feedback
+        return Layout(len(plan.fragments), plan.size, plan.largest, flights, feedback, on_device)
 
     @property
     def first_outgoing(self) -> int:
@@ -83,12 +86,16 @@ class Layout:
 
     @property
     def most_rests(self) -> int:
+        return 0 if self.on_device else self.rest_tags
+
+    @property
+    def rest_tags(self) -> int:
         """Every fragment's feedback and the rest of an answer; one more of an answer that came to nothing."""
         return 3 * self.fragments if self.feedback else 0
 
     @property
     def header_bytes(self) -> int:
-        cells = len(COUNTS) + len(PER_FRAGMENT) * self.fragments + self.most_rests
+        cells = len(COUNTS) + len(PER_FRAGMENT) * self.fragments + self.rest_tags
         return _pages(8 * cells + RUN_BYTES)
 
     @property
@@ -129,17 +136,17 @@ class Mailbox:
         for name in PER_FRAGMENT:
             self._fragments[name] = memory[at : at + 8 * layout.fragments].view(np.int64)
             at += 8 * layout.fragments
-        self.rest_tag = memory[at : at + 8 * layout.most_rests].view(np.int64)
+        self.rest_tag = memory[at : at + 8 * layout.rest_tags].view(np.int64)
         """Which answer's rest is in a slot, by fragment and step (courier/feedback.py); −1: none, or not whole. Written
         by the courier."""
-        at += 8 * layout.most_rests
+        at += 8 * layout.rest_tags
         self._run = memory[at : at + RUN_BYTES]
 
     # ---- making and attaching -----------------------------------------------------------------------------------
 
     @staticmethod
-    def create(plan: FragmentPlan, settings: Settings) -> Mailbox:
-        layout = Layout.of(plan, settings)
+    def create(plan: FragmentPlan, settings: Settings, *, on_device: bool = False) -> Mailbox:
+        layout = Layout.of(plan, settings, on_device=on_device)
         need, have = layout.first_bytes, available_bytes()
         if have is not None and need > have:
             raise _too_little(need, have)
@@ -148,7 +155,7 @@ class Mailbox:
             os.ftruncate(fd, layout.total_bytes)
             os.posix_fallocate(fd, 0, layout.slot_start(layout.first_outgoing))
             os.posix_fallocate(fd, layout.slot_start(layout.most_outgoing), layout.first_incoming * layout.slot_bytes)
-            if layout.feedback:
+            if layout.first_rests:
                 rests = layout.slot_start(layout.most_outgoing + layout.most_incoming)
                 os.posix_fallocate(fd, rests, layout.first_rests * layout.slot_bytes)
         except OSError as error:
@@ -222,6 +229,21 @@ class Mailbox:
         """The step of the copy whose rest is the feedback, per fragment; −1: there is none. Written by the courier."""
         return self._fragments["feedback_t"]
 
+    def tag_rest(self, fragment: int, t: int) -> int:
+        """What `rest_tag` says of the rest that the copy after step `t` left."""
+        return t * self.layout.fragments + fragment
+
+    def find_rest(self, fragment: int, t: int) -> int | None:
+        """The place of that rest; None: there is none."""
+        found = np.flatnonzero(self.rest_tag == self.tag_rest(fragment, t))
+        return int(found[0]) if found.size else None
+
+    def feedback_for(self, fragment: int, t: int) -> int:
+        """The step of the copy whose rest goes with an answer of the copy after step `t`; −1: none does. If that very
+        copy was merged, there is nothing new in it: it can only be for a probe, and goes alone."""
+        at = int(self.feedback_t[fragment])
+        return at if at not in (-1, t) and self.find_rest(fragment, at) is not None else -1
+
     def count(self, name: str) -> int:
         return int(self._counts[COUNTS.index(name)])
 
@@ -241,12 +263,21 @@ class Mailbox:
 
     # ---- the buffers --------------------------------------------------------------------------------------------
 
+    def whole_base(self) -> FloatArray:
+        """Of every fragment, one behind the other."""
+        return self._floats(self.layout.header_bytes, self.layout.size)
+
     def base(self, fragment: int) -> FloatArray:
         start = self.layout.header_bytes + 4 * self.plan.starts[fragment]
         return self._floats(start, self.plan.fragments[fragment].size)
 
     def outgoing(self, slot: int, fragment: int) -> FloatArray:
         return self._slot(slot, fragment)
+
+    def body(self, slot: int, size: int) -> ByteArray:
+        """What was encoded of a copy (placement device). No codec makes more than 4 bytes of a value."""
+        start = self.layout.slot_start(slot)
+        return self.memory[start : start + size]
 
     def incoming(self, slot: int, fragment: int) -> FloatArray:
         return self._slot(self.layout.most_outgoing + slot, fragment)
@@ -269,9 +300,9 @@ class Mailbox:
 
 
 def same_layout(plan: FragmentPlan, one: Settings, other: Settings) -> bool:
-    """Whether shared memory made for one setting serves the other."""
-    codecs = one.codec == other.codec and one.version_codec == other.version_codec
-    return codecs and Layout.of(plan, one) == Layout.of(plan, other)
+    """Whether shared memory made for one setting serves the other. Which placement it is made for goes by `adopt`."""
+    names = [(settings.codec, settings.version_codec, settings.adopt) for settings in (one, other)]
+    return names[0] == names[1] and Layout.of(plan, one) == Layout.of(plan, other)
 
 
 def available_bytes() -> int | None:

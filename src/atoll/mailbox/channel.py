@@ -77,6 +77,8 @@ class MailboxReady(Frame, frozen=True):
     """The base is whole and nothing was on its way: it comes out of a cut, not from a courier that died."""
     waits: bool = False
     """It waited for a peer's state when that courier died."""
+    on_device: bool = False
+    """Its layout: copies come encoded."""
 
 
 class StepReport(Frame, frozen=True):
@@ -96,6 +98,8 @@ class CopyMade(Frame, frozen=True):
     """How many times the training process was told to forget; what it did before no longer counts."""
     total: int = 0
     position: int = -1
+    feedback: int = -1
+    """Placement device: the step of the copy whose rest it was encoded with."""
 
 
 class VersionTaken(Frame, frozen=True):

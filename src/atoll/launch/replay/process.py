@@ -299,6 +299,7 @@ class ReplayedProcess:
         match frame:
             case MailboxReady(settings, stepped):
                 fd = self.channel.take_descriptor()
+                assert not frame.on_device, "a replay encodes by itself, so its learners choose placement host"
                 plan = self._replay.plan
                 self._box = Mailbox(fd, Layout.of(plan, settings), plan)
                 os.close(fd)

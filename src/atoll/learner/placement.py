@@ -1,0 +1,100 @@
+"""Where a learner keeps the base and what its contributions left out, and so who encodes them.
+
+    host      in the memory that it shares with its courier, which encodes; the device holds a few staging buffers
+    device    on the model's device, which encodes (device_offload.py); only bodies leave it
+
+`auto` takes device on a GPU where it fits into a quarter of what is free when the run's settings are known, and host
+elsewhere: activations, and often the inner optimizer's state, are still to come. A run with adopt = "carry" has host,
+and so has a replay, because they need copies as they were read.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from atoll.learner.codecs import scratch_bytes
+from atoll.learner.offload import READ_STAGES
+from atoll.mailbox.box import Layout, available_bytes
+from atoll.numerics.codec import largest_body, make_codec
+from atoll.numerics.fragments import FragmentPlan
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.settings import Settings
+
+PlacementWish = Literal["auto", "host", "device"]
+WISHES: tuple[PlacementWish, ...] = ("auto", "host", "device")
+SHARE = 4
+"""What is taken unasked is at most one part in so many of what is free."""
+
+
+class Placement(NamedTuple):
+    on_device: bool
+    text: str
+    """Why, and what it takes there. Empty: there was nothing to choose."""
+
+
+def choose_placement(
+    wish: PlacementWish,
+    device: torch.device,
+    plan: FragmentPlan,
+    settings: Settings,
+    free: int | None,
+    *,
+    replays: bool = False,
+) -> Placement:
+    """`free`: bytes of the device, where they are known. ConfigError: it cannot be as wished."""
+    need = device_bytes(plan, settings)
+    figures = f"{_mib(need)} of {device}" + ("" if free is None else f", where {_mib(free)} are free")
+    if replays or (wish == "auto" and device.type != "cuda"):
+        return Placement(False, "")
+    if settings.adopt == "carry":
+        on_device, reason = False, 'adopt = "carry" subtracts copies as they were read'
+    elif wish != "auto":
+        on_device, reason = wish == "device", "as asked"
+    else:
+        on_device = is_affordable(need, free)
+        reason = f"device takes {figures}: {'at most' if on_device else 'more than'} a quarter"
+    if on_device and free is not None and need > free:
+        raise ConfigError(f"placement = device takes {figures}: use placement = host")
+    return Placement(on_device, _describe(on_device, reason, device, plan, need))
+
+
+def _describe(on_device: bool, reason: str, device: torch.device, plan: FragmentPlan, need: int) -> str:
+    if on_device:
+        return f"placement device ({reason}): base and feedback take {_mib(need)} of {device}, which encodes"
+    staging = f"; staging takes up to {_mib(staging_bytes(plan))} of {device}" if device.type == "cuda" else ""
+    return f"placement host ({reason}): base and feedback are in shared memory, the courier encodes{staging}"
+
+
+def staging_bytes(plan: FragmentPlan) -> int:
+    """In both placements: copies on their way out, and a version on its way in."""
+    return (READ_STAGES + 1) * 4 * plan.largest
+
+
+def device_bytes(plan: FragmentPlan, settings: Settings) -> int:
+    """All that placement device takes there."""
+    codec, layout = make_codec(settings.codec), Layout.of(plan, settings, on_device=True)
+    kept = 4 * plan.size + 4 * plan.largest * count_rests(layout)
+    return kept + staging_bytes(plan) + largest_body(codec, plan) + scratch_bytes(codec, plan.largest)
+
+
+def count_rests(layout: Layout) -> int:
+    """From the start: the feedback of every fragment, and what the copy in each slot left out."""
+    return layout.fragments + layout.first_outgoing if layout.feedback else 0
+
+
+def is_affordable(need: int, free: int | None) -> bool:
+    return free is not None and SHARE * need <= free
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What torch could still allocate there."""
+    if device.type != "cuda":
+        return available_bytes()
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + idle
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,95 @@
+"""Which placement a learner has, and what it says of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from tests.learner.small import Remembers
+from torch import nn
+
+import atoll
+from atoll.learner.boundary import SharedMailbox
+from atoll.learner.placement import PlacementWish, choose_placement, device_bytes, staging_bytes
+from atoll.mailbox.channel import MailboxReady, Welcomed
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner.effects import Stepped
+from atoll.protocol.messages import TensorSpec
+from atoll.protocol.settings import Settings
+
+PLAN = make_plan([TensorSpec("w", (240, 1000), "float32")], 24)
+SETTINGS = Settings(fragments=24, sync_every=24, codec="int8")
+NEED = device_bytes(PLAN, SETTINGS)
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("wish", "device", "free", "on_device", "reason"),
+    [
+        ("auto", CPU, None, False, ""),
+        ("host", CPU, None, False, "host (as asked): base and feedback are in shared memory, the courier encodes"),
+        ("auto", GPU, 4 * NEED, True, "at most a quarter"),
+        ("auto", GPU, 4 * NEED - 1, False, "more than a quarter"),
+        ("auto", GPU, None, False, "more than a quarter"),
+        ("host", GPU, 100 * NEED, False, "host (as asked)"),
+        ("device", GPU, NEED, True, "device (as asked)"),
+        ("device", CPU, None, True, "device (as asked)"),
+    ],
+)
+def test_it_follows_the_wish_or_what_is_free(
+    wish: PlacementWish, device: torch.device, free: int | None, on_device: bool, reason: str
+) -> None:
+    found = choose_placement(wish, device, PLAN, SETTINGS, free)
+    assert found.on_device == on_device and reason in found.text
+    taken = NEED if on_device else staging_bytes(PLAN)
+    if device.type == "cuda":
+        assert f"{taken / 2**20:,.0f} MiB of cuda:0" in found.text
+
+
+@pytest.mark.parametrize("wish", ["auto", "device"])
+def test_a_run_that_carries_and_a_replay_have_host(wish: PlacementWish) -> None:
+    carries = msgspec.structs.replace(SETTINGS, adopt="carry")
+    found = choose_placement(wish, GPU, PLAN, carries, 100 * NEED)
+    assert not found.on_device and 'host (adopt = "carry" subtracts copies as they were read)' in found.text
+    assert choose_placement(wish, GPU, PLAN, SETTINGS, 100 * NEED, replays=True) == (False, "")
+
+
+def test_what_does_not_fit_is_refused_before_training() -> None:
+    with pytest.raises(ConfigError, match=r"placement = device takes .* of cuda:0, where .* are free: use placement"):
+        choose_placement("device", GPU, PLAN, SETTINGS, NEED - 1)
+
+
+class Courier(Remembers):
+    replays = False
+
+
+def test_a_welcome_makes_the_memory_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    courier, model = Courier(), nn.Linear(4, 4)
+    shared = SharedMailbox(model, courier, courier, placement="device")  # type: ignore[arg-type]
+    shared.describe()
+    settings = Settings(fragments=2, codec="topk").resolved(2)
+    plan = make_plan(shared.tensors, 2)
+    assert shared.apply_welcome(Welcomed(settings, plan.fingerprint, 1))
+    shared.hand_to_courier(Stepped(0, (), ()))
+    [ready] = courier.told()
+    assert isinstance(ready, MailboxReady) and ready.on_device
+    assert not shared.apply_welcome(Welcomed(settings, plan.fingerprint, 2)), "the same run: nothing is made anew"
+    assert capsys.readouterr().err.count("atoll: placement device (as asked)") == 1
+    carries = msgspec.structs.replace(settings, adopt="carry")
+    assert shared.apply_welcome(Welcomed(carries, plan.fingerprint, 1)), "another run, which carries"
+    assert shared.box is not None and not shared.box.layout.on_device
+    assert "atoll: placement host (adopt" in capsys.readouterr().err
+    shared.close()
+
+
+def test_the_environment_says_it_where_the_script_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wished(**given: PlacementWish) -> str:
+        return atoll.Learner(nn.Linear(2, 2), **given)._joining.placement
+
+    assert wished() == "auto"
+    monkeypatch.setenv("ATOLL_PLACEMENT", "device")
+    assert wished() == "device" and wished(placement="host") == "host"
+    monkeypatch.setenv("ATOLL_PLACEMENT", "gpu")
+    with pytest.raises(ValueError, match="placement = 'gpu' is not known"):
+        wished()
