@@ -3,6 +3,7 @@ would come to 0, where the norm of a contribution jumps from one to the next, an
 
 Options: --width N, --odd N (the width that learner-1 has, which joins once the run has begun), --nan-at STEP (learner-1
 has a loss that is not a number, once), --steps N (leaves by itself), --deaf (goes on when the run has ended),
+--placement-of-learner-0 (the others choose),
 --poor (hardly any memory is free), --rate (the learning rate), --pace (seconds that a step takes, at least).
 """
 
@@ -21,6 +22,7 @@ parser.add_argument("--odd", type=int, default=0)
 parser.add_argument("--nan-at", type=int, default=0)
 parser.add_argument("--steps", type=int, default=0)
 parser.add_argument("--deaf", action="store_true")
+parser.add_argument("--placement-of-learner-0")
 parser.add_argument("--poor", action="store_true")
 parser.add_argument("--rate", type=float, default=0.05)
 parser.add_argument("--pace", type=float, default=0.02)
@@ -44,7 +46,8 @@ model = torch.nn.Linear(width, width)
 optimizer = torch.optim.SGD(model.parameters(), lr=said.rate, momentum=0.5)
 broken = False
 
-with atoll.Learner(model, optimizer) as learner:
+placement = None if second else said.placement_of_learner_0
+with atoll.Learner(model, optimizer, placement=placement) as learner:
     while (said.deaf or not learner.done) and (not said.steps or learner.steps < said.steps):
         x = torch.randn(16, width)
         loss = ((model(x) + 0.3 * torch.randn_like(x) - 2 * x - 1) ** 2).mean()

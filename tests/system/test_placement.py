@@ -1,0 +1,73 @@
+"""Runs whose learners encode on their device (here the CPU stands for it): accidents lose nothing, and a replay, which
+encodes in host memory, gives the same bits."""
+
+from __future__ import annotations
+
+import pytest
+from tests.system.conftest import SCRIPTS, Run, members
+from tests.system.crashing import victims
+from tests.system.test_feedback import goes_on, reigned
+
+from atoll.store.verify import verify_run
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+LINE = (SCRIPTS / "line.py", "--learners", "2", "--set", "evaluate_every=0", "--set", "overlap=1")
+WIDE = ("--", "--width", "32")
+
+
+def check(run: Run) -> None:
+    report = verify_run(run.out)
+    assert report.ok, report.problem
+    assert "placement device (as asked): base and feedback take" in (run.out / "logs" / "learner-0.log").read_text()
+    run.check_replay()
+
+
+@pytest.mark.parametrize("codec", ["topk", pytest.param("bf16", marks=pytest.mark.faults)])
+def test_a_killed_courier_takes_no_feedback_along(run: Run, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    monkeypatch.setenv("ATOLL_PLACEMENT", "device")
+    run.train(*LINE, "--set", f"codec={codec}", "--set", "sync_every=4", *WIDE)
+    run.until(lambda events: len(members(events)) == 2)
+    goes_on(run, 20)
+    assert victims.kill(run, "courier-0")
+    goes_on(run, 30)
+    run.interrupt()
+    run.ended()
+    assert "the courier died; another one is started" in (run.out / "logs" / "learner-0.log").read_text()
+    check(run)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("codec", "adopt"), [("topk", "overwrite"), ("int4", "blend"), ("int8", "overwrite")])
+def test_every_accident_is_survived_and_repeated_bit_for_bit(
+    run: Run, monkeypatch: pytest.MonkeyPatch, codec: str, adopt: str
+) -> None:
+    """Killed: a courier, a learner, the syncer; everything at once, and resumed."""
+    monkeypatch.setenv("ATOLL_PLACEMENT", "device")
+    rules = (f"codec={codec}", f"adopt={adopt}", "sync_every=4", "version_codec=int4")
+    run.train(*LINE, *(word for rule in rules for word in ("--set", rule)), *WIDE)
+    run.until(lambda events: len(members(events)) == 2)
+    goes_on(run, 30)
+    assert victims.kill(run, "courier-0") and victims.kill(run, "learner-1")
+    run.until(lambda events: ("learner-1", 2) in members(events))
+    assert victims.kill(run, "syncer")
+    run.until(reigned)
+    goes_on(run, 30)
+    run.kill_everything()
+    run.start("train", "--resume", run.out)
+    goes_on(run, 60)
+    run.interrupt()
+    run.ended()
+    check(run)
+
+
+@pytest.mark.faults
+def test_learners_of_both_placements_are_in_one_run(run: Run) -> None:
+    """By the script's argument: learner-1 has host."""
+    run.train(*LINE, "--set", "codec=int8", "--set", "sync_every=4", *WIDE, "--placement-of-learner-0", "device")
+    run.until(lambda events: len(members(events)) == 2)
+    goes_on(run, 40)
+    run.interrupt()
+    run.ended()
+    assert "placement" not in (run.out / "logs" / "learner-1.log").read_text()
+    check(run)
