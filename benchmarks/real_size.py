@@ -3,6 +3,7 @@
     python benchmarks/real_size.py                                    # 170M parameters on a GPU, two minutes
     python benchmarks/real_size.py --batch 8 --compile                # 170M at 30 ms a step; --batch 13: 46 ms
     python benchmarks/real_size.py --depth 43 --batch 16 --seconds 300       # 1.0B
+    python benchmarks/real_size.py --placement device                 # base and feedback on the GPU, which encodes
     python benchmarks/real_size.py --depth 4 --batch 2 --block 64 --seconds 5      # a look at it on a CPU
 
 Bare steps, steps with a learner that takes part in a run, bare steps again; the same batches, bf16 autocast on a GPU.
@@ -33,6 +34,7 @@ from overhead import start_syncer
 
 import atoll
 from atoll.fabric.transfer import get_json
+from atoll.learner.placement import WISHES, PlacementWish
 from atoll.telemetry.events import versions
 from atoll.workloads.gpt import Gpt, GptConfig
 
@@ -116,14 +118,14 @@ class Loop:
             torch.cuda.current_stream().synchronize()
 
 
-def measure(loop: Loop, seconds: float, folder: Path, words: list[str]) -> dict[str, Any]:
+def measure(loop: Loop, seconds: float, folder: Path, words: list[str], placement: PlacementWish) -> dict[str, Any]:
     settle_s, bare_s = min(seconds / 10, 10.0), min(seconds / 4, 30.0)
     loop.run_for(settle_s)
     before = loop.run_for(bare_s)
     syncer, url = start_syncer(folder, *words)
     try:
         began = time.perf_counter()
-        with atoll.Learner(loop.model, loop.optimizer, syncer=url) as learner:
+        with atoll.Learner(loop.model, loop.optimizer, syncer=url, placement=placement) as learner:
             learner.step(tokens=loop.tokens, loss=loop.make_step())
             joined_s = time.perf_counter() - began
             loop.run_for(settle_s, learner)  # pace and estimates settle
@@ -136,6 +138,7 @@ def measure(loop: Loop, seconds: float, folder: Path, words: list[str]) -> dict[
     bare = {key: (before[key] + after[key]) / 2 for key in before}
     return {
         "device": torch.cuda.get_device_name() if loop.device.type == "cuda" else "cpu",
+        "placement": placement,
         "parameters": sum(p.numel() for p in loop.model.parameters()),
         "bare": bare,
         "atoll": inside,
@@ -153,6 +156,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--block", type=int, default=1024)
     parser.add_argument("--compile", action="store_true", help="the forward and backward pass by torch.compile")
+    parser.add_argument("--placement", choices=WISHES, default="host", help="of base and feedback")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the part with a learner")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
     parser.add_argument("--commit", default="")
@@ -161,7 +165,7 @@ def main() -> int:
     words = [word for setting in options.set for word in ("--set", setting)]
     with tempfile.TemporaryDirectory() as scratch:
         loop = Loop(options.depth, options.batch, options.block, options.compile)
-        result = measure(loop, options.seconds, Path(scratch) / "run", words)
+        result = measure(loop, options.seconds, Path(scratch) / "run", words, options.placement)
     result |= {"commit": options.commit, "versions": versions()}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from tests.architecture.pages import table_after
 
+from atoll.choices import CODEC
 from atoll.config import Outer
 from atoll.learner.offload import READ_STAGES
+from atoll.learner.placement import device_bytes, staging_bytes
 from atoll.mailbox.box import Layout
-from atoll.numerics.codec import largest_body, make_codec
+from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
@@ -71,6 +73,22 @@ def test_the_page_says_what_it_comes_to(model: int) -> None:
         each = float(row[2])
         assert number / PLANS[model].size == pytest.approx(each, rel=0.025), row[0]
         assert row[3 + model] == f"{number / 1e9:.1f} GB", row[0]
+
+
+@pytest.mark.parametrize("row", table_after(PAGE.read_text(), "### Placements"), ids=lambda row: row[0])
+@pytest.mark.parametrize("model", [0, 1])
+def test_the_page_says_what_placements_take(model: int, row: list[str]) -> None:
+    plan, settings = PLANS[model], msgspec.structs.replace(SETTINGS, codec=row[0].strip("`"))
+    body = sum(body_nbytes(make_codec(settings.codec), part) for part in plan.fragments)
+    host, device = (Layout.of(plan, settings, on_device=on_device).first_bytes for on_device in (False, True))
+    due = [host, staging_bytes(plan), 4 * plan.size, device, device_bytes(plan, settings), body]
+    for said, number in zip(row[1:], due, strict=True):
+        assert float(said) == pytest.approx(number / plan.size, rel=0.025)
+
+
+def test_the_page_has_every_codec() -> None:
+    named = {row[0].strip("`") for row in table_after(PAGE.read_text(), "### Placements")}
+    assert named == set(CODEC.names())
 
 
 def test_the_page_counts_the_slots() -> None:
