@@ -62,6 +62,21 @@ def test_every_accident_is_survived_and_repeated_bit_for_bit(
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("rule", ["synchronous=true", "synchronous=false"])
+def test_a_learner_that_starts_over_starts_without_feedback(
+    run: Run, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """Its numbers break: it forgets all, takes the run's parameters, and is in rounds again."""
+    monkeypatch.setenv("ATOLL_PLACEMENT", "device")
+    run.train(*LINE, "--set", "codec=int8", "--set", "sync_every=4", "--set", rule, *WIDE, "--nan-at", "40")
+    run.until(lambda events: ("learner-1", 2) in members(events))
+    goes_on(run, 30)
+    run.interrupt()
+    run.ended()
+    check(run)
+
+
+@pytest.mark.faults
 def test_learners_of_both_placements_are_in_one_run(run: Run) -> None:
     """By the script's argument: learner-1 has host."""
     run.train(*LINE, "--set", "codec=int8", "--set", "sync_every=4", *WIDE, "--placement-of-learner-0", "device")

@@ -29,7 +29,7 @@ from atoll.choices import ADOPT
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.device_offload import DeviceOffload
 from atoll.learner.model import BufferRule, describe, merged, view_piece
-from atoll.learner.offload import DeviceCopy, Offload, make_offload, shaped
+from atoll.learner.offload import DeviceCopy, Offload, find_device, make_offload, shaped
 from atoll.learner.placement import PlacementWish, choose_placement, free_bytes
 from atoll.learner.saved_state import fill_box, settings_of
 from atoll.learner.script import say
@@ -95,19 +95,18 @@ class Boundary:
         with torch.no_grad():
             for fragment in range(box.layout.fragments):
                 torch._foreach_copy_(_host_base(box, fragment), self._own(fragment))
-        self.take_base()
         if self._offload.takes_time:
             threading.Thread(target=self._tell_copies, name="atoll-copies", daemon=True).start()
             courier.read_in_background(self._bring, self._offload.enter_thread)
 
     def _make_offload(self) -> Offload:
         if self._box.layout.on_device:
-            device = self._own(0)[0].device
-            return DeviceOffload(self._box, self._own, device, make_codec(self.settings.codec))
+            codec = make_codec(self.settings.codec)
+            return DeviceOffload(self._box, self._own, find_device(self._own), codec)
         return make_offload(self._box, self._own)
 
     def take_base(self) -> None:
-        """What lies in shared memory is the base: the model as it came, what a cut kept, or the run's version 0."""
+        """What lies in shared memory is the base: the run's version 0, or what a cut kept."""
         self._offload.take_base()
 
     def _own(self, fragment: int) -> list[torch.Tensor]:
@@ -181,6 +180,8 @@ class Boundary:
         with self._telling:
             while self._copying and self._copying[0][0].done():
                 copy, made = self._copying.pop(0)
+                if copy.failed:
+                    self._copied.pop(made.fragment, None)
                 self._courier.send(SlotFreed(made.slot, incoming=False) if copy.failed else made)
 
     def _tell_copies(self) -> None:

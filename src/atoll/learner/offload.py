@@ -360,9 +360,13 @@ def _runtime() -> ctypes.CDLL:
 
 
 def make_offload(box: Mailbox, own: OwnPieces) -> Offload:
+    device = find_device(own)
+    return CpuOffload(box, own) if device.type == "cpu" else StreamOffload(box, own, device)
+
+
+def find_device(own: OwnPieces) -> torch.device:
+    """ConfigError: it is none of those that are known."""
     device = own(0)[0].device
-    if device.type == "cpu":
-        return CpuOffload(box, own)
-    if device.type == "cuda":
-        return StreamOffload(box, own, device)
-    raise ConfigError(f"the model is on '{device}': Atoll moves fragments to and from cpu and cuda devices")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"the model is on '{device}': Atoll moves fragments to and from cpu and cuda devices")
+    return device
