@@ -23,7 +23,8 @@ def check(run: Run) -> None:
     run.check_replay()
 
 
-@pytest.mark.parametrize("codec", ["topk", pytest.param("bf16", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("codec", ["topk", "bf16"])
 def test_a_killed_courier_takes_no_feedback_along(run: Run, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
     monkeypatch.setenv("ATOLL_PLACEMENT", "device")
     run.train(*LINE, "--set", f"codec={codec}", "--set", "sync_every=4", *WIDE)

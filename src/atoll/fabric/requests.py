@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from aiohttp import web
@@ -31,10 +32,18 @@ HEAD_BYTES = 16 * KIB
 END = b"\r\n\r\n"
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
+PARSED_BY = {
+    name: parameter.default
+    for name, parameter in signature(web.RequestHandler.__init__).parameters.items()
+    if name in ("read_bufsize", "max_line_size", "max_field_size", "max_headers", "auto_decompress")
+}
+"""What aiohttp's connections hand to their parsers, with its defaults. Not every version of it has all."""
+
 
 class RequestReader(web.RequestHandler):
     def __init__(self, server: web.Server, header_s: float, **how: Any) -> None:
         super().__init__(server, **how)
+        self._how = {name: how.get(name, default) for name, default in PARSED_BY.items()}
         self._header_s = header_s
         self._ahead = b""
         """Has come, and is not read yet."""
@@ -112,16 +121,9 @@ class RequestReader(web.RequestHandler):
 
     def _make_parser(self) -> HttpRequestParser:
         """As aiohttp makes its own, for the requests behind a body that the last one has not seen."""
-        return HttpRequestParser(
-            self,
-            self._loop,
-            self._read_bufsize,
-            max_line_size=self.max_line_size,
-            max_field_size=self.max_field_size,
-            max_headers=self.max_headers,
-            payload_exception=web.RequestPayloadError,
-            auto_decompress=False,
-        )
+        limits = {name: value for name, value in self._how.items() if name != "read_bufsize"}
+        size = self._how["read_bufsize"]
+        return HttpRequestParser(self, self._loop, size, payload_exception=web.RequestPayloadError, **limits)
 
     def _read_head(self) -> None:
         """The headers as far as they have come, and nothing behind them."""
