@@ -7,6 +7,7 @@ middle of the request, in its answer's head, in its body; and it sends answers t
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import struct
 from base64 import b64encode
@@ -42,24 +43,29 @@ Call = Callable[[str, SyncerConnection], Awaitable[object]]
 
 @asynccontextmanager
 async def hostile(script: Script) -> AsyncIterator[str]:
-    tasks: set[asyncio.Task[None]] = set()
+    """Accepts by itself: asyncio's server leaves a connection open that it accepts in the turn it is closed in."""
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
+    async def serve(sock: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock)
         with suppress(ConnectionError, asyncio.CancelledError, asyncio.IncompleteReadError):
             await script(reader, writer)
         writer.transport.abort()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def accept() -> None:
+        sock, _ = listener.accept()
+        tasks.add(task := loop.create_task(serve(sock)))
+        task.add_done_callback(lambda _: sock.close())  # also of one that never had its first turn
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        loop.add_reader(listener, accept)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            loop.remove_reader(listener)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
@@ -274,6 +280,18 @@ async def test_a_link_that_closes_in_the_middle_ends_its_bodies_with_an_error_of
             await going
         with pytest.raises((PeerError, Unreachable)):
             await {**GETS, **PUTS}[name](url, link)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_the_server_here_leaves_nothing_open_whenever_it_is_closed(turns: int) -> None:
+    """Somebody dials, and so many turns of the event loop later it is closed. (A warning tells of a socket that is.)"""
+    async with hostile(after(b"", "stall")) as url:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+    for _ in range(3):
+        await asyncio.sleep(0)  # a closed transport lets go of its socket in a later turn of the loop
+    gc.collect()
 
 
 # ---- the control channel ---------------------------------------------------------------------------------------------
