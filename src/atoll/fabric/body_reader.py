@@ -4,7 +4,7 @@ aiohttp makes a bytes object of every piece that it reads, and copies of those w
 its connection is taken over, and given back when the body is whole: asyncio reads from the socket, or out of TLS, into
 the buffer itself. Rules:
 - not a byte more is read than the body has: what comes behind it is aiohttp's again;
-- what aiohttp had read of the body by then (512 KiB at most) is copied;
+- what aiohttp had read of the body by then (768 KiB at most) is copied;
 - aiohttp is told as ever that writing has to wait, or that the connection is lost;
 - once it is over nothing here refers to the buffer: asyncio's TLS keeps a reader for as long as the connection lives;
 - aiohttp's parser has not seen the body, and is not used again: whoever takes a body over sees to that.
