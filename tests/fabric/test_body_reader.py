@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from aiohttp import web_protocol
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fabric.conftest import WAIT_S, Learner
@@ -256,6 +257,46 @@ async def test_behind_a_body_that_was_too_slow_requests_are_read_again_where_it_
     writer.write(request)
     assert await read_answers(reader, 1) == [204]
     assert buffer[GUARD:-GUARD] == body and is_intact(buffer)
+
+
+async def test_a_stop_waits_once_for_a_body_that_stands_still(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp waits for a request, ends it, and waits for that: the second wait is over at once."""
+    await place.open(FabricLimits(flush_s=1.0))
+    await place.joined()
+    guarded(place.handlers, 0, len(LARGE))
+    _, writer = await place.raw()
+    writer.write(contribution(0, LARGE)[:-1000])
+    await place.until(lambda: place.server.bytes_in >= len(LARGE) - 1000)
+    waits: list[asyncio.Timeout] = []
+
+    def note(seconds: float) -> asyncio.Timeout:
+        waits.append(asyncio.timeout(seconds))
+        return waits[-1]
+
+    monkeypatch.setattr(web_protocol, "ceil_timeout", note)
+    await place.server.stop()
+    assert place.handlers.told("aborted")[-1][-1] == "the syncer is stopping"
+    assert sum(wait.expired() for wait in waits) <= 1
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_port_may_be_closed_in_any_turn_of_the_loop_while_a_body_comes(place: Place, turns: int) -> None:
+    """aiohttp drops what comes from then on, also before anybody reads the body."""
+    await place.open(FabricLimits(flush_s=0.1))
+    await place.joined()
+    guarded(place.handlers, 0, len(LARGE))
+    runner = place.server._runner
+    assert runner is not None and runner.server is not None
+    with socket.create_connection(("127.0.0.1", place.server.port)) as sock:
+        sock.setblocking(False)
+        sock.send(contribution(0, LARGE))  # more than one turn reads
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        runner.server.pre_shutdown()
+        for _ in range(10):
+            await asyncio.sleep(0)
+    await place.server.stop()
+    assert place.server.mistakes.count == 0
 
 
 # ---- a courier reads ------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from aiohttp.web_request import BaseRequest
 from atoll.fabric.body_reader import BodyReader
 from atoll.fabric.calls import copy_early
 from atoll.fabric.wire import KIB
+from atoll.protocol.errors import Unreachable
 
 HEAD_BYTES = 16 * KIB
 END = b"\r\n\r\n"
@@ -103,7 +104,9 @@ class RequestReader(web.RequestHandler):
         left = copy_early(body, into, came)
         if not left:
             return
-        assert left.nbytes == self._body_left
+        if left.nbytes != self._body_left:
+            assert self._close or self._force_close  # then aiohttp drops what comes
+            raise Unreachable("a part of the body was dropped: the port is being closed")
 
         def count(size: int) -> None:
             self._count_taken(size)
@@ -171,6 +174,19 @@ class RequestReader(web.RequestHandler):
         early, self._ahead = self._ahead, b""
         if early:
             super().data_received(early)
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        """aiohttp ends a request that is not over by then through its body. One that it does not read has to be ended
+        here: it would be waited for as long again."""
+        cut = self._loop.call_later(timeout or 0.0, self._cut_body)
+        try:
+            await super().shutdown(timeout)
+        finally:
+            cut.cancel()
+
+    def _cut_body(self) -> None:
+        if self._taken is not None and self._body_left and self._task_handler is not None:
+            self._task_handler.cancel()
 
     def connection_lost(self, error: BaseException | None) -> None:
         self._stop_timer()
