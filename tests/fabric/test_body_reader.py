@@ -411,6 +411,33 @@ async def test_a_body_that_is_not_waited_for_any_longer_ends_its_connection() ->
     assert requests == [1, 1]
 
 
+@pytest.mark.parametrize("more", [b"garbage", ANSWER.encode() + b"\r\n" + LARGE], ids=["garbage", "another answer"])
+async def test_bytes_behind_an_answer_end_its_connection_and_are_no_answer_to_what_is_asked_next(more: bytes) -> None:
+    hung_up: asyncio.Queue[int] = asyncio.Queue()
+    behind = [more, b""]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"{ANSWER}\r\n".encode() + LARGE)
+        await writer.drain()
+        writer.write(behind.pop(0))
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.transport.abort()
+        hung_up.put_nowait(len(behind))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    where = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, asyncio.timeout(WAIT_S):
+        async with body_session(parse_address(where), FabricLimits()) as session:
+            arrival = FragmentArrival(memoryview(bytearray(len(LARGE))))
+            assert await get_body(session, lambda: where, arrival, WAIT_S, FabricLimits()) == FETCHED
+            assert await hung_up.get() == 1
+            arrival = FragmentArrival(memoryview(bytearray(len(LARGE))))
+            assert await get_body(session, lambda: where, arrival, WAIT_S, FabricLimits()) == FETCHED
+        assert await hung_up.get() == 0
+
+
 async def test_a_version_in_chunks_is_no_syncers_whatever_length_it_names() -> None:
     async def chunks(writer: asyncio.StreamWriter) -> None:
         writer.write(

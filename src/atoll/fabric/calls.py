@@ -20,10 +20,11 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
+from aiohttp.http_exceptions import BadHttpMessage
 
 from atoll.fabric.address import SyncerAddress, host_port
 from atoll.fabric.body_reader import BodyReader
@@ -94,9 +95,19 @@ async def receive_body(response: aiohttp.ClientResponse, into: memoryview, came:
     if left:
         reader = BodyReader(connection and connection.transport, left, came)
         assert connection is not None and connection.protocol is not None
-        connection.protocol._parser = None  # every request makes a new one
+        connection.protocol._parser = NothingMore()  # type: ignore[assignment]  # every request makes a new one
         await reader.wait()
         response.content.feed_eof()  # the connection is free for another
+
+
+class NothingMore:
+    """A parser for what comes behind an answer, before anything else is asked: such a connection is closed."""
+
+    def feed_data(self, data: bytes) -> NoReturn:
+        raise BadHttpMessage("more bytes came than the answer has")
+
+    def feed_eof(self) -> None:
+        """As it should be."""
 
 
 async def dial_socket(session: aiohttp.ClientSession, url: str, **how: Any) -> aiohttp.ClientWebSocketResponse:
