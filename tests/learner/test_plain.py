@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.learner.same import same
 
-from atoll.learner.packing import DTYPES, Packing, Unpacking
+from atoll.learner.packing import DTYPES, LARGE_BYTES, Packing, Unpacking
 from atoll.protocol.errors import ConfigError, PeerError
 
 HOST = torch.device("cpu")
@@ -228,3 +228,14 @@ def test_many_references_to_one_tensor_take_its_memory_once() -> None:
     value: Any = [{"array": "one"}, {"array": "one"}, {"tensor": ["one", [], "host"]}, {"tensor": ["one", [], "host"]}]
     a, b, c, d = Unpacking({"one": torch.ones(4)}, HOST).unpack(value)
     assert a is b and c is d
+
+
+def test_large_tensors_are_copied_when_it_is_settled_and_not_before_training_goes_on() -> None:
+    packing, large = Packing(), torch.arange(LARGE_BYTES // 4 + 3, dtype=torch.float32)
+    packed = packing.pack({"large": large, "again": large, "turned": large[: LARGE_BYTES // 4].view(2, -1).T}, "it")
+    packing.settle()
+    expected = large.clone()
+    large.zero_()
+    back = Unpacking(packing.tensors).unpack(packed)
+    assert torch.equal(back["large"], expected) and back["again"] is back["large"]
+    assert torch.equal(back["turned"], expected[: LARGE_BYTES // 4].view(2, -1).T)

@@ -53,14 +53,16 @@ def capture(
 ) -> Snapshot:
     """Returns once the copies are made; ConfigError names the first thing that cannot be kept."""
     packing = Packing(room)
-    for name, tensor in _tensors(model, parameters, buffers):
-        packing.keep(name, tensor)
-    things = _things(optimizers, extras)
-    # Optimizers first: their tensors travel from the device while those in host memory are copied.
-    optimizers_first = sorted(things, key=lambda path: not isinstance(things[path], Optimizer))
-    states = {path: packing.pack(_state(things[path], model), path) for path in optimizers_first}
-    drawn = packing.pack(random_state(), "rng") if rng else None
-    packing.settle()
+    try:
+        for name, tensor in _tensors(model, parameters, buffers):
+            packing.keep(name, tensor)
+        things = _things(optimizers, extras)
+        # Optimizers first: their tensors travel from the device while those in host memory are copied.
+        optimizers_first = sorted(things, key=lambda path: not isinstance(things[path], Optimizer))
+        states = {path: packing.pack(_state(things[path], model), path) for path in optimizers_first}
+        drawn = packing.pack(random_state(), "rng") if rng else None
+    finally:
+        packing.settle()
     return Snapshot(packing.tensors, states, drawn)
 
 
