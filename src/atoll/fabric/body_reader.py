@@ -25,7 +25,7 @@ _DROPPED_BYTES = 64 * KIB
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Has the connection from when it is made until `wait` returns."""
+    """Has the connection from when it is made until the body is whole, or it is given back."""
 
     def __init__(self, transport: asyncio.Transport | None, into: memoryview, came: Callable[[int], None]) -> None:
         """`came` is told the size of every piece. Unreachable: the connection is lost already."""
@@ -43,7 +43,7 @@ class BodyReader(asyncio.BufferedProtocol):
             if lost := await self._over:
                 raise Unreachable(lost)
         finally:
-            self._give_back()
+            self.give_back()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._left[:READ_BYTES] or memoryview(bytearray(_DROPPED_BYTES))
@@ -54,7 +54,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._left = self._left[nbytes:]
         self._came(nbytes)
         if not self._left:
-            self._give_back()
+            self.give_back()
             if not self._over.done():
                 self._over.set_result("")
 
@@ -72,7 +72,7 @@ class BodyReader(asyncio.BufferedProtocol):
         if not self._over.done():
             self._over.set_result(f"the connection is lost: {error or 'the peer hung up'}")
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """Not while it is being closed: then aiohttp is told through us."""
         self._left, self._came = memoryview(b""), lambda size: None
         if not self._transport.is_closing() and self._transport.get_protocol() is self:

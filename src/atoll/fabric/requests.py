@@ -25,7 +25,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_request import BaseRequest
 
 from atoll.fabric.body_reader import BodyReader
-from atoll.fabric.calls import copy_early
+from atoll.fabric.calls import as_unreachable, copy_early
 from atoll.fabric.wire import KIB
 from atoll.protocol.errors import Unreachable
 
@@ -114,7 +114,11 @@ class RequestReader(web.RequestHandler):
 
         reader = BodyReader(self.transport, left, count)
         self._taken, self._parser = body, self._make_parser()
-        await reader.wait()
+        try:
+            with as_unreachable():
+                await body.wait_eof()  # or aiohttp ends it: with the connection, or when the port is being closed
+        finally:
+            reader.give_back()
 
     def _count_taken(self, size: int) -> None:
         assert self._taken is not None
@@ -174,19 +178,6 @@ class RequestReader(web.RequestHandler):
         early, self._ahead = self._ahead, b""
         if early:
             super().data_received(early)
-
-    async def shutdown(self, timeout: float | None = 15.0) -> None:
-        """aiohttp ends a request that is not over by then through its body. One that it does not read has to be ended
-        here: it would be waited for as long again."""
-        cut = self._loop.call_later(timeout or 0.0, self._cut_body)
-        try:
-            await super().shutdown(timeout)
-        finally:
-            cut.cancel()
-
-    def _cut_body(self) -> None:
-        if self._taken is not None and self._body_left and self._task_handler is not None:
-            self._task_handler.cancel()
 
     def connection_lost(self, error: BaseException | None) -> None:
         self._stop_timer()
