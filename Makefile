@@ -1,8 +1,8 @@
 # Every verb does the set-up it needs: a bare clone, Python 3.11+ and make are enough.
 
 PYTHON ?= python3
-# Test processes side by side: one more than two cores, because whoever waits for other processes needs none.
-JOBS ?= 3
+# Test processes side by side: two more than two cores, because whoever waits for other processes needs none.
+JOBS ?= 4
 # Which benchmarks `make bench` runs.
 BENCH ?= $(sort $(wildcard benchmarks/*.py))
 
@@ -82,9 +82,12 @@ $(VENV)/.kernels: $(PACKAGES)
 	@$(COMPILING) -c 'from atoll.numerics import kernels; kernels.warm()'
 	@touch $@
 
+# By their names: with -e Atoll itself would be built a second time.
 $(DEV): $(PACKAGES)
 	@echo "Installing the tools of development."
-	@$(PIP) --no-compile -e '.[dev]'
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    print(*project["optional-dependencies"]["dev"], sep="\n")' >$@.txt
+	@$(PIP) --no-compile -r $@.txt
 	@touch $@
 
 $(INTEGRATIONS): $(DEV)
