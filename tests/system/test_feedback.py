@@ -23,11 +23,8 @@ def reigned(events: list[Event]) -> bool:
     return any(event["kind"] == "reigned" for event in events)
 
 
-@pytest.mark.parametrize(("codec", "adopt"), [("topk", "carry"), ("int4", "overwrite")])
-def test_feedback_outlives_couriers_and_is_repeated_bit_for_bit(run: Run, codec: str, adopt: str) -> None:
-    """Killed: a courier, whose successor finds it in shared memory; a learner and the syncer; everything at once."""
-    more = ("--set", f"codec={codec}", "--set", f"adopt={adopt}", "--set", "sync_every=4")
-    run.train(*LINE, *more, *WIDE)
+def survive_accidents(run: Run) -> None:
+    """Killed: a courier, whose successor finds the feedback; a learner and the syncer; everything at once, resumed."""
     run.until(lambda events: len(members(events)) == 2)
     goes_on(run, 30)
     assert victims.kill(run, "courier-0") and victims.kill(run, "learner-1")
@@ -40,6 +37,13 @@ def test_feedback_outlives_couriers_and_is_repeated_bit_for_bit(run: Run, codec:
     goes_on(run, 60)
     run.interrupt()
     run.ended()
+
+
+@pytest.mark.parametrize(("codec", "adopt"), [("topk", "carry"), ("int4", "overwrite")])
+def test_feedback_outlives_couriers_and_is_repeated_bit_for_bit(run: Run, codec: str, adopt: str) -> None:
+    more = ("--set", f"codec={codec}", "--set", f"adopt={adopt}", "--set", "sync_every=4")
+    run.train(*LINE, *more, *WIDE)
+    survive_accidents(run)
     report = verify_run(run.out)
     assert report.ok, report.problem
     assert "the courier died; another one is started" in (run.out / "logs" / "learner-0.log").read_text()

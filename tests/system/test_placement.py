@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.crashing import victims
-from tests.system.test_feedback import goes_on, reigned
+from tests.system.test_feedback import goes_on, survive_accidents
 
 from atoll.store.verify import verify_run
 
@@ -43,22 +43,10 @@ def test_a_killed_courier_takes_no_feedback_along(run: Run, monkeypatch: pytest.
 def test_every_accident_is_survived_and_repeated_bit_for_bit(
     run: Run, monkeypatch: pytest.MonkeyPatch, codec: str, adopt: str
 ) -> None:
-    """Killed: a courier, a learner, the syncer; everything at once, and resumed."""
     monkeypatch.setenv("ATOLL_PLACEMENT", "device")
     rules = (f"codec={codec}", f"adopt={adopt}", "sync_every=4", "version_codec=int4")
     run.train(*LINE, *(word for rule in rules for word in ("--set", rule)), *WIDE)
-    run.until(lambda events: len(members(events)) == 2)
-    goes_on(run, 30)
-    assert victims.kill(run, "courier-0") and victims.kill(run, "learner-1")
-    run.until(lambda events: ("learner-1", 2) in members(events))
-    assert victims.kill(run, "syncer")
-    run.until(reigned)
-    goes_on(run, 30)
-    run.kill_everything()
-    run.start("train", "--resume", run.out)
-    goes_on(run, 60)
-    run.interrupt()
-    run.ended()
+    survive_accidents(run)
     check(run)
 
 
