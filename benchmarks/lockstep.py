@@ -5,9 +5,10 @@
 
 Streaming DiLoCo without overlap (P = H = 24, a round after every step). Encoding and feedback up, merge, outer step,
 encoding and feedback down are the shipped ones; the batches of a seed are the same for every row. A row is UP/DOWN:
-the codec of contributions and that of versions. Told are the validation loss of each seed, its mean against that of the
-first row (paired: the spread is of the differences), and the bytes each way beside fp32's. On a GPU every learner's
-step is a CUDA graph. What the file has already, of the same options, is not run again.
+the codec of contributions and that of versions; UP/DOWN@MERGE,LR,MOMENTUM has outer settings of its own. Told are the
+validation loss of each seed, its mean against that of the first row (paired: the spread is of the differences), and the
+bytes each way beside fp32's. On a GPU every learner's step is a CUDA graph. What the file has already, of the same
+options, is not run again.
 """
 
 from __future__ import annotations
@@ -118,15 +119,24 @@ class Sender:
         return delta
 
 
+def read_row(row: str) -> tuple[str, str, Outer]:
+    codecs, _, outer = row.partition("@")
+    up, _, down = codecs.partition("/")
+    if not outer:
+        return up, down, Outer()
+    merge, lr, momentum = outer.split(",")
+    return up, down, Outer(merge=merge, lr=float(lr), momentum=float(momentum))
+
+
 def train(row: str, seed: int, settings: WorkloadSettings, learners: int, steps: int, text: Text) -> dict[str, Any]:
-    up, down = row.split("/")
+    up, down, outer = read_row(row)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data, began = Windows(text, settings.block), time.perf_counter()
     islands = [LockstepLearner(settings, seed, device) for _ in range(learners)]
     senders = [Sender(make_codec(up)) for _ in range(learners)]
     named = islands[0].model.named_parameters()
     specs = [TensorSpec(name, tuple(p.shape), "float32", embedding=name.startswith("embedding")) for name, p in named]
-    parameters = Parameters(make_plan(specs, P), Outer(), down)
+    parameters = Parameters(make_plan(specs, P), outer, down)
     for part in parameters.plan.fragments:
         first = islands[0].read(part)
         parameters.put_initial(part.index, first, compute_digest(first.view(np.uint8).data))
