@@ -25,7 +25,7 @@ HEALTHY_S = 60.0
 LAST_S = 30.0
 """How long a script may take to end once its run, or its replay, is over."""
 LIMIT = 5
-"""Deaths in a row after which a child is given up, unless the operator names another number."""
+"""Restarts in a row, unless the operator names another number: the next death is the last."""
 CODE_MISTAKES = frozenset(
     {
         "AttributeError",
@@ -56,7 +56,7 @@ class Child:
     folder: Path | None = None
     """Where it starts; None: where we are."""
     limit: int = LIMIT
-    """Deaths in a row after which it is given up."""
+    """Restarts in a row; at the next death it is given up."""
     restarts: int = 0
     given_up: bool = False
     process: subprocess.Popen[bytes] | None = None

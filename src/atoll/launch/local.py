@@ -202,7 +202,7 @@ class LocalRun:
             self._start_child(child)
             for name in ("ATOLL_EXACT", "ATOLL_RUN"):
                 child.env.pop(name, None)
-            child.env["ATOLL_STATE"] = ""  # a restart continues from no saved part: it takes a peer's state
+            child.env["ATOLL_STATE"] = ""  # a restart takes a peer's state, unless a drain saved its own
 
     def _learner_env(self, name: str) -> dict[str, str]:
         env = {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner", "ATOLL_FOLDER": str(self.out.learners / name)}

@@ -6,7 +6,8 @@
 - a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
   anybody made a step, the same mistake in the code on every learner after each was restarted, an exception of the
   scorer, or a return that is no score, before the first score;
-- any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit;
+- any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit. Once the
+  run is ending, no learner is;
 - a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves.
 """
 

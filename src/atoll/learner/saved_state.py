@@ -5,7 +5,7 @@ its run. Restored exactly, the learner is the same incarnation as before: same s
 lost connection. In its folder:
 
     cut-NNNNNN.safetensors    its part of that snapshot
-    preempted.safetensors     saved on leaving, for the next process of this name; used once
+    preempted.safetensors     saved on leaving, for the next process of this name, which deletes it
     run                       the run that the parts belong to; joining another run moves them to a folder of its name
     lives                     the parts that the last processes continued from; a replay needs them
 
@@ -295,8 +295,9 @@ class SavedPart:
 
 
 def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
-    """What the launcher says to go on from, or what lies in this learner's folder. `run`: the run that it joins; empty:
-    not known yet."""
+    """What was saved on leaving; else what ATOLL_STATE names, nothing if it is empty; else, where it is not set, the
+    newest part in this learner's folder. Exactly: only what ATOLL_STATE names. `run`: the run that it joins; empty: not
+    known yet."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
     if folder is not None and is_name(run) and read_run(folder) != run == read_run(folder / run):
         folder = folder / run  # another run had the folder in between
@@ -312,8 +313,8 @@ def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
 
 
 def _take_left_state(path: Path) -> Snapshot | None:
-    """Used once: the next cut is newer. A damaged one would end every later process of this name as well: it is kept
-    under another name."""
+    """Deleted as soon as it is read: the next cut is newer. A damaged one would end every later process of this name
+    as well: it is kept under another name."""
     if not path.exists():
         return None
     try:

@@ -119,7 +119,7 @@ class RunSession:
         self._connected = False
         """The line 'connected to run …' was printed."""
         self._joined = False
-        """It has the run's parameters, and said so."""
+        """The line 'joined run …' was printed: it has the run's parameters."""
         self._unreached = ""
         """Why the syncer could not be reached, while it was not."""
 
@@ -225,7 +225,7 @@ class RunSession:
             say(f"joined run {self._run} as {self._joining.name}")
 
     def _restore_exactly(self, saved: Snapshot) -> None:
-        """The same incarnation goes on: the courier finds its place in the shared memory, as if another had died."""
+        """The same incarnation goes on: the courier finds its place in shared memory, as after a courier's death."""
         place = self._own.restore_exactly(saved)
         if place["learner"] != self._joining.name:
             raise ConfigError(f"the saved state is of {place['learner']}, this is {self._joining.name}")
@@ -252,8 +252,8 @@ class RunSession:
         self._tape.send_all_entries()
 
     def _wait_until_joined(self) -> None:
-        """Wait for the run's parameters and a peer's state, at most `wait_s`; then train without them, and take them
-        when they come."""
+        """Wait for the run's parameters and a peer's state, at most until `_join_by`, or for `DIAL_S` where that is
+        later; then train without them, and take them when they come."""
         deadline = max(self._join_by, time.monotonic() + min(self._joining.wait_s, DIAL_S))
         while self._until is not None and self._until <= self._tally.t and not self._final:
             self.wait(0.5)
@@ -266,6 +266,7 @@ class RunSession:
             self.wait(min(left, 0.5))
 
     def _is_current(self) -> bool:
+        """It has the run's parameters and progress, and waits for no peer."""
         return self.shared.has_parameters() and not self._peers.waits and self._told is not None
 
     def _check_reached(self) -> None:

@@ -107,7 +107,7 @@ class UnmergedTensors:
                     tensor.copy_(held[name])
 
     def describe(self) -> None:
-        """As the script made it, before anything of an earlier life or of the run is in it."""
+        """As the script made it, with what `restore_saved` put back, before anything of the run is in it."""
         self._merged = merged(self._model, self._buffers)
         self.digest = "" if self._rule == "mine" else digest_unmerged(self._model, self._buffers)
 

@@ -55,7 +55,8 @@ class Predecessors:
     was dialling when its process was killed still says hello, and shows the same proof as the successor.
 
     The newest `REMEMBERED` of a folder are known by session. Any other that has had a life is held against the newest:
-    by the numbers of their lives or, while the newest has shown none, as one of those that were forgotten."""
+    by the numbers of their lives or, while the newest has shown none, as one of those that were forgotten. All of it is
+    in memory: a new syncer begins with nothing."""
 
     def __init__(self, most: int) -> None:
         """`most`: of so many folders, those that were heard of last."""

@@ -302,8 +302,9 @@ class LearnerMachine:
                 self._do(fx.Settle(fragment, version, t if version > rolled_back else -1))
 
     def _seek_peer_state(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
-        """A life that begins in a running run takes a peer's inner optimizer. Before the first committed round there is
-        nothing to take. Frozen parameters that differ from the run's are sought even then."""
+        """A life that begins in a running run takes a peer's inner optimizer, unless it has its own saved one. Before
+        the first committed round there is nothing to take. Frozen parameters that differ from the run's are sought in
+        either case (`_takes_frozen`)."""
         self._run_frozen = welcome.frozen
         lacks = self._takes_frozen and welcome.frozen not in ("", self._frozen)
         if self._seeking.open or (new_life and not self._restored) or lacks:

@@ -7,8 +7,8 @@ Rules kept here:
 - whoever's hello comes here has the name: which process may say it is decided before (succession.py);
 - a learner that knows of rounds which the disk lost begins a new life;
 - a learner that comes back is told again what it may have missed;
-- once a run is over, only processes that were part of it are let in;
-- a learner that was away for `abandon_s` is given up: its life is closed, and its unmerged samples are issued again.
+- once a run is over, only the last process of each name is let in;
+- a learner that was away for `abandon_s` is given up: its life is closed (accounts.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What the syncer knows of each learner, and who counts as live, stepping and reachable.
 
 A learner is known by its name; each of its lives is an incarnation. Processes are told apart by their sessions; one
-process has several lives if it was quarantined, or given up while it was away. A new incarnation joins, takes the run's
-parameters, and is *recovered* once it has adopted a committed version of every fragment and waits for no peer's state:
-only then may it contribute. Live means: connected, recovered, not muted (it reports but does not answer pulls), not
-stalled (it is there but makes no steps). Stepping means: live, and its training loop has not ended.
+process has several lives if it was quarantined, was given up or replaced while it was away, or knew rounds that the
+disk lost. A new incarnation joins, takes the run's parameters, and is *recovered* once it has adopted a committed
+version of every fragment and waits for no peer's state: only then may it contribute. Live means: connected, recovered,
+not muted (it reports but does not answer pulls), not stalled (it is there but makes no steps). Stepping means: live,
+and its training loop has not ended.
 """
 
 from __future__ import annotations

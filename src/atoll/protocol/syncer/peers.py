@@ -1,6 +1,6 @@
 """How a newcomer gets an inner optimizer: its parameters come from the syncer, the optimizer's state from a peer.
 
-A newcomer in a running run, and a learner that leaves quarantine, asks for a peer (Seek). The syncer asks a healthy
+A newcomer in a running run, and a learner in quarantine, asks for a peer (Seek). The syncer asks a healthy
 peer (Help), by chance among those that help the fewest. Once a copy of that peer's state is ready (Ready), the newcomer
 is told (Helped), gets it from the peer directly or through the relay, and reports the outcome (Settled). The syncer
 only arranges this; it stores none of it.
@@ -42,7 +42,9 @@ class Recovery:
     newcomer: KnownLearner
     incarnation: int
     after: int
+    """Rounds that were committed when it asked; for the event's text only."""
     since: float
+    """When it asked."""
     tries: int = 0
     peer: KnownLearner | None = None
     ticket: str = ""
