@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                    # CPU, one thread; the syncer is another process
     python benchmarks/overhead.py --depth 16 --block 256 --batch 32     # a GPU, where there is one
+    python benchmarks/overhead.py --set sync_every=144      # a round every sixth step instead of every step
     python benchmarks/overhead.py --tls              # what TLS and tokens cost: a learner with them against one without
 
 Blocks of bare steps and blocks of steps with `learner.step()` follow each other, so that both see the same machine; the
@@ -162,6 +163,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=30)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run, as for atoll syncer")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.out = options.out or Path(f"benchmarks/results/overhead{'-tls' if options.tls else ''}.json")
@@ -171,7 +173,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             return close(options.out, measure_tls(settings, Path(scratch), options.blocks, options.steps), least=0.98)
     with tempfile.TemporaryDirectory() as scratch:
-        syncer, url = start_syncer(Path(scratch) / "run")
+        words = [word for setting in options.set for word in ("--set", setting)]
+        syncer, url = start_syncer(Path(scratch) / "run", *words)
         os.environ["ATOLL_SYNCER"] = url
         try:
             loop = Loop(settings)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from tests.learner.small import Remembers, boxed
@@ -102,6 +104,31 @@ def test_adoption_resets_the_counters_of_its_fragment_alone(place: Place) -> Non
     place.step()
     assert place.w["w1"].tolist() == [7.0]
     assert counters(place.box) == ([2, 0], [20, 0], [0, 1])
+
+
+class BaseCopy(Future[torch.Tensor]):
+    """The copy of a base for a snapshot: who waits for it is asked what the courier has heard by then."""
+
+    def __init__(self, courier: Remembers) -> None:
+        super().__init__()
+        self._courier = courier
+        self.heard_before: list[type] | None = None
+
+    def result(self, timeout: float | None = None) -> torch.Tensor:
+        self.heard_before = [type(frame) for frame in self._courier.sent]
+        return torch.empty(0)
+
+
+def test_the_courier_hears_of_an_adoption_once_a_snapshot_has_copied_the_base(place: Place) -> None:
+    place.boundary.carry_out(fx.Own())
+    place.step()
+    copies = [BaseCopy(place.courier), BaseCopy(place.courier)]
+    place.boundary.hold_bases(copies)
+    place.adopts(1, version=1, value=7.0)
+    place.step()
+    assert copies[1].heard_before is not None and VersionTaken not in copies[1].heard_before
+    assert isinstance(place.courier.sent[-1], VersionTaken)
+    assert copies[0].heard_before is None, "the other fragment's base does not change"
 
 
 def test_a_version_for_a_later_step_waits_for_it(place: Place) -> None:

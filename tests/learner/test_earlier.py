@@ -90,11 +90,11 @@ def test_parts_of_nobody_knows_which_run_are_left_alone(tmp_path: Path) -> None:
 def test_parameters_come_back_only_exactly_and_chance_only_in_the_end() -> None:
     model = nn.Linear(2, 1)
     own = OwnState(model, None, {})
-    saved = own.capture(RunPlace({"t": 7}))
+    saved = own.begin_capture(RunPlace({"t": 7, "base": []}))[0].finish()
     weight, next_value = model.weight.detach().clone(), torch.rand(1)
     with torch.no_grad():
         model.weight += 1
-    assert own.restore_saved(saved) == {"t": 7}
+    assert own.restore_saved(saved) == {"t": 7, "base": []}
     assert torch.rand(1) == next_value and torch.equal(model.weight, weight + 1)
-    assert own.restore_exactly(saved) == {"t": 7}
+    assert own.restore_exactly(saved) == {"t": 7, "base": []}
     assert torch.rand(1) != next_value and torch.equal(model.weight, weight)

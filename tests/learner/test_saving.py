@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from atoll.learner import saved_state
 from atoll.learner.saved_state import Saver, list_parts, part_name, read_run
 from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, read
+from atoll.learner.state import Capture, begin_capture
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.learner.effects import Saved
 from atoll.store.cuts import digest_file
@@ -27,13 +29,24 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def snapshot(value: float = 1.0) -> Snapshot:
-    return Snapshot({"weight": torch.full((3,), value)}, {"place": None})
+def copied(value: float = 1.0) -> Capture:
+    return begin_capture(nn.ReLU(), extras={"weight": Weight(value)}, rng=False)
+
+
+class Weight:
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"weight": torch.full((3,), self._value)}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        raise AssertionError("nobody loads it")
 
 
 def saved(saver: Saver, cut: int, value: float = 1.0, kept: tuple[int, ...] = ()) -> Saved:
     """One part, written to the end."""
-    saver.save(cut, 10 * cut, snapshot(value), kept)
+    saver.save(cut, 10 * cut, copied(value), kept)
     saver.finish(WAIT_S)
     (result,) = saver.results()
     return result
@@ -64,13 +77,13 @@ def test_what_is_said_of_a_part_is_what_lies_there(tmp_path: Path) -> None:
     result = saved(saver, 120, 2.5)
     path = tmp_path / "learner-0" / "cut-000120.safetensors"
     assert result == Saved(120, 1200, path.name, digest_file(path))
-    assert torch.equal(read(path).tensors["weight"], torch.full((3,), 2.5))
+    assert torch.equal(read(path).tensors["extra/weight/weight"], torch.full((3,), 2.5))
     assert saver.results() == [], "told once"
 
 
 def test_training_goes_on_while_a_part_is_written(tmp_path: Path, slow: Slow) -> None:
     saver = Saver(tmp_path)
-    saver.save(120, 7, snapshot())
+    saver.save(120, 7, copied())
     assert slow.begun.wait(WAIT_S)
     assert saver.busy and saver.results() == [], "it came back, and the write is not done"
     slow.may_end.set()
@@ -81,11 +94,11 @@ def test_training_goes_on_while_a_part_is_written(tmp_path: Path, slow: Slow) ->
 def test_while_one_part_is_written_there_is_no_other(tmp_path: Path, slow: Slow) -> None:
     saver = Saver(tmp_path)
     assert saver.reason_not_to() == ""
-    saver.save(120, 7, snapshot())
+    saver.save(120, 7, copied())
     assert slow.begun.wait(WAIT_S)
     assert saver.reason_not_to() == "its last part is still being written"
     with pytest.raises(AssertionError):
-        saver.save(140, 8, snapshot())
+        saver.save(140, 8, copied())
     slow.may_end.set()
     saver.finish(WAIT_S)
     assert saver.reason_not_to() == ""
@@ -172,7 +185,7 @@ def test_a_part_that_fails_leaves_the_earlier_ones_alone(tmp_path: Path, monkeyp
 def test_to_finish_is_to_wait_for_the_write_but_not_for_ever(tmp_path: Path, slow: Slow) -> None:
     saver = Saver(tmp_path)
     saver.finish(0.0)
-    saver.save(120, 7, snapshot())
+    saver.save(120, 7, copied())
     saver.finish(0.0)
     assert saver.busy
     slow.may_end.set()
@@ -192,22 +205,22 @@ def test_the_parts_that_its_last_lives_went_on_from_stay(tmp_path: Path) -> None
 
 
 def test_why_no_part_was_taken_is_told_with_the_results(tmp_path: Path) -> None:
-    def cannot() -> Snapshot:
+    def cannot() -> Capture:
         raise ConfigError("'scaler' is a generator, which a snapshot cannot hold")
 
     saver = Saver(tmp_path)
     saver.take_part(1, 10, cannot, ())
     Saver(None).take_part(1, 10, cannot, ())
     assert saver.results() == [Saved(1, 10, reason="'scaler' is a generator, which a snapshot cannot hold")]
-    saver.take_part(2, 20, snapshot, ())
+    saver.take_part(2, 20, copied, ())
     saver.finish(WAIT_S)
     assert [(result.cut, result.file) for result in saver.results()] == [(2, part_name(2))]
 
 
 def test_a_state_for_later_needs_a_folder(tmp_path: Path) -> None:
-    assert not Saver(None).save_for_later(snapshot)
-    assert Saver(tmp_path / "learner-0").save_for_later(lambda: snapshot(3.0))
-    assert read(tmp_path / "learner-0" / FILE).tensors["weight"][0] == 3.0
+    assert not Saver(None).save_for_later(copied)
+    assert Saver(tmp_path / "learner-0").save_for_later(lambda: copied(3.0))
+    assert read(tmp_path / "learner-0" / FILE).tensors["extra/weight/weight"][0] == 3.0
 
 
 def test_parts_of_another_run_are_set_aside_when_a_run_is_entered(tmp_path: Path) -> None:

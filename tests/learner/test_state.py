@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler as schedules
 
+from atoll.learner import packing
 from atoll.learner import state as state_module
 from atoll.learner.snapshot import Snapshot, decode, encode, read, write
-from atoll.learner.state import Stateful, capture, random_state, restore, set_random_state
+from atoll.learner.state import Stateful, begin_capture, capture, random_state, restore, set_random_state
 from atoll.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -501,3 +504,45 @@ def test_a_thing_without_a_state_is_refused_by_name() -> None:
 def test_a_lazy_model_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'model/weight' has no memory yet: run one batch"):
         capture(nn.LazyLinear(2))
+
+
+class Held:
+    """With a tensor that training does not change."""
+
+    def __init__(self) -> None:
+        self.base = torch.arange(8.0)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"base": self.base}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        raise AssertionError("nobody loads it")
+
+
+def test_training_goes_on_while_what_it_does_not_change_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_copy = threading.Event()
+    with ThreadPoolExecutor(1) as copier:
+        monkeypatch.setattr(packing, "_copiers", lambda: copier)
+        copier.submit(may_copy.wait)
+        model, held = nn.Linear(2, 2), Held()
+        weight = model.weight.detach().clone()
+        begun = begin_capture(model, None, {"held": held}, rng=False, steady=[held.base])
+        copy = begun.packing.steady_copies[id(held.base)]
+        assert not copy.done(), "nobody waited for it"
+        with torch.no_grad():
+            model.weight += 1
+        may_copy.set()
+        snapshot = begun.finish()
+    assert torch.equal(snapshot.tensors["model/weight"], weight)
+    assert torch.equal(snapshot.tensors["extra/held/base"], torch.arange(8.0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_device_does_next_comes_behind_the_copies() -> None:
+    model = nn.Linear(1024, 1024).cuda()
+    weight = model.weight.detach().cpu()
+    torch.cuda._sleep(10**8)  # the copies have not begun when training goes on
+    begun = begin_capture(model, rng=False)
+    with torch.no_grad():
+        model.weight += 1
+    assert torch.equal(begun.finish().tensors["model/weight"], weight)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -92,6 +93,8 @@ class Boundary:
         self._holds: dict[int, HoldOrder] = {}
         self._copied: dict[int, tuple[int, int]] = {}
         """Per fragment, the step and the version at its last copy."""
+        self._base_copies: dict[int, Future[torch.Tensor]] = {}
+        """Of fragments whose base a snapshot still copies."""
         with torch.no_grad():
             for fragment in range(box.layout.fragments):
                 torch._foreach_copy_(_host_base(box, fragment), self._own(fragment))
@@ -108,6 +111,11 @@ class Boundary:
     def take_base(self) -> None:
         """What lies in shared memory is the base: the run's version 0, or what a cut kept."""
         self._offload.take_base()
+
+    def hold_bases(self, copies: Sequence[Future[torch.Tensor]]) -> None:
+        """Keep every fragment's base as it is until its copy is made: it changes once the courier hears of an
+        adoption."""
+        self._base_copies = dict(enumerate(copies))
 
     def _own(self, fragment: int) -> list[torch.Tensor]:
         pieces = self._box.plan.fragments[fragment].pieces
@@ -238,6 +246,8 @@ class Boundary:
             del self._holds[round]
         self._tape.add(AdoptedEntry(self._t, f, order.version, shorten_rule(order.rule), order.copy_t))
         adopted = Adopted(f, order.version, self._t, steps, tokens, dropped, missed)
+        if (copy := self._base_copies.pop(f, None)) is not None:
+            copy.result()
         self._courier.send(VersionTaken(order.slot, adopted, self.epoch))
 
     def is_held(self, t: int) -> bool:

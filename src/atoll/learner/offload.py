@@ -7,7 +7,7 @@ On the CPU a copy is a copy. On CUDA nothing waits: a fragment is gathered on th
 arrived. The shared slots are page-locked once, so that the copies are real asynchronous ones.
 
 Versions are brought and copies are waited for by threads (boundary.py, courier_process.py), also while the training
-thread captures a CUDA graph: `enter_thread` lets such a thread do that without breaking the capture.
+thread captures a CUDA graph: `ignore_graph_captures` lets such a thread do that without breaking the capture.
 """
 
 from __future__ import annotations
@@ -305,13 +305,9 @@ class StreamOffload:
             return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
 
     def enter_thread(self) -> None:
-        """While the training thread captures a graph, CUDA refuses waiting and allocating to all threads, and breaks
-        the capture, unless a thread says that its work has nothing to do with captures."""
-        if not self._on_cuda:
-            return
-        torch.cuda.set_device(self._device)
-        with suppress(OSError, AttributeError):
-            _runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
+        if self._on_cuda:
+            torch.cuda.set_device(self._device)
+            ignore_graph_captures()
 
     def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]:
         return [view.to(self._device, non_blocking=True) for view in self._views.outgoing(fragment, slot)]
@@ -352,6 +348,14 @@ def lock_pages(memory: npt.NDArray[np.uint8]) -> bool:
 
 def unlock_pages(memory: npt.NDArray[np.uint8]) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+
+def ignore_graph_captures() -> None:
+    """By a thread that works beside training. While the training thread captures a CUDA graph, CUDA refuses waiting and
+    allocating to all threads, and breaks the capture, unless a thread says that its work is no part of it."""
+    if torch.cuda.is_initialized():
+        with suppress(OSError, AttributeError):
+            _runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 def _runtime() -> ctypes.CDLL:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeAlias
@@ -62,25 +62,40 @@ def _copiers() -> ThreadPoolExecutor:
 
 
 class Packing:
-    """Takes values apart: `pack` gives the JSON, `tensors` fills with copies on the host. Then `settle`, once.
+    """Takes values apart: `pack` gives the JSON, `tensors` fills with copies on the host. Then `settle` and `finish`.
 
-    `room`: memory for the copies that is there already.
+    `room`: memory for the copies that is there already. `steady`: tensors on the host that stay as they are until
+    their copy in `steady_copies` is made, also while training goes on.
     """
 
-    def __init__(self, room: Taken | None = None) -> None:
+    def __init__(self, room: Taken | None = None, steady: Sequence[torch.Tensor] = ()) -> None:
         self._room = room
+        self._steady = {id(tensor) for tensor in steady}
+        self.steady_copies: dict[int, Future[torch.Tensor]] = {}
+        """By the tensor's id."""
         self._under_way: list[Future[torch.Tensor]] = []
+        self._ends: list[torch.cuda.Event] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[int, tuple[str, torch.Tensor]] = {}
         """By id, the tensors already here: two references to one tensor stay two references to one tensor."""
 
     def settle(self) -> None:
-        """Wait for the copies: only now may training go on, or their memory be used again."""
+        """By the thread that trains, which may go on when this returns. Copies from a device are still under way: they
+        are in the training stream, so whatever changes these tensors comes behind them."""
         under_way, self._under_way = self._under_way, []
         for copy in under_way:
             copy.result()
         for device in {tensor.device for _, tensor in self._names.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+            end = torch.cuda.Event(blocking=True)
+            end.record(torch.cuda.current_stream(device))
+            self._ends.append(end)
+
+    def finish(self) -> None:
+        """Wait for all copies. By any thread."""
+        for copy in self.steady_copies.values():
+            copy.result()
+        for end in self._ends:
+            end.synchronize()
         self._names.clear()
 
     def keep(self, name: str, tensor: torch.Tensor) -> str:
@@ -89,15 +104,18 @@ class Packing:
             return known[0]
         _check(name, tensor)
         name = self._free(name)
-        self.tensors[name] = self._copy(tensor.detach())
+        self.tensors[name] = self._copy(tensor.detach(), id(tensor))
         self._names[id(tensor)] = (name, tensor)
         return name
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In the order of its shape. From a device, or if it is large, it is under way until `settle`."""
+    def _copy(self, tensor: torch.Tensor, key: int) -> torch.Tensor:
+        """In the order of its shape. From a device, if it is steady or if it is large, it is under way for a while."""
         room = self._room.make_tensor(tensor) if self._room is not None else None
         if room is None:
             room = _allocate(tensor, pinned=tensor.is_cuda)
+        if key in self._steady:
+            self.steady_copies[key] = _copiers().submit(room.copy_, tensor)
+            return room
         if tensor.is_cpu and tensor.nbytes >= LARGE_BYTES:
             self._under_way.append(_copiers().submit(room.copy_, tensor))
             return room

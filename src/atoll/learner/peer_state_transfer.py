@@ -32,14 +32,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from atoll.learner.copy_room import CopyRoom
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.model import BufferRule
+from atoll.learner.offload import ignore_graph_captures
 from atoll.learner.packing import Unpacking
 from atoll.learner.script import say
 from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size, write_pieces
 from atoll.learner.state import (
     OWN_KEYS,
+    Capture,
     Optimizers,
     Stateful,
-    capture,
+    begin_capture,
     check_optimizer_state,
     optimizers_by_path,
     own_buffers,
@@ -126,21 +128,23 @@ class PeerStates:
             if self._thread is not None and self._thread.is_alive():
                 raise AtollError("an earlier copy of its state is still being made")
             whole = (self._model, self._optimizers, self._extras)
-            copied = capture(*whole, parameters=False, rng=False, buffers=self._buffers, room=self._room.take())
-            if frozen:
-                copied = self._unmerged.add_frozen(copied)
+            begun = begin_capture(*whole, parameters=False, rng=False, buffers=self._buffers, room=self._room.take())
+            own_frozen = self._unmerged.copy_frozen() if frozen else {}
         except AtollError as error:
             self._courier.send(StateCopyMade(number, t, reason=str(error)))
             return
         self._tape.add(GaveEntry(t))
         # Not a daemon: torch's memory must not go while it is read.
-        order = (self._couriers, number, t, copied)
+        order = (self._couriers, number, t, begun, own_frozen)
         self._thread = threading.Thread(target=self._write, args=order, name="atoll-peer")
         self._thread.start()
 
-    def _write(self, courier: int, number: int, t: int, copied: Snapshot) -> None:
+    def _write(self, courier: int, number: int, t: int, begun: Capture, frozen: Mapping[str, torch.Tensor]) -> None:
+        ignore_graph_captures()
         try:
-            self._made.put((courier, *_in_memory(number, t, copied)))
+            copied = begun.finish()
+            whole = Snapshot({**copied.tensors, **frozen}, copied.states)
+            self._made.put((courier, *_in_memory(number, t, whole)))
         except Exception as error:  # whatever it is: the courier waits for an answer
             self._made.put((courier, StateCopyMade(number, t, reason=f"its state could not be copied: {error}"), None))
 

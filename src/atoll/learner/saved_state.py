@@ -9,7 +9,8 @@ lost connection. In its folder:
     run                       the run that the parts belong to; joining another run moves them to a folder of its name
     lives                     the parts that the last processes continued from; a replay needs them
 
-Saving: the training process only copies, between two steps; a thread writes the file and fsyncs it, one at a time. If
+Saving: the training thread only begins to copy, between two steps; another thread waits for the copies, writes the file
+and fsyncs it, one at a time. The base is not changed before it is copied (`Boundary.hold_bases`). If
 the last part is still being written, the next one is refused with that reason: no step waits for a disk. Parts of
 complete snapshots that the run keeps stay, as do the newest few (whether their snapshots will be complete is not known
 yet) and those in `lives`. All others are deleted.
@@ -28,6 +29,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +43,10 @@ from torch import nn
 from atoll.learner.copy_room import CopyRoom
 from atoll.learner.folder import RUN, read_run
 from atoll.learner.model import BufferRule
+from atoll.learner.offload import ignore_graph_captures
 from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, read, write
-from atoll.learner.state import Optimizers, Stateful, capture, large_tensors, restore
+from atoll.learner.state import Capture, Optimizers, Stateful, begin_capture, large_tensors, restore
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner.effects import Saved
@@ -152,25 +155,25 @@ class Saver:
             return "it has no folder to save to (atoll learn --folder)"
         return "its last part is still being written" if self.busy else ""
 
-    def take_part(self, cut: int, t: int, capture: Callable[[], Snapshot], kept: tuple[int, ...]) -> None:
-        """Between two steps: only copies are made here. Why nothing is saved is told with the results."""
+    def take_part(self, cut: int, t: int, begin_capture: Callable[[], Capture], kept: tuple[int, ...]) -> None:
+        """Between two steps: copies are begun here. Why nothing is saved is told with the results."""
         if reason := self.reason_not_to():
             self.refuse(cut, t, reason)
             return
         try:
-            snapshot = capture()
+            begun = begin_capture()
         except AtollError as error:
             self.refuse(cut, t, str(error))
         else:
-            self.save(cut, t, snapshot, kept)
+            self.save(cut, t, begun, kept)
 
-    def save_for_later(self, capture: Callable[[], Snapshot]) -> bool:
+    def save_for_later(self, begin_capture: Callable[[], Capture]) -> bool:
         """Whoever is started next under this name goes on with this inner optimizer; False: it has no folder."""
         if self._folder is None:
             return False
         self.finish(LIMIT_S - DRAIN_S)
         make_folder(self._folder)
-        write(self._folder / FILE, capture())
+        write(self._folder / FILE, begin_capture().finish())
         return True
 
     def keep_unmerged(self, capture: Callable[[], Snapshot]) -> None:
@@ -208,11 +211,11 @@ class Saver:
                 _set_aside(self._folder, self._folder / other)
             write_atomic(self._folder / RUN, run.encode())
 
-    def save(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...] = ()) -> None:
+    def save(self, cut: int, t: int, begun: Capture, kept: tuple[int, ...] = ()) -> None:
         """`kept`: the complete cuts that the run keeps."""
         assert not self.reason_not_to()
         # Not a daemon: an interpreter that ends waits for what is being written.
-        self._thread = threading.Thread(target=self._write, args=(cut, t, snapshot, kept), name="atoll-cut")
+        self._thread = threading.Thread(target=self._write, args=(cut, t, begun, kept), name="atoll-cut")
         self._thread.start()
 
     def refuse(self, cut: int, t: int, reason: str) -> None:
@@ -230,12 +233,13 @@ class Saver:
         if self._thread is not None:
             self._thread.join(limit_s)
 
-    def _write(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...]) -> None:
+    def _write(self, cut: int, t: int, begun: Capture, kept: tuple[int, ...]) -> None:
         assert self._folder is not None
         path = self._folder / part_name(cut)
+        ignore_graph_captures()
         try:
             make_folder(self._folder)
-            mark = write(path, snapshot)
+            mark = write(path, begun.finish())
             wanted = {*read_lives(self._folder), *(part_name(one) for one in kept)}
             for old in list_parts(self._folder)[:-NEWEST]:
                 if old.name not in wanted:
@@ -349,9 +353,12 @@ class OwnState:
             own = large_tensors(self._model, self._optimizers, self._buffers)
             self.room.make_ready([*own, *bases(box)])
 
-    def capture(self, place: RunPlace) -> Snapshot:
-        extras, room = {**self._extras, PLACE: place}, self.room.take()
-        return capture(self._model, self._optimizers, extras, buffers=self._buffers, room=room)
+    def begin_capture(self, place: RunPlace) -> tuple[Capture, list[Future[torch.Tensor]]]:
+        """With the copy of every fragment's base: that one must stay as it is until then."""
+        extras, room, held = {**self._extras, PLACE: place}, self.room.take(), place.state["base"]
+        whole = (self._model, self._optimizers, extras)
+        begun = begin_capture(*whole, buffers=self._buffers, room=room, steady=held)
+        return begun, [begun.packing.steady_copies[id(base)] for base in held]
 
     def restore_exactly(self, saved: Snapshot) -> dict[str, Any]:
         """Restore everything but random states; returns the place it was saved at."""

@@ -28,7 +28,7 @@ from atoll.learner.placement import PlacementWish
 from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot
-from atoll.learner.state import Optimizers, Stateful, optimizers_by_path
+from atoll.learner.state import Capture, Optimizers, Stateful, optimizers_by_path
 from atoll.learner.step_stats import InputDigest, StepCounter
 from atoll.learner.unmerged import FrozenRule, UnmergedTensors
 from atoll.mailbox.channel import (
@@ -403,7 +403,7 @@ class RunSession:
                 self._stop(frame)
             case fx.Save(cut, kept):
                 self._tape.add(MarkedEntry(t, cut))
-                self._saver.take_part(cut, t, self._captured, kept)
+                self._saver.take_part(cut, t, self._begin_capture, kept)
             case fx.Supply(ranges, over, own):
                 self._tape.add(SuppliedEntry(t, tuple(one.lease for one in ranges), over, bool(own)))
                 self._feed.take_leases(ranges, over, own)
@@ -431,7 +431,7 @@ class RunSession:
                 optimizer.state.clear()
             say("the inner optimizer starts afresh")
 
-    def _captured(self) -> Snapshot:
+    def _begin_capture(self) -> Capture:
         box, boundary = self.shared.box, self.shared.boundary
         assert box is not None and boundary is not None
         place = describe_place(
@@ -446,7 +446,9 @@ class RunSession:
             busy_s=self._tally.busy_s,
             feed=self._feed.state(),
         )
-        return self._own.capture(place)
+        begun, bases = self._own.begin_capture(place)
+        boundary.hold_bases(bases)
+        return begun
 
     # ---- leaving ------------------------------------------------------------------------------------------------
 
@@ -461,7 +463,7 @@ class RunSession:
         boundary = self.shared.boundary
         if not self._final:
             asked = self._preemption.why
-            saved = bool(asked) and boundary is not None and self._saver.save_for_later(self._captured)
+            saved = bool(asked) and boundary is not None and self._saver.save_for_later(self._begin_capture)
             self._courier.send(Goodbye(leaving.goodbye_reason(asked, saved=saved)))
         elif boundary is not None:
             boundary.load_base()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,16 @@ def write(path: Path, snapshot: Snapshot) -> str:
     """The file is there, whole and durable, once this returns; its digest."""
     header, parts = encode(snapshot)
     with staged(path) as draft, draft.open("wb") as file:
-        return write_pieces(file, ranged(header, parts))
+        return write_pieces(file, _sync_between(file, ranged(header, parts)))
+
+
+def _sync_between(file: IO[bytes], pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Gigabytes that are synced all at once at the end would hold up whoever syncs a little file meanwhile: the syncer
+    its journal, round by round, on the same disk."""
+    for piece in pieces:
+        yield piece
+        file.flush()
+        os.fdatasync(file.fileno())
 
 
 def write_pieces(file: IO[bytes], pieces: Iterable[memoryview]) -> str:

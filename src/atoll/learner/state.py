@@ -3,7 +3,7 @@
 That is: trained parameters, persistent buffers, the inner optimizers' state, the state of whatever else the script
 registered (schedules, a GradScaler: anything with state_dict() and load_state_dict()), and the global random states.
 Frozen parameters are not included: each learner loads its own. `capture` only copies, into host memory; writing and
-sending happen in the background.
+sending happen in the background. `begin_capture` does not even wait for the copies that training cannot disturb.
 
 `restore` loads in place, so that whoever holds a parameter still holds it. It first checks that names, shapes and types
 are the same here and there; whatever is refused, also by an object's own load_state_dict, leaves everything as it was.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 
 from atoll.learner.copy_room import Taken
 from atoll.learner.model import BufferRule, merged_buffers, named_parameters, persistent_buffers
-from atoll.learner.packing import Packing, Unpacking
+from atoll.learner.packing import Json, Packing, Unpacking
 from atoll.learner.snapshot import Snapshot
 from atoll.protocol.errors import ConfigError
 
@@ -40,7 +41,20 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A snapshot whose copies are under way."""
+
+    packing: Packing
+    states: Mapping[str, Json]
+    rng: Json
+
+    def finish(self) -> Snapshot:
+        """Wait for the copies. By any thread."""
+        self.packing.finish()
+        return Snapshot(self.packing.tensors, self.states, self.rng)
+
+
 def capture(
     model: nn.Module,
     optimizers: Optimizers = None,
@@ -52,7 +66,25 @@ def capture(
     room: Taken | None = None,
 ) -> Snapshot:
     """Returns once the copies are made; ConfigError names the first thing that cannot be kept."""
-    packing = Packing(room)
+    whole = (model, optimizers, extras)
+    return begin_capture(*whole, parameters=parameters, rng=rng, buffers=buffers, room=room).finish()
+
+
+@torch.no_grad()
+def begin_capture(
+    model: nn.Module,
+    optimizers: Optimizers = None,
+    extras: Mapping[str, Stateful] | None = None,
+    *,
+    parameters: bool = True,
+    rng: bool = True,
+    buffers: BufferRule = None,
+    room: Taken | None = None,
+    steady: Sequence[torch.Tensor] = (),
+) -> Capture:
+    """Returns as soon as training may go on. `steady`: see `Packing`. ConfigError names the first thing that cannot be
+    kept."""
+    packing = Packing(room, steady)
     try:
         for name, tensor in _tensors(model, parameters, buffers):
             packing.keep(name, tensor)
@@ -63,7 +95,7 @@ def capture(
         drawn = packing.pack(random_state(), "rng") if rng else None
     finally:
         packing.settle()
-    return Snapshot(packing.tensors, states, drawn)
+    return Capture(packing, states, drawn)
 
 
 @torch.no_grad()
@@ -238,6 +270,7 @@ def _copy_of_state(thing: Stateful, model: nn.Module, path: str) -> dict[str, An
     packing = Packing()
     packed = packing.pack(state, path)
     packing.settle()
+    packing.finish()
     copied: dict[str, Any] = Unpacking(packing.tensors, _device(model)).unpack(packed)
     return copied
 

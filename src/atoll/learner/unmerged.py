@@ -117,17 +117,19 @@ class UnmergedTensors:
         for name, tensor in [*frozen_parameters(self._model).items(), *local_buffers(self._model, self._buffers)]:
             packing.keep(name, tensor)
         packing.settle()
+        packing.finish()
         return Snapshot(packing.tensors, {})
 
-    def add_frozen(self, copied: Snapshot) -> Snapshot:
-        """To a copy for a newcomer. AtollError: they are not the run's."""
+    def copy_frozen(self) -> Mapping[str, torch.Tensor]:
+        """For a newcomer, beside the rest of its copy. AtollError: they are not the run's."""
         if self._rule == "mine" or self.lacking:
             raise AtollError("its frozen parameters are not the run's")
         packing = Packing()
         for name, parameter in frozen_parameters(self._model).items():
             packing.keep(FROZEN + name, parameter)
         packing.settle()
-        return Snapshot({**copied.tensors, **packing.tensors}, copied.states)
+        packing.finish()
+        return packing.tensors
 
     def check_frozen(self, came: Snapshot) -> None:
         """PeerError: what a peer gave are not the run's frozen parameters."""
