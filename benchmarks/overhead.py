@@ -163,7 +163,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=30)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--tls", action="store_true")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run, as for atoll syncer")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.out = options.out or Path(f"benchmarks/results/overhead{'-tls' if options.tls else ''}.json")
