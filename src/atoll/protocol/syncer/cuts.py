@@ -9,8 +9,8 @@ Rules kept here, each with its test:
 - a cut never waits for dead learners, nor for anybody past its deadline; the manifest names those left out, and why;
 - a cut is completed only after the syncer's own part is durable;
 - one cut is open at a time, and after one that took longer than `BRIEF_S` none is taken for `REST` times the rest of
-  it: cuts of a large model would otherwise keep the disk from the rounds, and while one is written, steps of a learner
-  take up to a fifth longer. So they do that for less than a twentieth of the time;
+  it: while one of a large model is written, rounds and steps on the same machine take up to a fifth longer. But one
+  is left out at most: the journal since the last cut is what a restart has to read, and what the disk has to hold;
 - a run that ends in good order takes a last cut behind its last round, so that a resume has the inner optimizers of the
   last steps.
 """
@@ -59,7 +59,11 @@ class Cuts:
     def take_if_due(self, now: float, rounds: int) -> None:
         """So many rounds are behind the run: take a cut if one is due. Called before the last of them is announced."""
         every = self.state.settings.cut_every
-        if self.open is None and every and rounds % every == 0 and now >= self._rests_until:
+        if self.open is not None or not every or rounds % every:
+            return
+        if now < self._rests_until:
+            self._rests_until = -inf  # the next one is taken
+        else:
             self._take_cut(now, rounds, self.state.members.live_learners())
 
     def end_with_one(self, now: float, rounds: int, reason: str, wakes: list[float]) -> bool:
