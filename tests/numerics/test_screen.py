@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.codec import Delta, make_codec
 from atoll.numerics.fragments import make_plan
 from atoll.numerics.screen import NormScreen, UsualNorms
 from atoll.protocol.messages import TensorSpec
@@ -152,3 +153,93 @@ def test_what_is_found_in_order_but_not_merged_does_not_shift_what_is_usual() ->
     screen.note_merged("honest")
     assert screen.judge(0, of_norm(2.9)) is None and screen.judge(0, of_norm(3.1)) is not None
     screen.note_merged("nobody")
+
+
+# ---- codecs with feedback -------------------------------------------------------------------------------------------
+
+WIDTH = 4096
+CYCLE = 24
+
+
+class Sender:
+    """A learner that drifts in one direction, with noise, and keeps what its bodies leave out once they are merged."""
+
+    def __init__(self, codec: str, screen: NormScreen) -> None:
+        self.codec, self.screen = make_codec(codec), screen
+        self._dice = np.random.default_rng(0)
+        self._drift = 0.02 * self._dice.standard_normal(WIDTH) ** 3
+        self._feedback, self._nothing = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+
+    def give(self, steps: int, times: float = 1.0) -> str | None:
+        moved = steps * self._drift + np.sqrt(steps) * 0.05 * self._dice.standard_normal(WIDTH)
+        delta = Delta((times * moved).astype(np.float32), self._nothing, self._feedback, np.empty(WIDTH, np.float32))
+        rows = [(1, WIDTH)]
+        body, decoded = np.empty(self.codec.nbytes(rows), np.uint8), np.empty(WIDTH, np.float32)
+        self.codec.encode_delta(delta, rows, body)
+        self.codec.decode(body, rows, decoded)
+        refusal = self.screen.judge(0, decoded, steps)
+        if refusal is None:
+            assert delta.rest is not None
+            self._feedback = delta.rest
+        return refusal
+
+    def give_often(self, steps: int, count: int) -> Sender:
+        assert [self.give(steps) for _ in range(count)] == [None] * count
+        return self
+
+
+def screen_of(codec: str) -> NormScreen:
+    """As the syncer makes it."""
+    return NormScreen([WIDTH], most_steps=16 * CYCLE, feedback=make_codec(codec).needs_feedback)
+
+
+@pytest.mark.parametrize("cycle", [CYCLE, 10 * CYCLE])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "topk"])
+def test_a_last_step_with_the_feedback_of_many_is_taken(codec: str, cycle: int) -> None:
+    """With topk it was refused, and its tokens were lost; with int4 where links are slow, so that cycles are long."""
+    sender = Sender(codec, screen_of(codec)).give_often(cycle, 24)
+    assert [sender.give(1), sender.give(2)] == [None, None]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "topk"])
+def test_what_follows_a_long_time_alone_is_taken(codec: str) -> None:
+    """Three refusals in a row were a quarantine."""
+    sender = Sender(codec, screen_of(codec)).give_often(CYCLE, 24)
+    assert sender.give(100 * CYCLE) is None
+    sender.give_often(CYCLE, 24)
+
+
+@pytest.mark.parametrize("steps", [1, CYCLE])
+@pytest.mark.parametrize("codec", ["int8", "int4", "topk"])
+def test_feedback_excuses_no_absurd_norm(codec: str, steps: int) -> None:
+    sender = Sender(codec, screen_of(codec)).give_often(CYCLE, 24)
+    refusal = sender.give(steps, times=50 * CYCLE / steps)
+    assert refusal is not None and "times the running median" in refusal
+    assert sender.give(100 * CYCLE) is None
+    assert sender.give(steps, times=1000 * CYCLE / steps) is not None, "nor after a long time alone"
+
+
+def test_with_feedback_one_step_may_be_as_large_as_the_longest_contribution_and_no_larger() -> None:
+    for feedback, most in ((True, 10 * 0.3 * CYCLE), (False, 10 * 0.3)):
+        screen = NormScreen([4], feedback=feedback)
+        assert [screen.judge(0, of_norm(0.3 * CYCLE), steps=CYCLE) for _ in range(8)] == [None] * 8
+        assert screen.judge(0, of_norm(1.01 * most), key="above") is not None
+        assert screen.judge(0, of_norm(0.99 * most), key="below") is None
+
+
+def test_a_new_term_knows_how_many_steps_feedback_may_hold() -> None:
+    sender = Sender("topk", screen_of("topk")).give_often(CYCLE, 24)
+    known, sender.screen = sender.screen.usual_norms(), screen_of("topk")
+    sender.screen.restore_norms(known)
+    assert sender.give(1) is None
+    sender.screen = screen_of("topk")
+    sender.screen.restore_norms(UsualNorms(known.recent, known.highest))
+    assert sender.give(1) is not None, "norms of an earlier Atoll had no steps beside them"
+
+
+def test_claimed_steps_count_no_further_for_what_follows() -> None:
+    screen = NormScreen([4], most_steps=16 * CYCLE, feedback=True)
+    for _ in range(8):
+        assert screen.judge(0, of_norm(0.3 * CYCLE), steps=CYCLE) is None
+    assert screen.judge(0, of_norm(0.3 * CYCLE), steps=10**9) is None
+    assert screen.judge(0, of_norm(0.3 * CYCLE * 16 * 11)) is not None

@@ -16,6 +16,7 @@ from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.handlers import ServedPages
 from atoll.fabric.wire import FabricLimits
+from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.messages import (
     PROTOCOL,
@@ -50,7 +51,7 @@ class FakeLearner:
 
     def __init__(self, url: str, name: str, tensors: tuple[TensorSpec, ...], protocol: int, process: int) -> None:
         self.name, self.session = name, f"session-{process}-of-{name}"
-        self.plan = plan(tensors)
+        self.plan, self.codec = plan(tensors), make_codec("fp32")
         self.heard: list[FromSyncer] = []
         self.incarnation = 1
         self.t = 0
@@ -126,11 +127,12 @@ class FakeLearner:
         assert self.link.send(progress)
 
     async def body(self, pull: Pull, delta: float) -> str:
-        values = np.full(self.plan.fragments[pull.fragment].size, delta, dtype=np.float32).view(np.uint8).data
-        await self.link.put_contribution(
-            self.name, self.session, pull.round, pull.attempt, values, compute_digest(values), WAIT_S
-        )
-        return compute_digest(values)
+        part = self.plan.fragments[pull.fragment]
+        values, body = np.full(part.size, delta, np.float32), np.empty(body_nbytes(self.codec, part), np.uint8)
+        encode_contribution(self.codec, part, Delta(values, np.zeros_like(values)), body)
+        mark = compute_digest(body.data)
+        await self.link.put_contribution(self.name, self.session, pull.round, pull.attempt, body.data, mark, WAIT_S)
+        return mark
 
     async def contribute(self, pull: Pull, delta: float, **changes: Any) -> None:
         t, steps = self.t, self.t - self.since[pull.fragment]

@@ -17,6 +17,8 @@ from atoll.fabric.address import parse_address
 from atoll.fabric.local_secrets import secret_for
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import ScoreReport
+from atoll.numerics.codec import make_codec
+from atoll.numerics.screen import UsualNorms
 from atoll.protocol.effects import Tick
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import (
@@ -254,6 +256,21 @@ async def test_a_nan_contribution_is_refused_three_times_over_and_the_parameters
     assert [e["learner"] for e in stage.events("quarantined")] == ["a"]
     await stage.end()
     assert stage.saved is not None and all((tensor == 1.0).all() for tensor in stage.saved.values())
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind"),
+    [("fp32", "refused"), ("bf16", "refused"), ("int8", "round"), ("int4", "round"), ("topk", "round")],
+)
+async def test_one_step_as_large_as_many_is_merged_where_it_may_be_feedback(
+    stage: Stage, codec: str, kind: str
+) -> None:
+    learner, pull = await one_at_work(stage, codec=codec)
+    learner.codec = make_codec(codec)
+    stage.service._screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2, [[48] * 16] * 2))
+    await learner.contribute(pull, 0.1, steps=1, tokens=8)
+    await stage.until(kind)
+    assert len(stage.events("refused", "round")) == 1
 
 
 async def test_a_body_that_is_not_the_one_its_message_names_is_refused(stage: Stage) -> None:

@@ -43,13 +43,7 @@ WIDE_MATRIX = [
     ("before:Merge:30", "after:payload.sync:30", "half:segment.write:30", "before:manifest.json:2"),
 ]
 
-VIOLATED = pytest.mark.xfail(reason="docs/promises.md: last steps with topk may be refused", strict=False)
-CODECS = [
-    pytest.param(("fp32", "bf16"), id="fp32/bf16"),
-    pytest.param(("int8", "int8"), id="int8/int8"),
-    pytest.param(("int4", "int4"), id="int4/int4"),
-    pytest.param(("topk", "topk"), id="topk/topk", marks=VIOLATED),
-]
+CODECS = [("fp32", "bf16"), ("int8", "int8"), ("int4", "int4"), ("topk", "topk")]
 """Of contributions and of versions."""
 
 
@@ -127,7 +121,7 @@ def test_nor_does_one_that_merges_beside_its_event_loop(run: Run, crash_at: Cras
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("codecs", CODECS, ids="/".join)
 def test_nor_does_one_whose_run_has_another_codec(run: Run, crash_at: CrashAt, codecs: tuple[str, str]) -> None:
     up, down = codecs
     survive(run, crash_at, WIDE_MATRIX[1], "--set", f"codec={up}", "--set", f"version_codec={down}", *WIDE)

@@ -10,6 +10,9 @@ Rules kept here:
   is above a million times the least norm that the fragment's committed buffers had since then is refused;
 - norms are compared per inner step, because a learner that was disconnected for a while has more steps to give. Steps
   are the learner's own claim: no more than `most_steps` of them count;
+- with a codec that keeps feedback a body also brings what earlier ones left out, so the body of one step may be as
+  large as theirs. It is judged as if it had as many steps as the longest of the recently merged contributions to the
+  fragment. What counts as usual, once it is merged, is its norm by its own steps;
 - only merged contributions count: nobody can shift what is usual by sending what is refused anyway.
 
 This stops broken numbers, not a determined insider.
@@ -51,6 +54,8 @@ class UsualNorms(msgspec.Struct, frozen=True):
     """Per fragment, the norms whose median is usual."""
     highest: list[float] = []
     """Per fragment, the highest of these medians so far."""
+    steps: list[list[int]] = []
+    """Per fragment, the steps of the contributions that had these norms; none without feedback."""
 
 
 class NormScreen:
@@ -61,19 +66,23 @@ class NormScreen:
         window: int = 64,
         least: int = 8,
         most_steps: int = 1 << 40,
+        feedback: bool = False,
     ) -> None:
-        """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged."""
+        """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged. `feedback`:
+        bodies also hold what earlier ones left out."""
         self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, FragmentPlan) else list(plan)
         self._buffers = [part.buffers for part in plan.fragments] if isinstance(plan, FragmentPlan) else []
         self.limit = limit
         self._least, self._most_steps = least, most_steps
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
+        self._steps: list[deque[int]] = [deque(maxlen=window if feedback else 0) for _ in self._sizes]
+        """Per fragment, the steps of the contributions that had these norms: the feedback may be of as many."""
         self._highest = [0.0] * len(self._sizes)
         """Per fragment, the highest running median so far."""
         self._least_buffers = [math.inf] * len(self._sizes)
         """Per fragment, the least norm of its committed buffers since norms are judged: nobody raises it bit by bit."""
-        self._waiting: dict[Hashable, tuple[int, float]] = {}
-        """Norms that passed and are not merged yet."""
+        self._waiting: dict[Hashable, tuple[int, float, int]] = {}
+        """Norms that passed and are not merged yet: fragment, norm per step, steps."""
 
     def judge(
         self,
@@ -97,10 +106,11 @@ class NormScreen:
             if refusal is not None:
                 return refusal
             norm = math.hypot(_norm(delta[: buffers.start]), _norm(delta[buffers.stop :]))
-        pace = norm / min(max(steps, 1), self._most_steps)
-        refusal = self._judge_norm(fragment, pace, "norm" if steps <= 1 else "norm per step")
+        own = min(max(steps, 1), self._most_steps)
+        held = max([own, *self._steps[fragment]])
+        refusal = self._judge_norm(fragment, norm / held, "norm" if held == 1 else "norm per step")
         if refusal is None:
-            self._waiting[key] = (fragment, pace)
+            self._waiting[key] = (fragment, norm / own, own)
             if key is None:
                 self.note_merged(key)
         return refusal
@@ -108,13 +118,14 @@ class NormScreen:
     def note_merged(self, key: Hashable) -> None:
         """The contribution of this key goes into a version."""
         if (found := self._waiting.pop(key, None)) is not None:
-            fragment, norm = found
+            fragment, norm, steps = found
             self._norms[fragment].append(norm)
+            self._steps[fragment].append(steps)
             if len(self._norms[fragment]) >= self._least:
                 self._highest[fragment] = max(self._highest[fragment], median(self._norms[fragment]))
 
     def usual_norms(self) -> UsualNorms:
-        return UsualNorms([list(norms) for norms in self._norms], list(self._highest))
+        return UsualNorms([*map(list, self._norms)], list(self._highest), [*map(list, self._steps)])
 
     def restore_norms(self, known: UsualNorms) -> None:
         """Take over those of an earlier term; those of another plan, or broken ones, are ignored."""
@@ -124,6 +135,8 @@ class NormScreen:
             self._highest = list(known.highest)
             for kept, row in zip(self._norms, known.recent, strict=True):
                 kept.extend(row)
+            for held, steps in zip(self._steps, known.steps, strict=False):  # an earlier syncer kept none
+                held.extend(min(one, self._most_steps) for one in steps)
 
     def forget_norm(self, key: Hashable) -> None:
         """The contribution of this key is discarded, or merged already."""

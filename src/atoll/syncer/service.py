@@ -222,7 +222,8 @@ class SyncerService:
     def _set_up(self, model: Model) -> None:
         history, settings = model.history, model.history.settings
         self._model, self._parameters = model, model.parameters
-        self._inbox = Inbox(model.plan, make_codec(settings.codec, self._parameters.threads))
+        codec = make_codec(settings.codec, self._parameters.threads)
+        self._inbox = Inbox(model.plan, codec)
         # Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny.
         few = 8 * settings.learners
         self._screen = NormScreen(
@@ -231,6 +232,7 @@ class SyncerService:
             window=2 * few,
             least=few,
             most_steps=MOST_CYCLES * settings.sync_every,
+            feedback=codec.needs_feedback,
         )
         robust = outer_of(history).robust
         self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
