@@ -47,6 +47,12 @@ def test_it_follows_the_wish_or_what_is_free(
         assert f"{taken / 2**20:,.0f} MiB of cuda:0" in found.text
 
 
+def test_unasked_the_device_encodes_only_where_that_takes_time() -> None:
+    for codec in ("fp32", "bf16"):
+        found = choose_placement("auto", GPU, PLAN, msgspec.structs.replace(SETTINGS, codec=codec), 100 * NEED)
+        assert not found.on_device and f"host (contributions in {codec} are cheap to encode)" in found.text
+
+
 @pytest.mark.parametrize("wish", ["auto", "device"])
 def test_a_run_that_carries_and_a_replay_have_host(wish: PlacementWish) -> None:
     carries = msgspec.structs.replace(SETTINGS, adopt="carry")

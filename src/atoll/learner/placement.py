@@ -3,9 +3,10 @@
     host      in the memory that it shares with its courier, which encodes; the device holds a few staging buffers
     device    on the model's device, which encodes (device_offload.py); only bodies leave it
 
-`auto` takes device on a GPU where it fits into a quarter of what is free when the run's settings are known, and host
-elsewhere: activations, and often the inner optimizer's state, are still to come. A run with adopt = "carry" has host,
-and so has a replay, because they need copies as they were read.
+`auto` takes device on a GPU for codecs with feedback, which are dear to encode, where it fits into a quarter of what is
+free when the run's settings are known: activations, and often the inner optimizer's state, are still to come. It takes
+host elsewhere: with fp32 and bf16 there is little to encode, and host was measured to be as fast, without the memory. A
+run with adopt = "carry" has host, and so has a replay, because they need copies as they were read.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def choose_placement(
         on_device, reason = False, 'adopt = "carry" subtracts copies as they were read'
     elif wish != "auto":
         on_device, reason = wish == "device", "as asked"
+    elif not make_codec(settings.codec).needs_feedback:
+        on_device, reason = False, f"contributions in {settings.codec} are cheap to encode"
     else:
         on_device = is_affordable(need, free)
         reason = f"device takes {figures}: {'at most' if on_device else 'more than'} a quarter"
