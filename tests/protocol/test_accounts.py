@@ -283,6 +283,21 @@ def test_one_that_joins_again_and_again_does_not_fill_the_others_accounts_with_l
     assert len(desk.accounts.leases_held(steady)) <= MOST_AHEAD
 
 
+def test_the_next_process_of_a_name_is_leased_nothing_before_it_says_what_its_data_is() -> None:
+    """It would drop those leases, and take the next ones for the first."""
+    desk = Desk(learners=2, synchronous=True)
+    one, two = desk.join("learner-0"), desk.join("learner-1")
+    desk.merge(one, position=-1)
+    desk.register(one)
+    desk.register(two)
+    desk.accounts.close_life(two, "another process took its name")
+    after = desk.join("learner-1")
+    assert desk.took(one, 2 * LEASE), "it has used up what it had"
+    assert desk.accounts.leases_held(after) == ()
+    sent = desk.register(after)
+    assert tuple(one for lease in sent for one in lease.ranges) == desk.accounts.leases_held(after) != ()
+
+
 # ---- alarms ----------------------------------------------------------------------------------------------------------
 
 

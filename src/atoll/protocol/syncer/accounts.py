@@ -50,6 +50,7 @@ class Accounts:
         if learner.closed:
             return
         learner.closed, learner.may_return = True, False
+        self._batch.pop(learner.name, None)  # leases for the next process would come before it says what its data is
         again = -1
         if self.state.history.leases is not None and self.state.history.leases.holds(learner.name, learner.incarnation):
             merged_to = self.state.history.leases.merged_to(learner.name, learner.incarnation)
