@@ -7,8 +7,8 @@ Streaming DiLoCo without overlap (P = H = 24, a round after every step). Encodin
 encoding and feedback down are the shipped ones; the batches of a seed are the same for every row. A row is UP/DOWN:
 the codec of contributions and that of versions; UP/DOWN@MERGE,LR,MOMENTUM has outer settings of its own. Told are the
 validation loss of each seed, its mean against that of the first row (paired: the spread is of the differences), and the
-bytes each way beside fp32's. On a GPU every learner's step is a CUDA graph. What the file has already, of the same
-options, is not run again.
+bytes each way beside fp32's. On a GPU every learner's step is a CUDA graph, but with Muon, which needs its learning
+rate on the host. What the file has already, of the same options, is not run again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from atoll.numerics.fragments import Fragment, make_plan
 from atoll.protocol.messages import TensorSpec
 from atoll.syncer.parameters import Parameters
 from atoll.telemetry.events import versions
-from atoll.workloads.settings import WorkloadSettings
+from atoll.workloads.settings import OPTIMIZERS, WorkloadSettings
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import build_model, build_optimizer, learning_rate, validation_loss
+from atoll.workloads.training import build_model, build_optimizers, learning_rate, validation_loss
 
 P = 24
 ROWS = ("fp32/fp32", "bf16/fp32", "bf16/bf16", "int8/int8", "int4/int4")
@@ -43,14 +43,15 @@ class LockstepLearner:
     def __init__(self, settings: WorkloadSettings, seed: int, device: torch.device) -> None:
         self.model = build_model(settings, seed).to(device)
         self._settings = settings
-        self._optimizer = build_optimizer(self.model, settings)
+        self._optimizers = build_optimizers(self.model, settings)
         self._lr = torch.tensor(settings.lr, device=device)
         self._batch = torch.zeros(settings.batch, settings.block + 1, dtype=torch.int64, device=device)
         self._named = dict(self.model.named_parameters())
         self._graph: torch.cuda.CUDAGraph | None = None
-        for group in self._optimizer.param_groups:
-            group["lr"], group["capturable"] = self._lr, device.type == "cuda"
-        if device.type == "cuda":
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"], group["capturable"] = self._lr, device.type == "cuda"
+        if device.type == "cuda" and settings.optimizer == "adamw":
             self._capture()
 
     def step(self, batch: torch.Tensor, progress: float) -> None:
@@ -62,10 +63,11 @@ class LockstepLearner:
             self._make_step()
 
     def _make_step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad()
         self.model(self._batch).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip)
-        self._optimizer.step()
+        for optimizer in self._optimizers.values():
+            optimizer.step()
 
     def _capture(self) -> None:
         """Steps before a capture are needed, and undone."""
@@ -79,7 +81,7 @@ class LockstepLearner:
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), first, strict=True):
                 parameter.copy_(value)
-            for state in self._optimizer.state.values():
+            for state in self._optimizers["adamw"].state.values():
                 for value in state.values():
                     value.zero_()
         self._graph = torch.cuda.CUDAGraph()
@@ -190,6 +192,7 @@ def main() -> None:
     for name in ("depth", "block", "batch"):
         parser.add_argument(f"--{name}", type=int, default=getattr(usual, name))
     parser.add_argument("--lr", type=float, default=usual.lr)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=usual.optimizer)
     parser.add_argument("--data", nargs="+", default=[], help="text; without it, Python's standard library")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lockstep.json"))
@@ -197,10 +200,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
-    shape = {key: getattr(options, key) for key in ("learners", "steps", "depth", "block", "batch", "lr")}
+    shape = {key: getattr(options, key) for key in ("learners", "steps", "depth", "block", "batch", "lr", "optimizer")}
     kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    results: dict[str, dict[str, Any]] = kept["results"] if kept.get("options") == shape else {}
-    settings = WorkloadSettings(depth=options.depth, block=options.block, batch=options.batch, lr=options.lr)
+    of = {"optimizer": "adamw", **kept.get("options", {})}
+    results: dict[str, dict[str, Any]] = kept["results"] if of == shape else {}
+    settings = WorkloadSettings(**{key: shape[key] for key in ("depth", "block", "batch", "lr", "optimizer")})
     text = Text.load(options.data)
     for seed in map(str, options.seeds):
         for row in options.rows:

@@ -29,7 +29,7 @@ import torch
 import atoll
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import build_model, build_optimizer
+from atoll.workloads.training import build_model, build_optimizers
 
 
 def start_syncer(folder: Path, *words: str) -> tuple[subprocess.Popen[bytes], str]:
@@ -51,15 +51,16 @@ class Loop:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dataset = Windows(Text.load(settings.data), settings.block)
         self.model = build_model(settings, 0).to(self.device)
-        self.optimizer = build_optimizer(self.model, settings)
+        self.optimizers = build_optimizers(self.model, settings)
         self.settings = settings
         self.tokens = settings.batch * settings.block
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(batch.to(self.device, non_blocking=True))
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
         return loss
 
     def finish(self) -> None:
@@ -127,7 +128,7 @@ def measure_tls(settings: WorkloadSettings, scratch: Path, blocks: int, steps: i
             turns: dict[str, Callable[[], None]] = {}
             for name, (_, where) in places.items():
                 loop = Loop(settings)
-                learner = stack.enter_context(atoll.Learner(loop.model, loop.optimizer, syncer=where))
+                learner = stack.enter_context(atoll.Learner(loop.model, loop.optimizers, syncer=where))
                 turns[name] = _turn(loop, learner, steps)
             for turn in turns.values():
                 turn()
@@ -178,7 +179,7 @@ def main() -> int:
         os.environ["ATOLL_SYNCER"] = url
         try:
             loop = Loop(settings)
-            with atoll.Learner(loop.model, loop.optimizer) as learner:
+            with atoll.Learner(loop.model, loop.optimizers) as learner:
                 result = measure(loop, learner, options.blocks, options.steps)
         finally:
             syncer.kill()

@@ -62,6 +62,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --set quorum=5 --learners 4", "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
         ("train --learners 0", "learners = 0 is too small: the least is 1"),
         ("train --set workload.depth=0", "workload.depth is 0"),
+        ("train --set workload.optimizer=sgd", "workload.optimizer is 'sgd'; set it to adamw or muon"),
+        ("train --set optimizer=muon", "there is no setting 'optimizer': did you mean workload.optimizer?"),
         ("train missing.py", "there is no script missing.py: give the path of a Python file"),
         (
             "train --out old",

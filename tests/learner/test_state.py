@@ -160,6 +160,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01, t0=5),
+    "muon": lambda p: torch.optim.Muon([matrix for matrix in p if matrix.ndim == 2], lr=0.01),
     "lbfgs": lambda p: torch.optim.LBFGS(contiguous(p), lr=0.1, max_iter=2),
 }
 SCHEDULES: dict[str, Callable[[Any], Any]] = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import atoll
+from atoll.learner.state import Optimizers, optimizers_by_path
 from atoll.workloads import builtin
 from atoll.workloads.text import Windows
 
@@ -20,13 +21,12 @@ class Alone:
     """Trains for `STEPS` steps and notes what the script told it."""
 
     told: list[tuple[int, float, float]]
+    paths: list[str]
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: str, tokens_per_step: int
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizers: Optimizers, data: str, tokens_per_step: int) -> None:
         assert len(data) == 64, "the digest of the data goes into the run"
         self.declared = tokens_per_step
-        self.optimizer = optimizer
+        self.optimizers = optimizers_by_path(optimizers)
         self.progress = 0.0
         Alone.told = []
 
@@ -43,13 +43,21 @@ class Alone:
 
     def step(self, tokens: int, loss: torch.Tensor) -> None:
         assert tokens <= self.declared
-        Alone.told.append((tokens, float(loss.detach()), self.optimizer.param_groups[0]["lr"]))
+        (rate,) = {group["lr"] for one in self.optimizers.values() for group in one.param_groups}
+        Alone.paths = list(self.optimizers)
+        Alone.told.append((tokens, float(loss.detach()), rate))
 
 
-def test_the_builtin_script_trains_on_the_public_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "paths"), [("adamw", ["optimizer"]), ("muon", ["optimizer/muon", "optimizer/adamw"])]
+)
+def test_the_builtin_script_trains_on_the_public_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, paths: list[str]
+) -> None:
     (tmp_path / "data.txt").write_text("one fish two fish red fish blue fish\n" * 200)
     run_toml = tmp_path / "run.toml"
-    run_toml.write_text(f'seed = 1\n[workload]\ndepth = 1\nblock = 32\nbatch = 4\ndata = ["{tmp_path}/data.txt"]\n')
+    work = f'depth = 1\nblock = 32\nbatch = 4\noptimizer = "{optimizer}"\ndata = ["{tmp_path}/data.txt"]\n'
+    run_toml.write_text(f"seed = 1\n[workload]\n{work}")
     scored: list[float | str] = []
 
     def evaluate(
@@ -66,6 +74,7 @@ def test_the_builtin_script_trains_on_the_public_face(tmp_path: Path, monkeypatc
     builtin.main()
 
     tokens, losses, rates = zip(*Alone.told, strict=True)
+    assert Alone.paths == paths, "where their states stand in cuts, also in those of older runs"
     assert tokens == (4 * 32,) * STEPS
     assert losses[-1] < losses[0] - 1
     assert rates[0] < max(rates) > rates[-1]

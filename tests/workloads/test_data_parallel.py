@@ -16,7 +16,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.workloads.data_parallel import FlatGradients, batch_indices, train_rank, train_step
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import build_model, build_optimizer, set_learning_rate, validation_loss
+from atoll.workloads.training import build_model, build_optimizers, set_learning_rate, validation_loss
 
 STEPS = 6
 
@@ -37,12 +37,12 @@ def joint_batch_losses(chosen: WorkloadSettings, seed: int) -> float:
     text = Text.load(chosen.data)
     dataset = Windows(text, chosen.block)
     model = build_model(chosen, seed)
-    optimizer, gradients = build_optimizer(model, chosen), FlatGradients(model)
+    optimizers, gradients = build_optimizers(model, chosen), FlatGradients(model)
     streams = [batch_indices(len(dataset), chosen.batch, seed, rank) for rank in range(2)]
     for step in range(STEPS):
-        set_learning_rate(optimizer, step / STEPS, chosen)
+        set_learning_rate(optimizers, step / STEPS, chosen)
         batch = dataset.gather(np.concatenate([next(stream) for stream in streams]))
-        train_step(model, optimizer, gradients, batch, 1, chosen.clip)
+        train_step(model, optimizers, gradients, batch, 1, chosen.clip)
     return validation_loss(model, text, chosen.eval_windows)
 
 

@@ -2,12 +2,13 @@
 
 import math
 
+import msgspec
 import pytest
 import torch
 
 from atoll.workloads.gpt import Gpt, GptConfig
-from atoll.workloads.settings import WorkloadSettings
-from atoll.workloads.training import build_model, build_optimizer
+from atoll.workloads.settings import OPTIMIZERS, WorkloadSettings
+from atoll.workloads.training import build_model, build_optimizers
 
 SMALL = WorkloadSettings(depth=1, block=16, lr=1e-2)
 
@@ -46,17 +47,19 @@ def test_it_does_not_see_the_future() -> None:
     assert not torch.allclose(model.logits(x)[:, 10:], model.logits(changed)[:, 10:])
 
 
-def test_it_learns_a_sentence_and_recites_it() -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_learns_a_sentence_and_recites_it(optimizer: str) -> None:
     sentence = b"atolls are rings. "
     model = build_model(SMALL, seed=0)
-    optimizer = build_optimizer(model, SMALL)
+    optimizers = build_optimizers(model, msgspec.structs.replace(SMALL, optimizer=optimizer))
     batch = torch.tensor([list((sentence * 2)[i : i + 17]) for i in range(len(sentence))])
     losses = []
     for _ in range(120):
         loss = model(batch)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in optimizers.values():
+            one.step()
+            one.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.3 < 5 < losses[0]
     assert model.generate(b"atolls are ", 6, temperature=0) == b"rings."

@@ -21,6 +21,7 @@ from atoll.workloads.training import learning_rate
         ("floor", 2.0),
         ("betas", (0.9, 1.0)),
         ("pace_s", -1.0),
+        ("optimizer", "Adam"),
     ],
 )
 def test_a_value_that_cannot_be_names_its_key(key: str, value: object) -> None:

@@ -10,26 +10,30 @@ import torch
 from atoll.protocol.errors import ConfigError
 from atoll.workloads.elastic import TrainedState
 from atoll.workloads.settings import WorkloadSettings
-from atoll.workloads.training import build_model, build_optimizer
+from atoll.workloads.training import build_model, build_optimizers
 
 SMALL = WorkloadSettings(depth=1, block=16)
+MUON = WorkloadSettings(depth=1, block=16, optimizer="muon")
+both = pytest.mark.parametrize("settings", [SMALL, MUON], ids=["adamw", "muon"])
 
 
 class Maker:
     def __init__(self, seed: int, settings: WorkloadSettings = SMALL) -> None:
         self.model = build_model(settings, seed)
-        self.optimizer = build_optimizer(self.model, settings)
-        self.trained = TrainedState(self.model, self.optimizer)
+        self.optimizers = build_optimizers(self.model, settings)
+        self.trained = TrainedState(self.model, self.optimizers)
 
     def train(self) -> None:
         batch = torch.arange(17).repeat(2, 1)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         self.model(batch).backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
 
 
-def test_who_takes_a_state_goes_on_exactly_like_the_one_it_came_from() -> None:
-    old, new = Maker(0), Maker(1)
+@both
+def test_who_takes_a_state_goes_on_exactly_like_the_one_it_came_from(settings: WorkloadSettings) -> None:
+    old, new = Maker(0, settings), Maker(1, settings)
     old.train()
     new.trained.load_flat(old.trained.flatten())
     assert new.trained.digest() == old.trained.digest()
@@ -39,18 +43,20 @@ def test_who_takes_a_state_goes_on_exactly_like_the_one_it_came_from() -> None:
     assert new.trained.digest() == old.trained.digest()
 
 
-def test_a_state_made_before_the_first_step_changes_nothing() -> None:
-    made, bare = Maker(0), build_model(SMALL, 0)
-    optimizer = build_optimizer(bare, SMALL)
+@both
+def test_a_state_made_before_the_first_step_changes_nothing(settings: WorkloadSettings) -> None:
+    made, bare = Maker(0, settings), build_model(settings, 0)
     made.train()
     bare(torch.arange(17).repeat(2, 1)).backward()
-    optimizer.step()
+    for optimizer in build_optimizers(bare, settings).values():
+        optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(made.model.parameters(), bare.parameters(), strict=True))
 
 
-def test_a_checkpoint_brings_state_and_step_back(tmp_path: Path) -> None:
+@both
+def test_a_checkpoint_brings_state_and_step_back(tmp_path: Path, settings: WorkloadSettings) -> None:
     path = tmp_path / "checkpoint.safetensors"
-    old, new = Maker(0), Maker(1)
+    old, new = Maker(0, settings), Maker(1, settings)
     assert new.trained.load(path) == 0
     old.train()
     old.trained.save(path, 7)
@@ -58,8 +64,9 @@ def test_a_checkpoint_brings_state_and_step_back(tmp_path: Path) -> None:
     assert new.trained.digest() == old.trained.digest()
 
 
-def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [WorkloadSettings(depth=2, block=16), MUON], ids=["model", "optimizer"])
+def test_the_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path, other: WorkloadSettings) -> None:
     path = tmp_path / "checkpoint.safetensors"
-    Maker(0, WorkloadSettings(depth=2, block=16)).trained.save(path, 1)
-    with pytest.raises(ConfigError, match="is the checkpoint of another model"):
+    Maker(0, other).trained.save(path, 1)
+    with pytest.raises(ConfigError, match="is the checkpoint of another model or optimizer"):
         Maker(0).trained.load(path)

@@ -15,7 +15,7 @@ import atoll
 from atoll.protocol.errors import AtollError
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import StepPace, build_model, build_optimizer, sample, set_learning_rate, validation_loss
+from atoll.workloads.training import StepPace, build_model, build_optimizers, sample, set_learning_rate, validation_loss
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
 
     text = Text.load(settings.data)
     model = build_model(settings, seed).to(device)
-    optimizer = build_optimizer(model, settings)
+    optimizers = build_optimizers(model, settings)
     atoll.evaluate(
         model,
         lambda model: validation_loss(model, text, settings.eval_windows),
@@ -37,15 +37,18 @@ def main() -> None:
 
     dataset, pace = Windows(text, settings.block), StepPace(settings.pace_s)
     declared = settings.batch * settings.block
-    with atoll.Learner(model, optimizer, data=text.digest, tokens_per_step=declared) as learner:
+    # AdamW alone goes without its name, as in the cuts of older runs.
+    given = optimizers if len(optimizers) > 1 else optimizers["adamw"]
+    with atoll.Learner(model, given, data=text.digest, tokens_per_step=declared) as learner:
         for batch in learner.batches(dataset, batch_size=settings.batch):
             pace.begin_step()
-            set_learning_rate(optimizer, learner.progress, settings)
+            set_learning_rate(optimizers, learner.progress, settings)
             loss = model(batch.to(device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
             pace.sleep_rest()
             learner.step(tokens=batch.shape[0] * settings.block, loss=loss)
 

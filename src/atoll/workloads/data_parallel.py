@@ -27,7 +27,7 @@ from atoll.protocol.errors import AtollError, ConfigError
 from atoll.workloads.gpt import Gpt
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import StepPace, build_model, build_optimizer, sample, set_learning_rate, validation_loss
+from atoll.workloads.training import StepPace, build_model, build_optimizers, sample, set_learning_rate, validation_loss
 
 Report = Callable[[dict[str, object]], None]
 PEER_DEADLINE = timedelta(seconds=120)
@@ -71,7 +71,7 @@ def batch_indices(size: int, batch: int, seed: int, rank: int) -> Iterator[NDArr
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: dict[str, torch.optim.Optimizer],
     gradients: FlatGradients,
     batch: Tensor,
     world: int,
@@ -85,7 +85,8 @@ def train_step(
         pace.sleep_rest()
     gradients.average(world)
     gradients.clip(clip)
-    optimizer.step()
+    for optimizer in optimizers.values():
+        optimizer.step()
     return loss.detach()
 
 
@@ -106,7 +107,7 @@ def _train(
     settings: WorkloadSettings, model: Gpt, text: Text, rank: int, world: int, steps: int, seed: int, report: Report
 ) -> None:
     dataset = Windows(text, settings.block)
-    optimizer = build_optimizer(model, settings)
+    optimizers = build_optimizers(model, settings)
     gradients, pace = FlatGradients(model), StepPace(settings.pace_s)
     indices = batch_indices(len(dataset), settings.batch, seed, rank)
     tokens_per_step = settings.batch * settings.block * world
@@ -125,9 +126,9 @@ def _train(
     score(0)
     for step in range(1, steps + 1):
         pace.begin_step()
-        set_learning_rate(optimizer, (step - 1) / steps, settings)
+        set_learning_rate(optimizers, (step - 1) / steps, settings)
         batch = dataset.gather(next(indices))
-        loss = train_step(model, optimizer, gradients, batch, world, settings.clip, pace)
+        loss = train_step(model, optimizers, gradients, batch, world, settings.clip, pace)
         if step % PROGRESS_EVERY == 0 or step == steps:
             report({"kind": "progress", "step": step, "tokens": step * tokens_per_step, "loss": float(loss)})
         if step % settings.eval_every == 0 or step == steps:

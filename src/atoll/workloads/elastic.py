@@ -42,7 +42,7 @@ from atoll.store.atomic import write_atomic
 from atoll.workloads.data_parallel import FlatGradients, batch_indices
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import StepPace, build_model, build_optimizer, set_learning_rate, validation_loss
+from atoll.workloads.training import StepPace, build_model, build_optimizers, set_learning_rate, validation_loss
 
 PEER_DEADLINE = timedelta(seconds=30)
 """A collective that takes longer has failed. Deaths are noticed at once, by closed connections."""
@@ -51,7 +51,7 @@ SAVE_EVERY_S = 10.0
 Say = Callable[[dict[str, object]], None]
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 STEP = "step"
 """Of the run, in a checkpoint."""
 
@@ -59,17 +59,21 @@ STEP = "step"
 class TrainedState:
     """Everything a rank has learned, as named tensors: sent to a new rank, and kept in a checkpoint.
 
-    Parameters, both moments of AdamW and its step count. The optimizer's part is made before its first step, so that
-    every rank has the same tensors in the same order whether it has trained or not.
+    Parameters, the optimizers' moments and AdamW's step count. The optimizers' part is made before their first step, so
+    that every rank has the same tensors in the same order whether it has trained or not.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+    def __init__(self, model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) -> None:
         self._tensors: dict[str, Tensor] = {}
+        kinds = {p: kind for kind, one in optimizers.items() for group in one.param_groups for p in group["params"]}
         for name, parameter in model.named_parameters():
-            moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+            kind = kinds[parameter]
+            state = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS[kind]}
+            if kind == "adamw":
+                state = {"step": torch.zeros(()), **state}
+            optimizers[kind].state[parameter] = state
             self._tensors[f"parameter.{name}"] = parameter.detach()
-            for part, tensor in optimizer.state[parameter].items():
+            for part, tensor in state.items():
                 self._tensors[f"{part}.{name}"] = tensor
 
     def flatten(self) -> Tensor:
@@ -94,7 +98,9 @@ class TrainedState:
             return 0
         saved = safetensors.torch.load_file(path)
         if saved.keys() - {STEP} != self._tensors.keys():
-            raise ConfigError(f"{path} is the checkpoint of another model: remove it, or name another folder")
+            raise ConfigError(
+                f"{path} is the checkpoint of another model or optimizer: remove it, or name another folder"
+            )
         for name, tensor in self._tensors.items():
             tensor.copy_(saved[name])
         return int(saved[STEP])
@@ -173,8 +179,8 @@ class Rank:
         self.text = Text.load(settings.data)
         self.dataset = Windows(self.text, settings.block)
         self.model = build_model(settings, seed)
-        self.optimizer = build_optimizer(self.model, settings)
-        self.trained = TrainedState(self.model, self.optimizer)
+        self.optimizers = build_optimizers(self.model, settings)
+        self.trained = TrainedState(self.model, self.optimizers)
         self.gradients, self.pace = FlatGradients(self.model), StepPace(settings.pace_s)
         self.batches = Batches(batch_indices(len(self.dataset), settings.batch, seed, place.rank))
         self.step = self.trained.load(place.checkpoint) if place.checkpoint is not None else 0
@@ -218,7 +224,7 @@ class Rank:
     def _train_steps(self, order: GroupOrder) -> None:
         self.pace.begin_step()
         began = time.monotonic()
-        set_learning_rate(self.optimizer, self.step / self.place.steps, self.settings)
+        set_learning_rate(self.optimizers, self.step / self.place.steps, self.settings)
         self.gradients.clear()
         loss = self.model(self.dataset.gather(self.batches.indices_of(self.step + 1)))
         loss.backward()
@@ -228,7 +234,8 @@ class Rank:
             self.gradients.average(len(order.ranks))
         averaged = time.monotonic()
         self.gradients.clip(self.settings.clip)
-        self.optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
         self.step += 1
         self.say(
             {

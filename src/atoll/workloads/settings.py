@@ -10,6 +10,8 @@ import msgspec
 
 from atoll.protocol.errors import ConfigError
 
+OPTIMIZERS = ("adamw", "muon")
+
 
 class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     depth: int = 2
@@ -18,14 +20,16 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     # Bytes of context per training window.
     batch: int = 8
     # Windows per learner and step.
+    optimizer: str = "adamw"
+    # What a learner steps with: "adamw", or "muon" for the matrices of the blocks and AdamW for the rest.
     lr: float = 1e-2
-    # Peak learning rate of the inner AdamW; warm-up and cosine follow the progress of the run.
+    # Peak learning rate of the inner optimizer; warm-up and cosine follow the progress of the run.
     warmup: float = 0.03
     # Share of the run over which the learning rate rises to its peak.
     floor: float = 0.1
     # Learning rate at the end of the run, as a share of the peak.
     weight_decay: float = 0.1
-    # Decay of AdamW on matrices; gains are never decayed.
+    # Decay of matrices; gains are never decayed.
     betas: tuple[float, float] = (0.9, 0.99)
     # Decay of AdamW's two moments.
     clip: float = 1.0
@@ -42,6 +46,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     def __post_init__(self) -> None:
         for key in ("depth", "block", "batch", "eval_windows", "eval_every"):
             _check(key, getattr(self, key) >= 1, getattr(self, key), "a whole number of at least 1")
+        _check("optimizer", self.optimizer in OPTIMIZERS, repr(self.optimizer), " or ".join(OPTIMIZERS))
         for key in ("lr", "clip"):
             value = getattr(self, key)
             _check(key, math.isfinite(value) and value > 0, value, "a number above 0")

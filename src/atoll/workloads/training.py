@@ -1,6 +1,6 @@
 """What the learners and the data-parallel baselines share, so that only the algorithm differs.
 
-The model and its optimizer, the learning rate, the pace of steps, and scores: always of the same windows of the
+The model and its optimizers, the learning rate, the pace of steps, and scores: always of the same windows of the
 held-out text, so that losses of a run compare.
 """
 
@@ -12,7 +12,9 @@ import time
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from atoll.protocol.errors import ConfigError
 from atoll.workloads.gpt import Gpt, GptConfig
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.text import Text, windows
@@ -25,20 +27,34 @@ def build_model(settings: WorkloadSettings, seed: int) -> Gpt:
         return Gpt(GptConfig(depth=settings.depth, block=settings.block))
 
 
-def build_optimizer(model: nn.Module, settings: WorkloadSettings) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+def build_optimizers(model: Gpt, settings: WorkloadSettings) -> dict[str, Optimizer]:
+    """By name: AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
+    hidden = [p for p in model.blocks.parameters() if p.ndim == 2] if settings.optimizer == "muon" else []
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+    return {"muon": _build_muon(hidden, settings), "adamw": adamw} if hidden else {"adamw": adamw}
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, progress: float, settings: WorkloadSettings) -> float:
+def _build_muon(matrices: list[nn.Parameter], settings: WorkloadSettings) -> Optimizer:
+    """Its steps are as long as AdamW's, so that one learning rate and weight decay fit both."""
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"workload.optimizer is 'muon', which torch has since 2.9 and this is torch {torch.__version__}: install "
+            f"torch 2.9 or newer, or set it to adamw"
+        )
+    decay = settings.weight_decay
+    return torch.optim.Muon(matrices, lr=settings.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+
+
+def set_learning_rate(optimizers: dict[str, Optimizer], progress: float, settings: WorkloadSettings) -> float:
     lr = learning_rate(progress, settings.lr, settings.warmup, settings.floor)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = lr
     return lr
 
 
