@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from atoll.workloads.elastic import Batches, GroupOrder, OrderReader, Rank, RankEnvironment
-from atoll.workloads.settings import WorkloadSettings
+from atoll.workloads.settings import OPTIMIZERS, WorkloadSettings
 
 ALONE = GroupOrder(generation=1, ranks=(0,))
 STOP = GroupOrder(stop=True, scores=0)
@@ -30,10 +30,13 @@ class Ordered(OrderReader):
         return next(self._said)
 
 
-def train(tmp_path: Path, until: int, checkpoint: Path | None = None, every: int = 0) -> list[dict[str, Any]]:
+def train(
+    tmp_path: Path, until: int, checkpoint: Path | None = None, every: int = 0, optimizer: str = "adamw"
+) -> list[dict[str, Any]]:
     data = tmp_path / "data.txt"
     data.write_text("".join(f"{n} squared is {n * n}\n" for n in range(2000)))
-    settings = WorkloadSettings(depth=1, block=16, batch=4, data=(str(data),), eval_windows=8)
+    work: dict[str, Any] = {"depth": 1, "block": 16, "batch": 4, "eval_windows": 8}
+    settings = WorkloadSettings(**work, data=(str(data),), optimizer=optimizer)
     orders, said = Ordered(until), []
 
     def say(words: dict[str, object]) -> None:
@@ -53,12 +56,13 @@ def test_a_rank_tells_its_story_and_scores_the_model_in_the_end(tmp_path: Path) 
     assert said[-1]["validation_loss"] > 0 and said[2]["tokens"] == 4 * 16
 
 
-def test_a_rank_that_begins_with_a_checkpoint_ends_where_it_would_have_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_rank_that_begins_with_a_checkpoint_ends_where_it_would_have_ended(tmp_path: Path, optimizer: str) -> None:
     checkpoint = tmp_path / "checkpoint.safetensors"
-    straight = train(tmp_path, 6)
-    first = train(tmp_path, 5, checkpoint, every=4)
+    straight = train(tmp_path, 6, optimizer=optimizer)
+    first = train(tmp_path, 5, checkpoint, every=4, optimizer=optimizer)
     assert [w["step"] for w in first if w["kind"] == "saved"] == [4]
-    second = train(tmp_path, 6, checkpoint, every=4)
+    second = train(tmp_path, 6, checkpoint, every=4, optimizer=optimizer)
     assert [w["step"] for w in second if w["kind"] == "step"] == [5, 6]
     assert second[-1]["digest"] == straight[-1]["digest"]
 
