@@ -4,7 +4,9 @@ processes that start with less in them (startup/), and a garbage collector that 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ os.environ.setdefault("SSL_CERT_DIR", os.devnull)
 STARTUP = str(Path(__file__).parent / "startup")
 if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, STARTUP)
+    importlib.import_module("lean_torch").install()  # here too: a worker of xdist has done it by now
 
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)

@@ -35,6 +35,9 @@ class Run:
         self._process: subprocess.Popen[str] | None = None
         self._built_in = False
         """It trains the built-in workload and is to be replayed: see `replay_built_in`."""
+        self._events: list[Event] = []
+        self._read_bytes = 0
+        """How much of the events' file is in `_events`: what waits looks there twenty times a second."""
 
     def environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
         return {**os.environ, MARK: str(self.folder), "COLUMNS": "200", **(more or {})}
@@ -133,10 +136,13 @@ class Run:
     # ---- what is known of it --------------------------------------------------------------------------------------
 
     def events(self, *kinds: str) -> list[Event]:
-        path = self.out / "events.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        events = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        return [event for event in events if not kinds or event["kind"] in kinds]
+        if (path := self.out / "events.jsonl").exists():
+            with path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._read_bytes += len(whole + newline)
+            self._events += [json.loads(line) for line in whole.splitlines()]
+        return [event for event in self._events if not kinds or event["kind"] in kinds]
 
     def until(self, what: Callable[[list[Event]], bool]) -> None:
         """Wait until the events say so."""
