@@ -4,10 +4,13 @@ Every optimizer of torch imports `torch._dynamo` (1.5 s), to call two functions 
 is compiled; `import torch` loads `torch.export` (0.3 s) and, for tensors without values, `torch._meta_registrations`
 (0.5 s). Here these imports give stand-ins. Whoever asks one of them for anything else, or imports one of its
 submodules, gets the real package, and so does every later import.
+
+While torch is imported nothing is garbage, and to look for some takes 0.3 s: so nobody looks, then or later.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.machinery
 import importlib.util
@@ -39,10 +42,16 @@ class StandIn(ModuleType):
 class Finder:
     """Finds the stand-ins, and the submodules of the real packages once these are loaded."""
 
+    collects = False
+    """Whether somebody looked for garbage before torch came."""
+
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if name == "torch" and gc.isenabled():
+            gc.disable()
+            Finder.collects = True
         if name in (*PACKAGES, METAS):
             return importlib.machinery.ModuleSpec(name, Finder, is_package=name != METAS)  # type: ignore[arg-type]
         if name.startswith(tuple(f"{package}." for package in PACKAGES)):
@@ -59,6 +68,9 @@ class Finder:
     def exec_module(module: ModuleType) -> None:
         if module.__name__ == METAS and isinstance(module, StandIn):
             prepare_generators()
+            if Finder.collects:
+                gc.freeze()
+                gc.enable()
 
 
 def install() -> None:
