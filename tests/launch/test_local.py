@@ -76,6 +76,27 @@ async def test_the_operator_says_how_often_a_learner_is_started_again(tmp_path: 
     assert [e["process"] for e in events(run, "restarted")].count("learner-0") == 1
 
 
+def test_one_that_dies_while_the_last_death_of_another_is_handled_is_started_again(tmp_path: Path) -> None:
+    def say(line: bytes) -> None:
+        """learner-0 was looked at, and lived; it is gone before anybody counts who is left."""
+        if json.loads(line).get("process") == "learner-1" and first.process is not None:
+            first.process.kill()
+            first.process.wait()
+
+    log = tmp_path / "log"
+    processes = Supervision(RunDir(tmp_path), EventLog(say), Child("syncer", [], {}, log), children.LIMIT)
+    first = processes.learners["learner-0"] = Child("learner-0", ["sleep", "60"], {}, log)
+    second = processes.learners["learner-1"] = Child("learner-1", ["false"], {}, log, limit=0)
+    first.start()
+    second.start()
+    assert second.process is not None
+    second.process.wait()
+    processes.restart_dead()
+    assert not first.running and second.given_up
+    processes.restart_dead()
+    assert first.waiting and not processes.is_ending
+
+
 async def test_words_of_a_death_that_is_not_followed_by_a_restart(tmp_path: Path) -> None:
     run = local(tmp_path, "raise SystemExit(7)", max_restarts=0)
     with pytest.raises(RunFailed, match="every learner died; their logs are in"):

@@ -145,7 +145,8 @@ class Supervision:
                 self._handle_exit_of_learner(child, code)
         if self.scorer is not None and (self.interrupts or time.monotonic() >= self._blame_scorer_at):
             self._blame_scorer(self.scorer)
-        if not any(child.running or child.waiting for child in self.learners.values()):
+        # One that died since it was looked at above still has its process here: the next look says what becomes of it.
+        if not any(child.process is not None or child.waiting for child in self.learners.values()):
             self._end_without_learners()
 
     def _restart_if_due(self, child: Child) -> bool:
