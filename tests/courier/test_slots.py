@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.courier import body
 from atoll.courier.body import IncomingSlots, OutgoingSlots
 
 
@@ -150,7 +151,7 @@ async def test_what_nobody_took_gives_its_slot_back() -> None:
 async def test_versions_that_wait_for_the_training_process_get_more_slots() -> None:
     slots = IncomingSlots(1, reserve=lambda slot: slot < 4)
     for fragment in range(4):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(60):
             slots.note_landed(fragment, await slots.take_slot())
     assert sorted(slots.landed.values()) == [0, 1, 2, 3]
     with pytest.raises(TimeoutError):
@@ -158,7 +159,8 @@ async def test_versions_that_wait_for_the_training_process_get_more_slots() -> N
             await slots.take_slot()
 
 
-async def test_a_newcomer_that_fetches_every_fragment_takes_memory_for_a_few() -> None:
+async def test_a_newcomer_that_fetches_every_fragment_takes_memory_for_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "SLOT_S", 60.0)  # a busy machine may hold up this process for longer than 0.1 s
     reserved: list[int] = []
 
     def reserve(slot: int) -> bool:
@@ -174,7 +176,7 @@ async def test_a_newcomer_that_fetches_every_fragment_takes_memory_for_a_few() -
         await asyncio.sleep(0)  # the adoption
         slots.release_unwanted(fragment)
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for fragment in range(24):
             tasks.create_task(fetch(fragment))
     assert not reserved
@@ -189,7 +191,7 @@ async def test_fetches_that_waited_for_the_network_get_slots_once_it_waits_for_n
         await asyncio.sleep(0.001)
         slots.note_landed(fragment, slot)
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for fragment in range(24):
             tasks.create_task(fetch(fragment))
     assert sorted(slots.landed.values()) == list(range(24))
