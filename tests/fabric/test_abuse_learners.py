@@ -632,10 +632,11 @@ async def test_who_said_too_much_in_hellos_is_let_in_later(fort: Fort) -> None:
 
 async def test_a_flood_of_wrong_tokens_fills_no_disk(fort: Fort) -> None:
     await fort.open()
-    before = await fort.digest()
+    before, began = await fort.digest(), time.monotonic()
     for _ in range(200):
         assert (await fort.request("GET", "/v1/status", None, {"Authorization": "Bearer nobody-knows-this"}))[0] == 401
-    assert len(fort.stage.events("turned_away")) <= 10, "once a second is enough"
+    took = time.monotonic() - began
+    assert len(fort.stage.events("turned_away")) <= 1 + took, "once a second is enough"
     await fort.unharmed(before)
 
 
