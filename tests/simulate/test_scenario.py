@@ -8,10 +8,11 @@ import pytest
 
 from atoll.launch.replay.recording import HeldVersions, RecordedCopy, read_recording
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import AnyRecord, GoneRecord, JoinedRecord, MergedRecord
+from atoll.protocol.records import AnyRecord, BegunRecord, GoneRecord, JoinedRecord, MergedRecord, TermRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import AdoptedEntry, StoppedEntry, TookEntry
 from atoll.simulate.scenario import make_tape, parse_fault
+from atoll.store.audit import JournalAudit
 from atoll.store.journal import read_tape, write_tape
 
 
@@ -63,6 +64,17 @@ def test_what_happened_is_on_it() -> None:
         "a newcomer was helped"
     )
     assert sum(isinstance(entry, StoppedEntry) for entry in entries) == 3, "whoever was there at the end was told"
+
+
+def test_what_is_on_it_stands_up_to_verify() -> None:
+    """A run under a tape takes its records over, all but those of terms."""
+    begun, *lines = a_tape(*FAULTS)
+    assert isinstance(begun, BegunRecord)
+    audit = JournalAudit(begun)
+    for line in lines:
+        if not isinstance(line, TermRecord):
+            audit.take_record(line)
+    assert audit.history.finished and audit.history.step >= 60
 
 
 def test_the_same_scenario_gives_the_same_tape(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -32,8 +33,8 @@ MOST_S = 1e7
 class TapeWorld(World):
     """A world that keeps what its training processes are told."""
 
-    def __init__(self, settings: Settings, *, seed: int, latency_s: float) -> None:
-        super().__init__(settings, seed=seed, latency_s=latency_s)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.tapes: dict[str, list[tape.AnyEntry]] = {}
         self._heard: dict[str, fx.Inform] = {}
         self._stopped: set[str] = set()
@@ -87,6 +88,13 @@ class TapeWorld(World):
     def _say(self, learner: SimulatedLearner, entry: tape.AnyEntry) -> None:
         self.tapes[learner.session].append(entry)
 
+    def play_to_the_end(self) -> list[AnyRecord]:
+        """The records of the whole run."""
+        self.run(MOST_S)
+        if not self.finished:
+            raise ConfigError("this run does not come to an end: give it --steps, and faults that end")
+        return _records(self)
+
 
 def make_tape(
     settings: Settings, *, step_s: Sequence[float], faults: Sequence[Fault] = (), seed: int = 0, latency_s: float = 0.0
@@ -98,25 +106,21 @@ def make_tape(
     for number, seconds in enumerate(step_s):
         world.network.dial_later(world.join(f"learner-{number}", seconds))
     inject.schedule(world, list(faults))
-    world.run(MOST_S)
-    if not world.finished:
-        raise ConfigError("this run does not come to an end: give it --steps, and faults that end")
-    return _records(world)
+    return world.play_to_the_end()
 
 
 def _records(world: TapeWorld) -> list[AnyRecord]:
     lives: dict[str, JoinedRecord] = {}
     lines: list[AnyRecord] = []
+    ends: list[AnyRecord] = []
     for line in world.disk.journal:
         if isinstance(line, JoinedRecord):
             lives[line.session] = line
         elif isinstance(line, MergedRecord):
             line = msgspec.structs.replace(line, digest="")
-        if isinstance(line, EndedRecord) and line.final:
-            continue
-        lines.append(line)
+        (ends if isinstance(line, EndedRecord) and line.final else lines).append(line)
     tapes = tuple(_stretch(life, world.tapes[session]) for session, life in lives.items())
-    return [world.begun, *lines, PlayedRecord(tapes), EndedRecord("the tape is over", final=True)]
+    return [world.begun, *lines, PlayedRecord(tapes), *ends]
 
 
 def _stretch(life: JoinedRecord, entries: list[tape.AnyEntry]) -> Stretch:
