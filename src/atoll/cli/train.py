@@ -109,7 +109,8 @@ def train(
     kills = tuple(_kill(text, settings) for text in kill) or ((DEMO_KILL,) if demo else ())
     if tape is not None:
         rules = parse_settings(words, workload).get("protocol", {})
-        _follow(tape, settings, rules, out, force=force, as_json=json_, kills=bool(kills))
+        wanted = said["protocol"].get("learners")
+        _follow(tape, settings, rules, wanted, out, force=force, as_json=json_, kills=bool(kills))
         return
     options = options.assign_devices(settings)
     run_dir = RunDir.create(out, force=force or demo, shared=settings.service.share_files)
@@ -316,18 +317,25 @@ def _follow(
     tape: Path,
     config: Config,
     rules: dict[str, Any],
+    wanted: int | None,
     out: Path | None,
     *,
     force: bool,
     as_json: bool,
     kills: bool,
 ) -> None:
-    """`--tape`: the scenario says how many learners there are, how long it goes and by which rules."""
+    """`--tape`: the scenario says how many learners there are, how long it goes and by which rules. `wanted`: learners
+    that a settings file asks for."""
     said = sorted(name for name, value in rules.items() if value is not None)
     if said or kills:
         raise ConfigError(f"--tape brings {', '.join(said) or 'its faults'} with it: make another tape for another")
     lines = read_tape(tape)
     assert isinstance(lines[0], BegunRecord)
+    if wanted not in (None, on_tape := lines[0].settings.learners):
+        raise ConfigError(
+            f"{tape} is a tape of {on_tape} learners, the settings ask for {wanted}: "
+            f"leave learners out, or make another tape with --learners {wanted}"
+        )
     config = msgspec.structs.replace(config, protocol=lines[0].settings)
     kernels.warm()
     run_dir = RunDir.create(out, force=force, shared=config.service.share_files)
@@ -345,7 +353,9 @@ def _follow(
     if not as_json:
         Console(highlight=False, soft_wrap=True).print(
             f"{summary['rounds']} rounds as the tape says, {summary['processes']} training processes, "
-            f"{summary['wall_s']:.0f} s. The model is in {run_dir.model}; atoll replay repeats it."
+            f"{summary['wall_s']:.0f} s. The model is in {run_dir.model}; atoll replay repeats it.",
+            *([summary["drawn"]] if "drawn" in summary else []),
+            sep="\n",
         )
 
 

@@ -103,22 +103,25 @@ class ClusterWorld(World):
 
     def step_s(self, learner: Training) -> float:
         """How long it is to the end of the step that begins now."""
-        name, now = learner.name, self.now
+        life = self.lives[learner.name]
+        if self.now > (reached := life[-1].end):
+            life.append(TimeSpan(reached, self.now, "waiting" if self.settings.synchronous else "recovering"))
+        return self.end_step(learner.name) - self.now
+
+    def end_step(self, name: str) -> float:
+        """Live on to the end of the next step. When that is; NEVER_S later if its process does not live to end it."""
         chips, life = self.chips[name], self.lives[name]
-        if now > (reached := life[-1].end):
-            life.append(TimeSpan(reached, now, "waiting" if self.settings.synchronous else "recovering"))
-        gone_at = None
-        while (stretch := chips.standing(now)) is not None:
+        gone_at: float | None = None
+        while (stretch := chips.standing(life[-1].end)) is not None:
             life.append(stretch)
             if stretch.kind in ("gone", "away") and gone_at is None:
                 gone_at = stretch.start
-            now = stretch.end
         if gone_at is not None:
             self.queue.call_later(gone_at - self.now, self._vanish, name)
-            self.queue.call_later(now - self.now, self._come_back, name)
-            return now - self.now + NEVER_S
-        life.append(chips.step(now, most=1))
-        return life[-1].end - self.now
+            self.queue.call_later(life[-1].end - self.now, self._come_back, name)
+            return life[-1].end + NEVER_S
+        life.append(chips.step(life[-1].end, most=1))
+        return life[-1].end
 
     def _vanish(self, name: str) -> None:
         self.kill(self.learners[name], "it lost its last slice")

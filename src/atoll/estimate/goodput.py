@@ -112,6 +112,8 @@ class Job(msgspec.Struct, frozen=True):
         ):
             if not 0 < value <= most:
                 raise ConfigError(f"{name} = {value:g}: it must be above 0, and at most {most:,}")
+        if self.chips < self.learners:
+            raise ConfigError(f"{self.chips} chips are too few for {self.learners} learners: each needs at least one")
         if self.chips < slices:
             raise ConfigError(f"{self.chips} chips cannot make {slices} slices: take --slices {self.chips} or fewer")
         if slices % self.learners:
@@ -141,7 +143,7 @@ def live(job: Job) -> tuple[JobResult, list[list[TimeSpan]]]:
     """The experiment, and every learner's life in it."""
     learners = draw_learners(job)
     span_s = job.hours * 3600
-    lives = [[_begin(job, one)] for one in learners]
+    lives = begin_lives(job, learners)
     rounds = _play(job, learners, lives, span_s)
     if job.method in WAITING and rounds is not None:
         span_s = min(span_s, rounds.seconds)
@@ -155,10 +157,10 @@ def live(job: Job) -> tuple[JobResult, list[list[TimeSpan]]]:
     return JobResult(tally, rounds, failures / span_s * 3600, tokens / span_s * 3600), lives
 
 
-def _begin(job: Job, chips: Chips) -> TimeSpan:
+def begin_lives(job: Job, learners: Sequence[Chips]) -> list[list[TimeSpan]]:
     """In the middle of things, or with the start of a run where it was measured how that goes."""
-    starts = job.profile.elasticity.start_s
-    return chips.start(chips.dice.choice(starts)) if starts else chips.settle(-job.profile.settled_s)
+    starts, since = job.profile.elasticity.start_s, -job.profile.settled_s
+    return [[chips.start(chips.dice.choice(starts)) if starts else chips.settle(since)] for chips in learners]
 
 
 def draw_learners(job: Job) -> list[Chips]:

@@ -21,6 +21,7 @@ from atoll.protocol.records import (
     BegunRecord,
     ChangedRecord,
     CutDoneRecord,
+    DrawnRecord,
     EndedRecord,
     GoneRecord,
     GrantedRecord,
@@ -189,7 +190,7 @@ class History:
                 self._choose_good_cut()
             case RestoredRecord():
                 self._restored(record)
-            case ResetRecord() | LentRecord() | AlarmedRecord():
+            case ResetRecord() | LentRecord() | AlarmedRecord() | DrawnRecord():
                 pass  # concerns the numbers alone, or a reader of the tape or of the books
             case PlayedRecord(tapes):
                 for one in tapes:

@@ -25,6 +25,7 @@ its place. Structs are written as arrays without names: a round of four members 
     CutDoneRecord   a complete cut
     PlayedRecord    parts of learners' tapes (tape.py)
     LentRecord      a copy of a learner's state that a newcomer may take
+    DrawnRecord     of a tape that no run made: what its failures were drawn from, and who makes no steps when
     EndedRecord     the run ends; and once more, final: its last round is behind it
 """
 
@@ -263,6 +264,54 @@ class LentRecord(Record, frozen=True, tag="l"):
     """The step after which the copy was made."""
 
 
+class Absence(Record, frozen=True):
+    """A learner makes no step for a while. A tick is as long as a usual step; in every other tick it makes one."""
+
+    learner: str
+    tick: int
+    """The first without a step, from 0 …"""
+    ticks: int
+    """… and how many there are."""
+    reason: str
+
+
+class DrawnRecord(Record, frozen=True, tag="drawn"):
+    """The failures of this tape were drawn from the goodput model (estimate/drawn_tape.py)."""
+
+    profile: str
+    provenance: str
+    """Where the profile's constants come from."""
+    learners: int
+    chips: int
+    seed: int
+    step_s: float
+    """Seconds of a usual step."""
+    ticks: int
+    """So many usual steps the run lasts."""
+    goodput: float
+    """As `atoll simulate goodput` counts it."""
+    absences: tuple[Absence, ...]
+
+    @property
+    def possible_steps(self) -> int:
+        return self.learners * self.ticks
+
+    @property
+    def steps(self) -> int:
+        """Of all learners together."""
+        return self.possible_steps - sum(one.ticks for one in self.absences)
+
+    def describe(self) -> str:
+        lost: dict[str, int] = {}
+        for one in self.absences:
+            lost[one.reason] = lost.get(one.reason, 0) + one.ticks
+        reasons = "".join(f", {ticks:,} lost to {reason}" for reason, ticks in sorted(lost.items()))
+        return (
+            f"goodput {100 * self.goodput:.1f} %: {self.steps:,} of {self.possible_steps:,} learner steps{reasons} "
+            f"(profile {self.profile}, {self.chips:,} chips, {self.learners} learners, seed {self.seed})"
+        )
+
+
 class EndedRecord(Record, frozen=True, tag="ended"):
     reason: str
     final: bool = False
@@ -291,6 +340,7 @@ AnyRecord = (
     | CutDoneRecord
     | PlayedRecord
     | LentRecord
+    | DrawnRecord
     | EndedRecord
 )
 

@@ -31,6 +31,7 @@ from atoll.protocol.records import (
     BegunRecord,
     ChangedRecord,
     CutDoneRecord,
+    DrawnRecord,
     EndedRecord,
     GoneRecord,
     GrantedRecord,
@@ -160,7 +161,7 @@ class JournalAudit:
                 self._check_step("the end", step)
             case AlarmedRecord(wrong=wrong):
                 self.alarm, self.alarms = self.alarm or wrong, self.alarms + 1
-            case LentRecord() | OwnedRecord():
+            case LentRecord() | OwnedRecord() | DrawnRecord():
                 pass
 
     def _check_tape(self, learner: str, incarnation: int, first: int) -> None:

@@ -236,31 +236,78 @@ SIMULATORS = (
         "Commands",
         """Write down who would be in which round, and when everybody would adopt what.
 
-        Kinds of faults: kill, leave, pause, suspend, slow, partition, and crash for the syncer. A learner
-        that is only there for a while (scavenged) leaves and comes back.
+        `atoll train --tape FILE` trains under it, with real learners: the same bits each time.
+
+        With --profile and --chips the failures are drawn as `atoll simulate goodput` draws them, and the tape
+        says what goodput they leave. A learner that scales down or up makes no steps meanwhile; one without
+        some of its slices makes fewer; one that lost all of them is gone, and recovers when it comes back.
+        With as many --slices as learners, every failure takes a whole learner away.
+
+        Without a profile, faults are given. Kinds: kill, leave, pause, suspend, slow, partition, and crash
+        for the syncer. A learner that is only there for a while (scavenged) leaves and comes back.
 
         Examples:
+          atoll simulate tape --profile paper --chips 1.2M --learners 8 --out paper.tape
+          atoll simulate tape --profile paper --chips 150k --learners 8 --slices 8 --steps 1000 --seed 3
           atoll simulate tape mixed.tape --learners 4 --step-s 1,1,2,4 --fault kill:learner-1@40+20
           atoll train --tape mixed.tape --out atoll-runs/mixed
         """,
-        "simulate:tape",
+        "simulate_tape:tape",
         (
-            argument("out", "The file to write.", Path, metavar="FILE", required=True),
+            argument(
+                "file", "The file to write. Without it: --out, or a name that says what is on it.", Path, metavar="FILE"
+            ),
+            option("--out", "The file to write.", Path, metavar="FILE"),
             option("--learners", "M: how many learners.", int, default=4),
             option("--steps", "The run's length in learner steps.", int, default=200),
-            option("--fragments", "P: at most as many as the model has tensors.", int, default=8),
-            option("--sync-every", "H: steps between two syncs of a fragment.", int, default=8),
-            option("--overlap", "τ: steps a fragment may be away.", int, default=2),
-            option("--quorum", "K: the fewest learners of a round.", int, default=1),
-            option("--step-s", "Seconds of a step: one for all, or one for each learner.", default="1"),
-            option("--latency-s", "Seconds that a message takes.", float, default=0.02),
+            option("--seed", "Of what is left to chance.", int, default=0),
+            option("--profile", "paper, spot, or FILE.toml of your own.", panel="Drawn failures"),
+            option("--chips", "Chips of the whole cluster: 1.2M, 150k.", metavar="N", panel="Drawn failures"),
+            option("--slices", "What fails as a whole: machines, pods.", int, panel="Drawn failures"),
+            option(
+                "--set",
+                "Any other key of the profile: preemption.every_s=43200.",
+                name="set_",
+                many=True,
+                metavar="KEY=VALUE",
+                panel="Drawn failures",
+            ),
             option(
                 "--fault",
                 "kill:learner-1@40+20 (at 40 s, for 20 s); crash@60+5 for the syncer.",
                 many=True,
                 metavar="FAULT",
+                panel="Given faults",
             ),
-            option("--seed", "Of what is left to chance.", int, default=0),
+            option(
+                "--step-s",
+                "Seconds of a step: one for all, or one for each learner. With a profile: one.",
+                shown="1, or the profile's",
+                panel="The rules",
+            ),
+            option(
+                "--latency-s", "Seconds that a message takes.", float, shown="0.02, or the profile's", panel="The rules"
+            ),
+            option(
+                "--fragments",
+                "P: at most as many as the model has tensors.",
+                int,
+                shown="8, or the profile's",
+                panel="The rules",
+            ),
+            option(
+                "--sync-every",
+                "H: steps between two syncs of a fragment.",
+                int,
+                shown="8, or the profile's",
+                panel="The rules",
+            ),
+            option(
+                "--overlap", "τ: steps a fragment may be away.", int, shown="2, or the profile's", panel="The rules"
+            ),
+            option(
+                "--quorum", "K: the fewest learners of a round.", int, shown="1, or the profile's", panel="The rules"
+            ),
         ),
     ),
 )

@@ -35,7 +35,7 @@ from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.history import History
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, RestoredRecord, TermRecord
+from atoll.protocol.records import AnyRecord, BegunRecord, DrawnRecord, MergedRecord, RestoredRecord, TermRecord
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import CutState, check_cut, complete_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
@@ -245,9 +245,11 @@ class TapeRun:
             raise RunFailed(f"{outcome.stopped}; logs are in {self.out.logs}")
         self._write_journal(lines, conductor)
         save_model(self.out.model, dict(conductor.parameters.tensors_by_name()))
+        drawn = next((line for line in lines if isinstance(line, DrawnRecord)), None)
         return {
             "run": score.begun.run,
             "tape": str(self.tape),
+            **({"goodput": drawn.goodput, "learner_steps": drawn.steps, "drawn": drawn.describe()} if drawn else {}),
             "rounds": score.rounds,
             "versions": outcome.compared,
             "learners": score.begun.settings.learners,
