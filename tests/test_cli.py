@@ -167,6 +167,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("simulate tape a.tape --step-s fast", "--step-s fast: write seconds, as in 1 or 1,1,2.5"),
         ("simulate tape a.tape --fault melt:learner-0@1+1", "'melt:learner-0@1+1' is not understood"),
         ("simulate tape a.tape --quorum 5", "quorum = 5 can never be reached by 4 learners"),
+        ("simulate tape a.tape --out b.tape", "a.tape and --out b.tape: name one file to write"),
+        ("simulate tape --chips 1.2M", "--chips, --slices and --set are of a cluster: add --profile paper, or leave"),
+        ("simulate tape --profile paper", "--profile paper: say how many chips there are that may fail, as in --chips"),
+        ("simulate tape --profile papr --chips 1.2M", "there is no profile 'papr': take paper or spot, or a file of"),
+        ("simulate tape --profile paper --chips many", "'many' is no number; write 5, 0.5, 1e6, 150k, 1.2M or 7B"),
+        ("simulate tape --profile paper --chips 2 --learners 8", "2 chips are too few for 8 learners: each needs at"),
+        ("simulate tape --profile paper --chips 1M --learners 5", "1024 slices cannot be dealt evenly to 5 learners"),
+        ("simulate tape --profile paper --chips 1M --step-s 1,2", "--step-s '1,2': '1,2' is no number"),
+        ("simulate tape --profile paper --chips 1M --steps 0", "--steps 0: a tape needs an end; give it 1 or more"),
+        (
+            "simulate tape --profile paper --chips 1M --fault crash@6+5",
+            "--profile paper draws the faults: leave --fault",
+        ),
         ("set http:// quorum=2", "is no address of a syncer: it looks like http://127.0.0.1:7077"),
     ],
 )
@@ -179,6 +192,23 @@ def test_a_mistake_is_one_line_that_names_the_fix(
     assert err.startswith("atoll: ") and err.count("\n") == 1
     assert said in err
     assert not Path("atoll-runs").exists(), "nothing was begun"
+
+
+def test_a_drawn_tape_says_its_goodput_and_is_followed_by_as_many_learners_as_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    words = ["--profile", "paper", "--chips", "300k", "--learners", "2", "--steps", "10"]
+    assert atoll(monkeypatch, "simulate", "tape", *words, "--out", "drawn.tape") == 0
+    told = capsys.readouterr().out
+    assert "drawn.tape: " in told and " of 2 learners" in told and "not its authors' values" in told
+    assert re.search(r"goodput \d+\.\d %: \d+ of \d+ learner steps", told)
+    assert atoll(monkeypatch, "simulate", "tape", *words) == 0
+    named = folder / "paper-300000-chips-2-learners-seed-0.tape"
+    assert named.read_bytes() == (folder / "drawn.tape").read_bytes()
+    (folder / "three.toml").write_text("[protocol]\nlearners = 3\n")
+    assert atoll(monkeypatch, "train", "--tape", "drawn.tape", "--config", "three.toml") == 2
+    said = "drawn.tape is a tape of 2 learners, the settings ask for 3: leave learners out, or make another tape"
+    assert said in capsys.readouterr().err
 
 
 def test_an_address_where_nobody_answers_says_what_to_name_instead(

@@ -33,7 +33,9 @@ from atoll.protocol.records import (
     PassedRecord,
     Share,
 )
+from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.rounds import NOTHING_LEFT
+from atoll.simulate.scenario import make_tape
 from atoll.store.cuts import folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
@@ -123,6 +125,18 @@ def test_a_run_that_has_not_begun_is_well(tmp_path: Path) -> None:
     report = well(run)
     assert report.facts["records"] == 0 and report.remarks == ("the run has not begun: its journal holds no record",)
     assert dict(verification_rows(report))["run"] == "has not begun"
+
+
+def test_a_run_under_a_tape_keeps_no_cut_and_is_well(tmp_path: Path) -> None:
+    settings = Settings(learners=2, fragments=2, sync_every=4, overlap=1, steps=20, cut_every=0).resolved(2)
+    lease = acquire(tmp_path / "journal")
+    journal = Journal.begin(tmp_path / "journal", lease.term, disk=LocalDisk())
+    journal.append([(line, None) for line in make_tape(settings, step_s=[1.0, 1.5])])
+    journal.close()
+    lease.release()
+    report = verify_run(tmp_path)
+    assert report.ok, report.problem
+    assert report.remarks == ("the run followed a tape and keeps no cut: atoll replay checks its parameters",)
 
 
 def test_a_folder_without_a_journal_is_the_askers_mistake(tmp_path: Path) -> None:

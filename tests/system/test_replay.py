@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.system.conftest import SCRIPTS, Event, Run, browser_page, members
 
+from atoll.launch.replay.recording import read_recording
+from atoll.protocol.records import Absence, DrawnRecord, MergedRecord
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import read, read_tape
 from atoll.store.verify import verify_run
 
 if TYPE_CHECKING:
@@ -172,3 +176,37 @@ def test_a_synthetic_tape_is_followed_and_what_comes_of_it_is_repeated(run: Run,
     run.train(SCRIPTS / "line.py", "--tape", tape, "--force")
     run.ended()
     assert (run.out / "model.safetensors").read_bytes() == first
+
+
+@pytest.mark.faults
+def test_real_learners_make_the_steps_of_a_drawn_tape_and_no_others(run: Run, tmp_path: Path) -> None:
+    """learner-0 is gone for ticks 20 to 45: it misses the rounds of that time, and comes back with its peer's state."""
+    tape = tmp_path / "drawn.tape"
+    cluster = ("--profile", "paper", "--chips", "100k", "--learners", "2", "--slices", "2", "--seed", "14")
+    made = run.command("simulate", "tape", tape, *cluster, "--steps", "60", "--fragments", "2", "--sync-every", "4")
+    lines = read_tape(tape)
+    drawn = lines[1]
+    assert isinstance(drawn, DrawnRecord) and Absence("learner-0", 20, 26, "gone") in drawn.absences
+    run.train(SCRIPTS / "counting.py", "--tape", tape)
+    run.ended()
+    assert drawn.describe() in made.stdout and drawn.describe() in run.stdout
+    assert (run.summary["goodput"], run.summary["learner_steps"]) == (drawn.goodput, drawn.steps)
+
+    steps = {"learner-0": drawn.ticks, "learner-1": drawn.ticks}
+    for one in drawn.absences:
+        steps[one.learner] -= one.ticks
+    for part in read_recording(lines).parts:
+        said = re.findall(r"^step (\d+)$", (run.out / "logs" / f"{part.name}.log").read_text(), re.MULTILINE)
+        assert [int(number) for number in said] == list(range(1, part.acts()[-1].t + 1))
+        steps[part.learner] -= len(said)
+    assert abs(steps["learner-1"]) <= 1, "of the last tick"
+    assert -1 <= steps["learner-0"] <= 3, "what it would have trained after it was last told something was lost with it"
+
+    report = verify_run(run.out)
+    assert report.ok, report.problem
+    journal = [line for _, line in read(run.out / "journal", disk=LocalDisk())]
+    rounds = [
+        (line.step, {share.learner for share in line.members}) for line in journal if isinstance(line, MergedRecord)
+    ]
+    assert drawn in journal and all(learners == {"learner-1"} for step, learners in rounds if 22 < step < 42)
+    assert any("learner-0" in learners for step, learners in rounds if step > 50)

@@ -73,17 +73,22 @@ def draw_tape(name: str, profile: Profile, *, learners: int, chips: int, steps: 
     hours = min(MOST_HOURS, WITHIN * steps * profile.step_s / 3600)
     job = Job(profile, "decoupled", learners, chips, seed, hours, rounds=0)
     drawn = draw_learners(job)
+    lives = begin_lives(job, drawn)
+    for one, life in zip(drawn, lives, strict=True):  # no process is started for a learner that cannot step yet
+        while (span := one.standing(life[-1].end)) is not None:
+            life.append(span)
     settings = msgspec.structs.replace(settings_of(profile, len(drawn)), steps=steps)
-    world = DrawnWorld(profile, settings, drawn, begin_lives(job, drawn), seed)
+    world = DrawnWorld(profile, settings, drawn, lives, seed)
     begun, *lines = world.play_to_the_end()
     return [begun, _make_head(job, name, world), *lines]
 
 
 def _make_head(job: Job, profile: str, world: DrawnWorld) -> DrawnRecord:
-    step_s = job.profile.step_s
-    ticks = math.floor(min(world.stopped_at, world.now) / step_s + CLOSE)
-    for life in world.lives.values():  # whoever has come back and not made a step yet
-        life.append(TimeSpan(life[-1].end, ticks * step_s, "recovering"))
+    step_s, span_s = job.profile.step_s, min(world.stopped_at, world.now)
+    ticks = _nearest_tick(span_s, step_s) + 1
+    for life in world.lives.values():
+        if life[-1].end < span_s:  # it has come back, and made no step yet
+            life.append(TimeSpan(life[-1].end, span_s, "recovering"))
     absences = [
         one for name, ends in world.ends.items() for one in list_absences(name, ends, world.lives[name], ticks, step_s)
     ]
@@ -95,7 +100,7 @@ def _make_head(job: Job, profile: str, world: DrawnWorld) -> DrawnRecord:
         job.seed,
         step_s,
         ticks,
-        count(list(world.lives.values()), max(ticks, 1) * step_s, step_s).goodput,
+        count(list(world.lives.values()), span_s, step_s).goodput,
         tuple(absences),
     )
 
@@ -105,7 +110,7 @@ def list_absences(
 ) -> list[Absence]:
     """The ticks that none of its steps is the nearest to, those in a row together. Of two steps in one tick, which
     jitter may bring about, the second counts in the next."""
-    ended = Counter(math.floor(end / step_s - 0.5 - CLOSE) for end in ends)
+    ended = Counter(_nearest_tick(end, step_s) for end in ends)
     found: list[Absence] = []
     waiting = 0
     for tick in range(ticks):
@@ -117,6 +122,11 @@ def list_absences(
         else:
             found.append(Absence(name, tick, 1, ""))
     return [msgspec.structs.replace(one, reason=_reason(one, life, step_s)) for one in found]
+
+
+def _nearest_tick(end: float, step_s: float) -> int:
+    """The one whose end is nearest."""
+    return math.floor(end / step_s - 0.5 - CLOSE)
 
 
 def _reason(absence: Absence, life: Sequence[TimeSpan], step_s: float) -> str:

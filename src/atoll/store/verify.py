@@ -90,6 +90,8 @@ class RunVerification:
         """All records that were there are read, and none is wrong."""
         self._terms: set[int] = set()
         """Whose segments hold records that count."""
+        self._under_tape = False
+        """A round has no gradient beside it: `atoll train --tape` made it. A syncer writes one with every round."""
 
     def find_problem(self) -> str:
         """The first thing that is wrong; empty when nothing is."""
@@ -154,6 +156,8 @@ class RunVerification:
             self._audit.take_record(record)
         if isinstance(record, CutDoneRecord):
             self._cuts.take_record(record)
+        if isinstance(record, MergedRecord):
+            self._under_tape = self._under_tape or record.payload is None
 
     def _meet_cut(self, position: Position) -> None:
         """What a cut holds is compared; the records of a run that was begun from a cut go on from it."""
@@ -214,6 +218,9 @@ class RunVerification:
         """The model at the end of what was read; None where it cannot be made."""
         cuts = self._cuts.list_usable()
         if not audit.history.started and not cuts:
+            return None
+        if self._under_tape and not cuts:
+            self._findings.add_remark("the run followed a tape and keeps no cut: atoll replay checks its parameters")
             return None
         if not cuts:
             raise BadRun(f"the run has parameters, but no cut in {self._run.cuts} holds them: put one back")
