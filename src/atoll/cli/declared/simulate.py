@@ -290,7 +290,7 @@ SIMULATORS = (
             ),
             option(
                 "--fragments",
-                "P: at most as many as the model has tensors.",
+                "P: at most as many as the model has rows.",
                 int,
                 shown="8, or the profile's",
                 panel="The rules",

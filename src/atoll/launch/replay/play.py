@@ -31,7 +31,7 @@ from atoll.launch.replay.recording import (
     read_recording,
 )
 from atoll.launch.replay.syncer import ReplayOutcome, ReplaySyncer
-from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan, most_fragments
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.history import History
 from atoll.protocol.messages import TensorSpec
@@ -260,7 +260,7 @@ class TapeRun:
 
     def _make_syncer(self, score: RunRecording) -> ReplaySyncer:
         def stage(tensors: tuple[TensorSpec, ...]) -> Parameters:
-            self._tensors, self._plan = tensors, _plan(score.begun, tensors)
+            self._tensors, self._plan = tensors, make_tape_plan(score.begun, tensors)
             return Parameters(self._plan, self.config.outer, score.begun.settings.version_codec)
 
         return ReplaySyncer(
@@ -295,10 +295,11 @@ class TapeRun:
         return line
 
 
-def _plan(begun: BegunRecord, tensors: tuple[TensorSpec, ...]) -> FragmentPlan:
-    if begun.settings.fragments > len(tensors):
+def make_tape_plan(begun: BegunRecord, tensors: tuple[TensorSpec, ...]) -> FragmentPlan:
+    settings, most = begun.settings, most_fragments(tensors, begun.settings.plan)
+    if settings.fragments > most:
         raise ConfigError(
-            f"the tape cuts the model into {begun.settings.fragments} fragments, it has {len(tensors)} tensors: "
-            "make the tape with fewer --fragments"
+            f"the tape cuts the model into {settings.fragments} fragments, but no more than {most} can be made of it: "
+            f"make the tape with --fragments {most} or fewer"
         )
-    return make_plan(tensors, begun.settings.fragments, begun.settings.plan)
+    return make_plan(tensors, settings.fragments, settings.plan)
