@@ -19,7 +19,5 @@ def test_a_tape_may_have_more_fragments_than_the_model_has_tensors() -> None:
 
 
 def test_a_tape_of_more_fragments_than_the_model_can_be_cut_into_is_refused_with_how_many_it_may_have() -> None:
-    with pytest.raises(
-        ConfigError, match="no more than 8 can be made of it: make the tape with --fragments 8"
-    ):
+    with pytest.raises(ConfigError, match="no more than 8 can be made of it: make the tape with --fragments 8"):
         make_tape_plan(BEGUN, (TensorSpec("weight", (4, 4), "float32"), TensorSpec("bias", (4,), "float32")))
