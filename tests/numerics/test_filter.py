@@ -7,9 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from atoll.numerics import sample
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.filter import CLIP, MOMENTUM_SHARE, ROUNDS, Filter, FilterVerdict
-from atoll.numerics.fragments import make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.numerics.sample import draw_sample
 from atoll.protocol.messages import TensorSpec
 
 PLAN = make_plan(
@@ -23,6 +25,11 @@ PLAN = make_plan(
 COMMON = 0.3
 """Of what honest learners give, in the direction that they share: cosines of about 0.08."""
 
+SECRET = 5
+LARGE = make_plan([TensorSpec("a", (400, 400), "float32"), TensorSpec("b", (300, 500), "float32")], 2)
+SAMPLED = 12_000
+"""Values that a sample of a fragment of it holds, about, one in 13."""
+
 Attack = Callable[[FloatArray, FloatArray | None, np.random.Generator], FloatArray]
 
 
@@ -31,21 +38,28 @@ def noise(delta: FloatArray, _: FloatArray | None, dice: np.random.Generator) ->
 
 
 def play(
-    attack: Attack | None, attackers: int = 1, rounds: int = 40, learners: int = 8, seed: int = 0
+    attack: Attack | None,
+    attackers: int = 1,
+    rounds: int = 40,
+    learners: int = 8,
+    seed: int = 0,
+    plan: FragmentPlan = PLAN,
+    sampled: bool = False,
 ) -> list[dict[str, FilterVerdict]]:
     """Rounds of `learners`, the last of which attack."""
-    dice, filter_, first = np.random.default_rng(seed), Filter(PLAN), {}
+    dice, filter_, first = np.random.default_rng(seed), Filter(plan, secret=SECRET), {}
     told = []
     for number in range(rounds):
         fragment = number % 2
-        size = PLAN.fragments[fragment].size
+        size = plan.fragments[fragment].size
         common = dice.standard_normal(size)
         deltas = [(COMMON * common + dice.standard_normal(size)).astype(np.float32) for _ in range(learners)]
         for i in range(learners - attackers, learners) if attack is not None else ():
             deltas[i] = attack(deltas[i], first.get((i, fragment)), dice)
             first.setdefault((i, fragment), deltas[i])
         names = [f"l{i}" for i in range(learners)]
-        told.append(dict(zip(names, filter_.judge(fragment, names, deltas), strict=True)))
+        judged = filter_.judge(fragment, names, deltas, sample_for=number if sampled else None)
+        told.append(dict(zip(names, judged, strict=True)))
     return told
 
 
@@ -207,3 +221,80 @@ def test_where_all_nearly_repeat_themselves_one_that_does_so_a_little_more_is_no
         noise = 0.16 * dice.standard_normal((3, size))
         judged = filter_.judge(0, names, [repeated, *((common + one).astype(np.float32) for one in noise)])
     assert [bool(one.suspect) for one in judged] == [True, False, False, False], "the same bits again and again"
+
+
+# ---- by samples -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "LEAST", SAMPLED)
+
+
+def first_named(told: list[dict[str, FilterVerdict]], name: str) -> int:
+    return next(number for number, one in enumerate(told) if one[name].suspect)
+
+
+@pytest.mark.usefixtures("_small_samples")
+@pytest.mark.parametrize("attackers", [1, 2])
+@pytest.mark.parametrize("attack", list(ATTACKS))
+def test_by_samples_an_attacker_is_named_as_soon_and_nobody_else_is(attack: str, attackers: int) -> None:
+    exact, sampled = (play(ATTACKS[attack], attackers, 24, plan=LARGE, sampled=by) for by in (False, True))
+    hostile = {f"l{i}" for i in range(8 - attackers, 8)}
+    assert suspects(sampled) == hostile
+    for name in hostile:
+        assert first_named(sampled, name) == first_named(exact, name)
+
+
+@pytest.mark.usefixtures("_small_samples")
+@pytest.mark.parametrize("seed", range(5))
+def test_by_samples_honest_learners_are_not_suspect_and_agree_as_much(seed: int) -> None:
+    exact, sampled = (play(None, rounds=24, seed=seed, plan=LARGE, sampled=by) for by in (False, True))
+    assert suspects(sampled) == set()
+    errors = [
+        one[name].agreement - judged.agreement
+        for one, other in zip(sampled, exact, strict=True)
+        for name, judged in other.items()
+    ]
+    assert 0 < max(map(abs, errors)) < 4 / np.sqrt(SAMPLED) and abs(np.mean(errors)) < 1 / np.sqrt(SAMPLED)
+
+
+@pytest.mark.usefixtures("_small_samples")
+def test_who_does_well_in_the_samples_of_another_secret_is_named() -> None:
+    """Whoever knew the samples would flip the sign of everything else."""
+
+    def play_on(secret: int) -> str:
+        dice, filter_, names = np.random.default_rng(0), Filter(LARGE, secret=secret), list("abcd")
+        for number in range(12):
+            fragment = LARGE.fragments[0]
+            common = dice.standard_normal(fragment.size)
+            deltas = [(COMMON * common + dice.standard_normal(fragment.size)).astype(np.float32) for _ in names]
+            places = draw_sample(fragment, [SECRET, 0, number + 1]).take(np.arange(fragment.size, dtype=np.float32))
+            flipped = -deltas[3]
+            flipped[places.astype(int)] *= -1
+            judged = filter_.judge(0, names, [*deltas[:3], flipped], sample_for=number)
+            assert not any(one.suspect for one in judged[:3])
+        return judged[3].suspect
+
+    assert play_on(SECRET + 1).startswith("its agreement with the others is -")
+    assert play_on(SECRET) == "", "so the test's attacker does what it should"
+
+
+def test_small_fragments_are_judged_in_full_where_a_sample_would_do() -> None:
+    exact, sampled = (play(ATTACKS["x5"], sampled=by) for by in (False, True))
+    for left, right in zip(exact, sampled, strict=True):
+        for name, judged in left.items():
+            assert judged.factors.tobytes() == right[name].factors.tobytes()
+            assert (judged.agreement, judged.suspect) == (right[name].agreement, right[name].suspect)
+
+
+@pytest.mark.usefixtures("_small_samples")
+def test_samples_leave_the_usual_norm_alone() -> None:
+    """A sample's norm is another one: with it, a round of one would be shortened to a quarter once factors are used."""
+    size, dice, filter_ = LARGE.fragments[0].size, np.random.default_rng(0), Filter(LARGE)
+    deltas = [dice.standard_normal(size).astype(np.float32) for _ in range(3)]
+    filter_.judge(0, list("abc"), deltas, sample_for=0)
+    assert (filter_.judge(0, ["a"], deltas[:1])[0].factors == 1).all()
+    filter_.judge(0, list("abc"), deltas)
+    assert filter_.judge(0, ["a"], deltas[:1])[0].factors == pytest.approx(np.ones(1), abs=0.02)
+    assert (filter_.judge(0, ["a"], deltas[:1], sample_for=1)[0].factors == 1).all()

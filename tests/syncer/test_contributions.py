@@ -9,8 +9,10 @@ import pytest
 from tests.syncer.conftest import plan
 
 from atoll.config import Outer
+from atoll.numerics import sample
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
+from atoll.numerics.filter import Filter
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution, TensorSpec, buffer_name
@@ -264,6 +266,17 @@ async def test_without_robust_everything_is_merged_and_the_attacker_is_named_all
         merged, _ = await bench.round(number)
         assert all(one.factors == b"" and one.influence == 0.25 for one in merged.judged)
     assert {one.learner for one in merged.judged if one.suspect} == {"d"}
+
+
+async def test_the_filter_looks_at_every_value_with_robust_and_at_a_sample_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sample, "LEAST", 1024)
+    for robust in (True, False):
+        bench = Bench(robust=robust)
+        merged, deltas = await bench.round(0)
+        exact = [one.agreement for one in Filter(bench.plan).judge(0, NAMES, deltas)]
+        assert ([one.agreement for one in merged.judged] == exact) is robust
 
 
 async def test_a_round_of_a_suspect_alone_comes_to_nothing() -> None:

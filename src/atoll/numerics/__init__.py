@@ -8,6 +8,7 @@ into buffers the caller allocated once.
     absmax         int8 and int4: few bits a value, and a scale for every block
     screen         refuses contributions with broken or absurd numbers
     filter         judges the contributions of a round by each other, with the cosines of `agreement`
+    sample         some values of a fragment, for the filter
     merge          contributions → one outer gradient
     outer          outer gradient → a new version
     permutation    the order of a dataset's samples

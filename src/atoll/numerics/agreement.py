@@ -18,6 +18,7 @@ from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.fragments import Fragment
+from atoll.numerics.sample import Sample
 
 BLOCKS = 2
 """Of values that one thread compares at a time."""
@@ -25,23 +26,25 @@ BUCKETS = 256
 """Numbers in a sketch: the cosine of two sketches is that of the contributions, give or take 1/√256."""
 
 
-def tensor_norms(fragment: Fragment, deltas: Sequence[FloatArray], threads: int = 1) -> DoubleArray:
-    """‖Δ‖ by contribution, then tensor."""
-    places, squares = fragment.parts, np.empty((len(deltas), len(fragment.pieces), 1))
+def tensor_norms(parts: Sequence[slice], deltas: Sequence[FloatArray], threads: int = 1) -> DoubleArray:
+    """‖Δ‖ by contribution, then tensor. `parts`: where the values of each tensor lie."""
+    squares = np.empty((len(deltas), len(parts), 1))
 
     def work(first: int, _: int) -> None:
-        m, n = divmod(first, len(places))
-        kernels.square_norms(read_only(deltas[m][places[n][1]]), squares[m, n])
+        m, n = divmod(first, len(parts))
+        kernels.square_norms(read_only(deltas[m][parts[n]]), squares[m, n])
 
-    in_parts(work, len(deltas) * len(places), 1, threads)
+    in_parts(work, len(deltas) * len(parts), 1, threads)
     return np.sqrt(squares[:, :, 0])
 
 
-def pair_cosines(fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, threads: int = 1) -> DoubleArray:
+def pair_cosines(
+    parts: Sequence[slice], deltas: Sequence[FloatArray], norms: DoubleArray, threads: int = 1
+) -> DoubleArray:
     """[M, M, tensors]: the cosine of each pair of contributions, in each tensor; 1 on the diagonal."""
     members = len(deltas)
-    cosines = np.ones((members, members, len(fragment.pieces)))
-    for n, (_, part) in enumerate(fragment.parts):
+    cosines = np.ones((members, members, len(parts)))
+    for n, part in enumerate(parts):
         dots = _pair_dots([read_only(delta[part]) for delta in deltas], threads)
         lengths = np.outer(norms[:, n], norms[:, n])
         found = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0)
@@ -70,18 +73,18 @@ def _pair_dots(deltas: list[FloatArray], threads: int) -> DoubleArray:
 
 
 def cosines_with(
-    fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, other: FloatArray, threads: int = 1
+    parts: Sequence[slice], deltas: Sequence[FloatArray], norms: DoubleArray, other: FloatArray, threads: int = 1
 ) -> DoubleArray:
-    """By contribution, then tensor: the cosine with an array of the same fragment."""
-    places, dots = fragment.parts, np.empty((len(deltas), len(fragment.pieces), 1))
+    """By contribution, then tensor: the cosine with an array of the same values."""
+    dots = np.empty((len(deltas), len(parts), 1))
 
     def work(first: int, _: int) -> None:
-        m, n = divmod(first, len(places))
-        here, there = (read_only(values[places[n][1]]) for values in (deltas[m], other))
+        m, n = divmod(first, len(parts))
+        here, there = (read_only(values[parts[n]]) for values in (deltas[m], other))
         kernels.block_dots(here, there, here.size, dots[m, n])
 
-    in_parts(work, len(deltas) * len(places), 1, threads)
-    lengths = norms * tensor_norms(fragment, [other], threads)
+    in_parts(work, len(deltas) * len(parts), 1, threads)
+    lengths = norms * tensor_norms(parts, [other], threads)
     return np.divide(dots[:, :, 0], lengths, out=np.zeros_like(lengths), where=lengths > 0)
 
 
@@ -98,10 +101,11 @@ def by_size(fragment: Fragment, figures: DoubleArray) -> DoubleArray:
     return np.asarray(figures @ (sizes / sizes.sum()))
 
 
-def sketches(deltas: Sequence[FloatArray], threads: int = 1) -> list[DoubleArray]:
-    """Each contribution's direction in few numbers, of length 1 (or 0): to tell whether it was given before."""
+def sketches(deltas: Sequence[FloatArray], sample: Sample, threads: int = 1) -> list[DoubleArray]:
+    """Each contribution's direction in few numbers, of length 1 (or 0): to tell whether it was given before. Sketches
+    of one sample, which a contribution is compared with its last one by."""
     sums = np.zeros((len(deltas), BUCKETS))
-    in_parts(lambda m, _: kernels.sketch(read_only(deltas[m]), sums[m]), len(deltas), 1, threads)
+    in_parts(lambda m, _: kernels.sketch(read_only(sample.take(deltas[m])), sums[m]), len(deltas), 1, threads)
     return [_normed(one) for one in sums]
 
 

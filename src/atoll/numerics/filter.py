@@ -15,10 +15,14 @@ Rules kept here, each with its test:
 - where the others do not agree with each other beyond chance, nobody is judged by agreement;
 - in a round of one or two there is no majority: a tensor is shortened to the usual norm of its fragment, and further
   where the contribution points against the outer momentum. A suspect stays suspect;
+- where nobody uses the factors, a large fragment is judged by a sample (sample.py): drawn anew each round for norms and
+  cosines, always the same one for what is compared with the last contribution. Nobody outside this process can tell
+  which values are in it. How much is chance follows from the size of the sample;
 - equal inputs in equal order give equal factors.
 
 It does not stop: an attacker who agrees with the others often enough and pushes a little in between; half or more of
-a round; an attacker in rounds of one member, where only the momentum is there to compare with.
+a round; an attacker in rounds of one member, where only the momentum is there to compare with. By samples it does not
+see who does wrong in a few places only, but in the rounds whose sample holds them.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ import numpy as np
 from atoll.numerics import agreement as agree
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.fragments import Fragment, FragmentPlan
+from atoll.numerics.sample import Sample, draw_sample, take_all
 
 MAJORITY = 3
 """Members that a round needs to be judged by itself."""
@@ -57,7 +62,7 @@ ROUNDS = 8
 MEMORY = 32
 """Rounds over which a learner's averages run."""
 USUAL_ROUNDS = 16
-"""Rounds of a fragment whose median norms make its usual norm."""
+"""Rounds of a fragment, judged in full, whose median norms make its usual norm."""
 NAMES = 1024
 """Learners that are remembered, as many as may be connected; the least recent are forgotten first."""
 
@@ -125,28 +130,44 @@ class LearnerRecord:
 
 
 class Filter:
-    def __init__(self, plan: FragmentPlan, threads: int = 1) -> None:
-        self._plan, self._threads = plan, threads
+    def __init__(self, plan: FragmentPlan, threads: int = 1, secret: int = 0) -> None:
+        """`secret`: what samples are drawn by."""
+        self._plan, self._threads, self._secret = plan, threads, secret
         self._records: dict[str, LearnerRecord] = {}
         self._usual: list[deque[DoubleArray]] = [deque(maxlen=USUAL_ROUNDS) for _ in plan.fragments]
 
     def judge(
-        self, index: int, names: Sequence[str], deltas: Sequence[FloatArray], momentum: FloatArray | None = None
+        self,
+        index: int,
+        names: Sequence[str],
+        deltas: Sequence[FloatArray],
+        momentum: FloatArray | None = None,
+        sample_for: int | None = None,
     ) -> list[FilterVerdict]:
-        """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one."""
+        """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one;
+        `sample_for`: the round, where a sample will do. The factors are meant for use where there is none."""
         fragment = self._plan.fragments[index]
+        kept, fresh = self._samples(fragment, sample_for)
         records = [self._record_of(name) for name in names]
-        pairs = zip(records, agree.sketches(deltas, self._threads), strict=True)
+        pairs = zip(records, agree.sketches(deltas, kept, self._threads), strict=True)
         likeness = np.array([record.compare_with_last(index, sketch) for record, sketch in pairs])
-        norms = agree.tensor_norms(fragment, deltas, self._threads)
+        taken = [fresh.take(delta) for delta in deltas]
+        norms = agree.tensor_norms(fresh.parts, taken, self._threads)
         if len(names) >= MAJORITY:
             others = _median_without_each(likeness[:, np.newaxis])[:, 0]
             for record, own, theirs in zip(records, likeness, others, strict=True):
                 record.note_repeat(float(own), float(theirs))
-            factors, agreements = self._among_many(fragment, deltas, norms, records)
+            factors, agreements = self._among_many(fragment, fresh, taken, norms, records)
         else:
-            factors, agreements = self._among_few(fragment, deltas, norms, momentum)
+            factors, agreements = self._among_few(fragment, fresh, taken, norms, momentum)
         return [_judged(*one) for one in zip(records, factors, agreements, strict=True)]
+
+    def _samples(self, fragment: Fragment, round: int | None) -> tuple[Sample, Sample]:
+        """For the sketches, and for all else."""
+        if round is None:
+            return take_all(fragment), take_all(fragment)
+        seed = [self._secret, fragment.index]
+        return draw_sample(fragment, seed), draw_sample(fragment, [*seed, round + 1])
 
     def _record_of(self, name: str) -> LearnerRecord:
         record = self._records.pop(name, None) or LearnerRecord()
@@ -156,31 +177,42 @@ class Filter:
         return record
 
     def _among_many(
-        self, fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, records: list[LearnerRecord]
+        self,
+        fragment: Fragment,
+        sample: Sample,
+        taken: Sequence[FloatArray],
+        norms: DoubleArray,
+        records: list[LearnerRecord],
     ) -> tuple[DoubleArray, DoubleArray]:
         usual = _median_without_each(norms)
-        self._usual[fragment.index].append(np.median(norms, axis=0))
-        cosines = agree.pair_cosines(fragment, deltas, norms, self._threads)
+        if not sample.blocks:
+            self._usual[fragment.index].append(np.median(norms, axis=0))
+        cosines = agree.pair_cosines(sample.parts, taken, norms, self._threads)
         by_tensor = agree.median_of_others(cosines)
-        chance = CHANCE / np.sqrt([piece.size for piece in fragment.pieces])
+        chance = CHANCE / np.sqrt([part.stop - part.start for part in sample.parts])
         against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor), chance)
         whole = agree.median_of_others(agree.by_size(fragment, cosines)[:, :, np.newaxis])[:, 0]
         others = _median_without_each(whole[:, np.newaxis])[:, 0]
         loudness = agree.by_size(fragment, _log_ratio(norms, usual))
         for record, own, theirs, loud in zip(records, whole, others, loudness, strict=True):
             record.note_loudness(float(loud))
-            if theirs > CHANCE / math.sqrt(fragment.size):
+            if theirs > CHANCE / math.sqrt(sample.size):
                 record.note_agreement(float(own), float(theirs))
         return np.where(against, 0.0, _shortened(norms, CLIP * usual)), whole
 
     def _among_few(
-        self, fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, momentum: FloatArray | None
+        self,
+        fragment: Fragment,
+        sample: Sample,
+        taken: Sequence[FloatArray],
+        norms: DoubleArray,
+        momentum: FloatArray | None,
     ) -> tuple[DoubleArray, DoubleArray]:
-        past = self._usual[fragment.index]
+        past = self._usual[fragment.index] if not sample.blocks else ()
         factors = _shortened(norms, np.median(np.stack(past), axis=0)) if past else np.ones_like(norms)
         if momentum is None:
-            return factors, np.zeros(len(deltas))
-        cosines = agree.cosines_with(fragment, deltas, norms, momentum, self._threads)
+            return factors, np.zeros(len(taken))
+        cosines = agree.cosines_with(sample.parts, taken, norms, sample.take(momentum), self._threads)
         agreements = agree.by_size(fragment, cosines)
         against = (agreements < AGAINST_MOMENTUM)[:, np.newaxis]
         return np.where(against, MOMENTUM_SHARE * factors, factors), agreements

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ class Merging:
     ) -> None:
         self._parameters, self._inbox, self._screen = parameters, inbox, screen
         self._fragments, self.robust = parameters.plan.fragments, robust
-        self._filter = Filter(parameters.plan, parameters.threads)
+        self._filter = Filter(parameters.plan, parameters.threads, secrets.randbits(128))
         self._tell, self._spawn = tell, spawn
 
     # ---- contributions ------------------------------------------------------------------------------------------
@@ -218,9 +219,11 @@ class Merging:
         began = time.perf_counter()
         deltas = [self._inbox.get_delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
         try:
-            # The filter judges also without `robust`, so that events name an attacker although nothing is left out.
-            momentum = self._parameters.momentum(merge.fragment)
-            judged = self._filter.judge(merge.fragment, [part.learner for part in merge.parts], deltas, momentum)
+            # The filter judges also without `robust`, so that events name an attacker although nothing is left out. A
+            # sample does for that: a round waits for the filter.
+            momentum, names = self._parameters.momentum(merge.fragment), [part.learner for part in merge.parts]
+            sample_for = None if self.robust else merge.round
+            judged = self._filter.judge(merge.fragment, names, deltas, momentum, sample_for)
             factors = [one.factors for one in judged] if self.robust else []
             weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
             mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases)

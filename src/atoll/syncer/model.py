@@ -23,6 +23,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
+from atoll.numerics.sample import largest_sample
 from atoll.numerics.updates import make_version_codec
 from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, PlanError
@@ -196,6 +197,7 @@ def memory_bound(
     | its encoded steps | of each fragment up to the size of its Θ, and those that readers of OLD versions hold |
     | a rollback | Θ three times, the outer state twice and the feedback once more, with guard = "rollback" |
     | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
+    | the same, in a round | a sample of its delta, for the filter |
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
     | relayed states | as many streams, and as much of each, as the relay allows |
     | connections | as many as are allowed, whoever holds them; large answers that are not taken yet |
@@ -216,7 +218,7 @@ def memory_bound(
     fixed += NAMES * settings.fragments * BUCKETS * 8
     least, most = schedule.least_flights(settings), schedule.most_flights(settings)
     each = contribution_bytes(plan, settings)
-    talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES
+    talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES + 4 * largest_sample(plan)
     return MemoryBound(
         fixed,
         (least + MISSES) * each + talk,
