@@ -53,6 +53,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -114,6 +115,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages, "platform": platform.platform()}
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)
