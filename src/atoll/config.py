@@ -120,6 +120,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ADOPT.check(self.protocol.adopt)
         QUORUM_POLICY.check(self.protocol.quorum_policy)
         VERSION_CODEC.check(self.protocol.version_codec)
+        if self.protocol.phases and self.protocol.warm_start:
+            raise ConfigError("warm_start is a phase of its own: leave it out, or leave [[phases]] out")
+        for phase in self.protocol.phases:
+            for choice, name in ((ADOPT, phase.adopt), (MERGE, phase.merge)):
+                if name is not None:
+                    choice.check(name)
         if self.protocol.version_codec != Settings().version_codec:
             from atoll.numerics.updates import check_version_codec  # brings NumPy, as above
 
@@ -138,6 +144,10 @@ def parse(text: str, origin: str) -> Config:
 
 
 def convert(document: dict[str, Any], origin: str) -> Config:
+    """`[[phases]]` may stand at the top: they are of the protocol and of the outer step."""
+    if "phases" in document and isinstance(document.get("protocol", {}), dict):
+        document = {**document, "protocol": {**document.get("protocol", {}), "phases": document["phases"]}}
+        del document["phases"]
     return converted(document, Config, origin)
 
 
@@ -202,7 +212,7 @@ def known_settings(workload: type[msgspec.Struct] | None = None) -> dict[str, Se
     found: dict[str, SettingPlace] = {}
     for table, struct in tables:
         for field in msgspec.structs.fields(struct):
-            if field.name not in (*NESTED, *(NO_WORDS if not table else ())):
+            if field.name not in (*NESTED, "phases", *(NO_WORDS if not table else ())):
                 found.setdefault(_key(table, field.name), SettingPlace(table, field.name, field.type))
     return found
 
@@ -284,4 +294,4 @@ def _explain(error: str, kind: type[msgspec.Struct]) -> str:
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return value
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value

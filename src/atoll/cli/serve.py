@@ -47,6 +47,7 @@ def syncer(
     tokens: int | None,
     config: Path | None,
     words: list[str],
+    warm_start: float | None,
     robust: bool,
     port: int | None,
     bind: str | None,
@@ -55,7 +56,7 @@ def syncer(
     mutual: bool,
     front: Path | None,
 ) -> None:
-    words = setting_words(words, learners=learners, steps=steps, tokens=tokens, robust=robust)
+    words = setting_words(words, learners=learners, steps=steps, tokens=tokens, warm_start=warm_start, robust=robust)
     service = {
         "host": bind,
         "port": port,

@@ -66,6 +66,7 @@ def train(
     config: Path | None,
     words: list[str],
     seed: int | None,
+    warm_start: float | None,
     robust: bool,
     max_restarts: int,
     strict_devices: bool,
@@ -75,7 +76,8 @@ def train(
     tensorboard: Path | None,
     wandb: str | None,
 ) -> None:
-    words = setting_words(words, learners=learners, steps=steps, tokens=tokens, seed=seed, port=port, robust=robust)
+    budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
+    words = setting_words(words, **budget, seed=seed, port=port, warm_start=warm_start, robust=robust)
     options = LaunchOptions(breakable, max_restarts, strict_devices)
     targets = Targets(tensorboard, wandb)
     targets.check_packages()

@@ -49,7 +49,7 @@ def choose_placement(
     figures = f"{_mib(need)} of {device}" + ("" if free is None else f", where {_mib(free)} are free")
     if replays or (wish == "auto" and device.type != "cuda"):
         return Placement(False, "")
-    if settings.adopt == "carry":
+    if "carry" in settings.adopts:
         on_device, reason = False, 'adopt = "carry" subtracts copies as they were read'
     elif wish != "auto":
         on_device, reason = wish == "device", "as asked"

@@ -57,7 +57,8 @@ class Layout:
 
     @staticmethod
     def of(plan: FragmentPlan, settings: Settings, *, on_device: bool = False) -> Layout:
-        flights, feedback = schedule.least_flights(settings), make_codec(settings.codec).needs_feedback
+        flights = max(schedule.least_flights(one) for one in settings.in_all_phases)
+        feedback = make_codec(settings.codec).needs_feedback
         return Layout(len(plan.fragments), plan.size, plan.largest, flights, feedback, on_device)
 
     @property
@@ -301,7 +302,7 @@ class Mailbox:
 
 def same_layout(plan: FragmentPlan, one: Settings, other: Settings) -> bool:
     """Whether shared memory made for one setting serves the other. Which placement it is made for goes by `adopt`."""
-    names = [(settings.codec, settings.version_codec, settings.adopt) for settings in (one, other)]
+    names = [(settings.codec, settings.version_codec, settings.adopts) for settings in (one, other)]
     return names[0] == names[1] and Layout.of(plan, one) == Layout.of(plan, other)
 
 

@@ -48,6 +48,11 @@ class UpdatingOptimizer(OuterOptimizer, Protocol):
         ...
 
 
+def starts_momentum(before: OuterOptimizer, after: OuterOptimizer) -> bool:
+    """Momentum was off and is on from now: what lies in its array is the last gradient alone, and is set to zero."""
+    return not getattr(before, "momentum", 0.0) and bool(getattr(after, "momentum", 0.0))
+
+
 def take_outer_step(
     optimizer: OuterOptimizer,
     fragment: Fragment,

@@ -105,6 +105,7 @@ class State(msgspec.Struct, array_like=True):
     least: list[int] = []
     rolled_back: list[tuple[int, int]] = []
     good_cut: int = 0
+    training_phase: int = 0
 
 
 class History:
@@ -142,6 +143,8 @@ class History:
         """From how many rounds to how many: cuts in between hold what was rolled back."""
         self.good_cut = 0
         """The newest cut that is no newer than the last good score."""
+        self.training_phase = 0
+        """Which phase of training the run is in (phases.py); 0: none has begun."""
 
     @property
     def run(self) -> str:
@@ -203,8 +206,9 @@ class History:
                 self.leases.granted(record)
             case GoneRecord():
                 self._gone(record)
-            case ChangedRecord(settings, outer, _, reopen):
+            case ChangedRecord(settings, outer, _, reopen, training_phase):
                 self.settings, self.outer = settings, dict(outer)
+                self.training_phase = training_phase or self.training_phase
                 if reopen:
                     self.ended, self.finished = "", False
             case CutDoneRecord(cut):
@@ -291,6 +295,7 @@ class History:
             list(self.least),
             list(self.rolled_back),
             self.good_cut,
+            self.training_phase,
         )
 
     @classmethod
@@ -304,6 +309,7 @@ class History:
         history.progress, history.owners = state.progress, dict(state.owners)
         history.step, history.global_step = state.step, state.global_step
         history.trend, history.good_cut = state.trend, state.good_cut
+        history.training_phase = state.training_phase
         history.least = list(state.least) or history.least
         history.rolled_back = list(state.rolled_back)
         history.ledger = Ledger.restore(state.ledger)

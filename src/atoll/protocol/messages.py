@@ -411,6 +411,14 @@ class Announce(Message, frozen=True):
     """No round made this version: the run is rolled back. Whoever holds less takes it in place of its own values."""
 
 
+class SettingsChanged(Message, frozen=True):
+    """Another phase of training begins."""
+
+    settings: Settings
+    since: Number
+    """The first round under them."""
+
+
 class Drain(Message, frozen=True):
     """Leave the run in good order: give your last steps, save your state, go. The run goes on without you."""
 
@@ -452,6 +460,7 @@ FromSyncer = (
     | Pull
     | Recover
     | Announce
+    | SettingsChanged
     | Drain
     | Ending
     | Finish

@@ -231,6 +231,8 @@ class ChangedRecord(Record, frozen=True, tag="changed"):
     what: str
     reopen: bool = False
     """A run that had ended goes on."""
+    training_phase: int = 0
+    """The phase of training (phases.py) that begins here, 1 being the first; 0: the operator changed something."""
 
 
 class CutDoneRecord(Record, frozen=True, tag="cut"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import MAX_COUNTER, ChoiceName, Name
+from atoll.protocol.phases import TrainingPhase, check_order, warm_start
 
+PHASED = ("sync_every", "overlap", "adopt")
+"""What a phase may change of these settings."""
 USUAL = 24
 """The paper's H and P."""
 SEEDS = 2**63
@@ -88,6 +91,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """What follows when the scores of the run's evaluator become much worse (guard.py)."""
     weight_limits: Annotated[dict[Name, float], Meta(max_length=1024)] = {}
     """The same for single learners, by name, where the operator allows them more."""
+    warm_start: float = 0.0
+    """The first share of the run has a small H and plain averaging (`phases.warm_start`). 0: none."""
+    phases: Annotated[tuple[TrainingPhase, ...], Meta(max_length=64)] = ()
+    """Other settings for earlier parts of the run (phases.py). Once resolved, the last one has the run's own."""
 
     def __post_init__(self) -> None:
         _least("learners", self.learners, 1)
@@ -105,7 +112,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"quorum = {self.quorum} can never be reached by {self.learners} learners: "
                 f"set quorum to {self.learners} or less, or ask for more learners"
             )
-        if self.fragments and self.sync_every and self.fragments > self.sync_every:
+        if not 0.0 <= self.warm_start < 1.0:
+            raise ConfigError(f"warm_start = {self.warm_start} is no share of the run: 0.15 is 15 % of it, 0 is none")
+        self._check_phases()
+        if self.fragments and self.sync_every and self.fragments > self.sync_every and not self.phases:
             raise ConfigError(
                 f"fragments = {self.fragments} is more than sync_every = {self.sync_every}, so one round per step "
                 f"would not be enough: set fragments to {self.sync_every} or less, "
@@ -149,6 +159,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             if isinstance(value, int | float) and not -most < value < most:
                 raise ConfigError(f"{name} is no number that a run reaches: it must be below {most}")
 
+    def _check_phases(self) -> None:
+        check_order(self.phases)
+        if self.synchronous and (self.phases or self.warm_start):
+            raise ConfigError("a synchronous run has no phases: its learners' steps follow one schedule")
+
     @property
     def resolved_sync_every(self) -> int:
         """H, which no model changes: one that cannot be cut into as many has fewer and larger fragments, and each of
@@ -165,7 +180,49 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"before it came back; set overlap to {sync_every - 1} or less"
             )
         cut_every = 10 * fragments if self.cut_every < 0 else self.cut_every
-        return msgspec.structs.replace(self, fragments=fragments, sync_every=sync_every, cut_every=cut_every)
+        filled = msgspec.structs.replace(self, fragments=fragments, sync_every=sync_every, cut_every=cut_every)
+        return filled._with_whole_phases()
+
+    def _with_whole_phases(self) -> Settings:
+        """Every phase names H, τ and adoption, and behind the last one are the run's own: so each of them says what all
+        will ask of the memory that a learner shares with its courier."""
+        phases = self.phases or ((warm_start(self.warm_start),) if self.warm_start else ())
+        if not phases:
+            return self
+        if not self.steps and not self.tokens:
+            raise ConfigError("phases follow the run's progress, so it needs a budget: set steps or tokens")
+        last = () if phases[-1].until == 1.0 else (TrainingPhase(until=1.0),)
+        whole = []
+        for phase in (*phases, *last):
+            named = {key: getattr(phase, key) for key in PHASED if getattr(phase, key) is not None}
+            one = {**{key: getattr(self, key) for key in PHASED}, **named}
+            if 0 < one["sync_every"] <= one["overlap"]:
+                raise ConfigError(
+                    f"overlap = {one['overlap']} is not below sync_every = {one['sync_every']} in the phase until "
+                    f"{phase.until:g}: a fragment would be read again before it came back"
+                )
+            whole.append(msgspec.structs.replace(phase, **one))
+        return msgspec.structs.replace(self, phases=tuple(whole))
+
+    def in_phase(self, number: int, own: Settings) -> Settings:
+        """These settings in phase `number`, 1 being the first; `own`: as the run began. A cut comes as often by learner
+        steps, not by rounds."""
+        named: dict[str, Any] = {key: getattr(self.phases[number - 1], key) for key in PHASED}
+        last: Any = own.phases[-1].sync_every
+        cut_every = round(own.cut_every * last / named["sync_every"])
+        return msgspec.structs.replace(self, **named, cut_every=cut_every)
+
+    @property
+    def adopts(self) -> set[str]:
+        """The rules of adoption in all phases."""
+        return {one.adopt for one in self.in_all_phases}
+
+    @property
+    def in_all_phases(self) -> tuple[Settings, ...]:
+        """One for each phase; without phases, these."""
+        if not self.phases:
+            return (self,)
+        return tuple(msgspec.structs.replace(self, **{key: getattr(one, key) for key in PHASED}) for one in self.phases)
 
 
 def _least(name: str, value: int, least: int) -> None:

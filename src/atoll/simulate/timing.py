@@ -53,6 +53,8 @@ class Timing:
         self._cut: tuple[int, float, set[str]] = (0, 0.0, set())
         """The open cut, when it was first seen, and who was to be in it."""
         self._steps: deque[float] = deque(maxlen=SAMPLES)
+        self._between_phases = 0
+        """Rounds whose fragments were synced last under another H."""
 
     def watch_syncer(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
         machine = syncer.machine
@@ -201,10 +203,18 @@ class Timing:
             said = f"round {round_.number} gathers with {ready} of {awaited} learners, {late}"
             raise Violation("no round waits without need", said, fragment=round_.fragment)
 
+    def watch_phase(self, syncer: SimulatedSyncer) -> None:
+        """Another phase of training begins."""
+        self._steps.clear()
+        self._between_phases = syncer.machine.settings.fragments
+
     def watch_commit(self, syncer: SimulatedSyncer, data: Any) -> None:
         """Of a round's note: steps between two syncs."""
         machine = syncer.machine
         if machine.state.draining or machine.settings.synchronous or machine.phase != "running":
+            return
+        if self._between_phases:
+            self._between_phases -= 1
             return
         if since := [member["since"] for member in data["members"] if member["since"] is not None]:
             self._steps.append(median(since))  # of the round: with two learners each speed would be half of the samples

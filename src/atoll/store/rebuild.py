@@ -25,7 +25,7 @@ from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors, make_plan
-from atoll.numerics.outer import take_outer_step
+from atoll.numerics.outer import starts_momentum, take_outer_step
 from atoll.numerics.updates import WHOLE, apply_update, decode_update, make_version_codec
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
@@ -114,7 +114,11 @@ class RebuiltModel:
                 values.fill(0.0)
 
     def change_outer(self, outer: Outer) -> None:
-        self._optimizer = outer.make()
+        before, self._optimizer = self._optimizer, outer.make()
+        if starts_momentum(before, self._optimizer):
+            for fragment in range(len(self.plan.fragments)):
+                for slot in before.slots():
+                    self._slot_array(slot, fragment).fill(0.0)
 
     def _slot_array(self, slot: str, fragment: int) -> FloatArray:
         name = f"{slot}-{fragment:03d}"

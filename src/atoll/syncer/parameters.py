@@ -27,7 +27,7 @@ from atoll.numerics.compiled import in_parts, read_only, thread_count
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.kernels import check_bits
 from atoll.numerics.merge import Cut, cut_fragment, merge
-from atoll.numerics.outer import cut_state, take_piece_step
+from atoll.numerics.outer import cut_state, starts_momentum, take_piece_step
 from atoll.numerics.updates import (
     WHOLE,
     apply_update,
@@ -328,8 +328,12 @@ class Parameters:
         return self._state[fragment]
 
     def change_outer(self, outer: Outer) -> None:
-        """Use other outer settings from the next round on; the state stays."""
-        self._rule, self._optimizer = outer.merge, outer.make()
+        """Use other outer settings from the next round on; the state stays, but momentum begins at zero."""
+        self._rule, before, self._optimizer = outer.merge, self._optimizer, outer.make()
+        if starts_momentum(before, self._optimizer):
+            for fragment in range(len(self._committed)):
+                for slot in before.slots():
+                    self._own_state(fragment)[slot].fill(0.0)
 
     def commit_version(self, fragment: int, version: int, round: int) -> None:
         new, update = self._staged.pop(fragment), self._updates.pop(fragment, None)

@@ -231,7 +231,7 @@ class SyncerService:
             limit=outer_of(history).norm_limit,
             window=2 * few,
             least=few,
-            most_steps=MOST_CYCLES * settings.sync_every,
+            most_steps=MOST_CYCLES * max(one.sync_every for one in settings.in_all_phases),
             feedback=codec.needs_feedback,
         )
         robust = outer_of(history).robust

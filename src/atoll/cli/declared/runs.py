@@ -66,6 +66,14 @@ RUNS = (
             option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
             setting_option(SETTINGS),
             option("--seed", "The seed of weights and data order.", int, shown="0", panel=SETTINGS),
+            option(
+                "--warm-start",
+                "Train the first share of the run, such as 0.15, at a small H with plain averaging.",
+                float,
+                metavar="SHARE",
+                shown="none",
+                panel=SETTINGS,
+            ),
             flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
             option(
                 "--max-restarts",
@@ -138,6 +146,14 @@ RUNS = (
             option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
             option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
             setting_option(SETTINGS),
+            option(
+                "--warm-start",
+                "Train the first share of the run, such as 0.15, at a small H with plain averaging.",
+                float,
+                metavar="SHARE",
+                shown="none",
+                panel=SETTINGS,
+            ),
             flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
             option("--port", "Where to listen; 0 for any.", int, shown="7077, or the resumed run's own", panel=ADDRESS),
             option(

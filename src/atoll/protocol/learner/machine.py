@@ -55,6 +55,8 @@ class LearnerMachine:
         self._holder = holder or Holder(session)
         self.phase: Phase = "out"
         self.settings = Settings()
+        self._changed = (0, self.settings)
+        """The first round under these settings, and what held before: another phase of training has begun."""
         self.keeps_feedback = False
         """Whether what answers leave out is kept, as the run's codec needs it: then it says what became of them."""
         self.wake_at: float | None = None
@@ -234,6 +236,8 @@ class LearnerMachine:
                 self._pulls.move_on(message.gathering)
             case msg.Announce():
                 self._take_announcement(now, message)
+            case msg.SettingsChanged():
+                self._change_settings(message)
             case msg.Recover(incarnation=incarnation, reason=reason):
                 self._connection.incarnation = incarnation
                 self._recover_from_run(now, reason, reset=True)
@@ -267,6 +271,7 @@ class LearnerMachine:
         self._connection.connected = True
         self._connection.tape.welcomed(welcome.taped)
         self.settings = self._orders.settings = welcome.settings
+        self._changed = (0, welcome.settings)
         new_run = self.run != welcome.run or len(self.versions) != len(welcome.versions)
         if new_run:
             self._change_run(now, welcome)
@@ -400,12 +405,21 @@ class LearnerMachine:
             fragment=fragment,
             version=version,
             round=number,
-            rule="overwrite" if plain else self.settings.adopt,
+            rule="overwrite" if plain else self._rule_of(number),
             step=self._orders.adopt_step(number) if self.phase == "training" else 0,
             copy_t=self._versions.copy_in(fragment, version),
             held_tokens=self._versions.tokens_in(fragment, version),
         )
         self._do(adopt)
+
+    def _rule_of(self, number: int) -> str:
+        """How the version of a round is adopted: by the settings that it was frozen under."""
+        since, earlier = self._changed
+        return earlier.adopt if number < since else self.settings.adopt
+
+    def _change_settings(self, changed: msg.SettingsChanged) -> None:
+        self._changed = (changed.since, self.settings)
+        self.settings = self._orders.settings = changed.settings
 
     def _before_adoption(self, fragment: int, number: int) -> None:
         """The training process goes on once it has adopted: its next orders must be there before."""

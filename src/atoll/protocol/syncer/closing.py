@@ -317,17 +317,18 @@ class Estimates:
 def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> float:
     """How long a round waits after its quorum for more learners:
 
-    slack = τ·ξ_step − (ξ_quorum + ξ_sync);   grace = clamp(γ·slack, 0, cap·ξ_step)
+    slack = τ·ξ_step − (ξ_quorum + ξ_sync);   grace = min(1, H/P)·clamp(γ·slack, 0, cap·ξ_step)
 
-    ξ_step is the median of the live learners' averages (`Membership.step_s`); ξ_quorum and ξ_sync are the syncer's own
-    exponential moving averages (`Estimates`). Until they exist, a round waits for all stepping learners, for at most
-    `startup_s`.
+    With H below P several rounds belong to one step, and gather one after the other. ξ_step is the median of the live
+    learners' averages (`Membership.step_s`); ξ_quorum and ξ_sync are the syncer's own exponential moving averages
+    (`Estimates`). Until they exist, a round waits for all stepping learners, for at most `startup_s`.
     """
     quorum_s, sync_s = estimates.quorum_s.value, estimates.sync_s.value
     if step_s is None or quorum_s is None or sync_s is None:
         return settings.startup_s
     slack = settings.overlap * step_s - (quorum_s + sync_s)
-    return max(0.0, min(settings.grace_share * slack, settings.grace_cap_steps * step_s))
+    share = min(1.0, schedule.interval(settings)) if settings.phases else 1.0
+    return share * max(0.0, min(settings.grace_share * slack, settings.grace_cap_steps * step_s))
 
 
 APART = 16.0
@@ -447,5 +448,9 @@ class Pace:
         return self.clock >= self.due - 1e-9
 
     def use_turn(self) -> None:
-        """A round has used its turn."""
-        self.due = max(self.due + self.interval, self.clock - self.interval)
+        """A round has used its turn. The clock moves by whole steps, to each of which several rounds may belong."""
+        self.due = max(self.due + self.interval, self.clock - max(1.0, self.interval))
+
+    def change_interval(self, interval: float) -> None:
+        """From the next round on; none is made up for."""
+        self.interval, self.due = interval, min(self.due, self.clock + interval)

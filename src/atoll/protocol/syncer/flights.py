@@ -74,6 +74,12 @@ class Flights:
         self._enough = self.wanted
         """While more rounds do not help: the smallest number not yet shown to be slower."""
 
+    def start_anew(self) -> None:
+        """H or τ are others: what is needed is measured again."""
+        self.needed = self.wanted = self._enough = schedule.least_flights(self._state.settings)
+        self._trial, self._counted, self._hold, self._next_hold = None, 0, 0, HOLD
+        self.is_short = False
+
     @property
     def affordable(self) -> int:
         """By the memory that the settings allow."""

@@ -25,6 +25,7 @@ from math import inf
 from atoll.protocol import messages as msg
 from atoll.protocol.effects import Tick
 from atoll.protocol.history import History
+from atoll.protocol.phases import due_phase, outer_in
 from atoll.protocol.records import BegunRecord, ChangedRecord, ResetRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Spread
@@ -277,6 +278,7 @@ class Syncer:
             wakes.clear()
             if self._asked is not None:
                 self._change_settings(self._asked)
+            self._enter_due_phase()
             self.run_start.start_if_ready(now, wakes)
             for silent in self.liveness.find_silent(now, wakes):
                 self.joining.expel_learner(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
@@ -299,15 +301,38 @@ class Syncer:
         elif self.peers.open:
             self.peers.end_all_recoveries("the run ends" if self.phase != "empty" else "the run has no parameters yet")
 
+    def _enter_due_phase(self) -> None:
+        """The run has come to another phase of training (protocol/phases.py): its settings hold from the next round on.
+        Rounds that are frozen are committed before, and none is frozen until then."""
+        history, phases = self.state.history, self.settings.phases
+        if not phases or self.phase != "running":
+            return
+        due = due_phase(phases, self.progress)
+        self.state.changing_phase = due > history.training_phase
+        if not self.state.changing_phase or any(r.stage != "gathering" for r in self.state.open_rounds.values()):
+            return
+        settings = self.settings.in_phase(due, history.begun.settings)
+        outer = outer_in(phases[due - 1], history.begun.outer)
+        what = f"phase {due} of {len(phases)}: {phases[due - 1].describe()}"
+        self._apply_change(ChangedRecord(settings, outer, what, training_phase=due))
+        self.state.changing_phase = False
+        self.rounds.follow_settings()
+        for learner in self.members.connected_learners():
+            self.state.out.send(learner.name, msg.SettingsChanged(settings=settings, since=self.state.committed))
+        self.state.out.note("phase", what, training_phase=due)
+
+    def _apply_change(self, record: ChangedRecord) -> None:
+        self.state.out.persist(record)
+        self.state.out.add_effect(fx.Retune(record.outer))
+        self.state.change_settings()
+
     def _change_settings(self, asked: fx.ChangeAsked) -> None:
         """Other settings from now on, written down like a round."""
         if self.state.is_merging():
             return
         self._asked = None
         differ = (asked.settings, asked.outer) != (self.state.settings, self.state.history.outer)
-        self.state.out.persist(ChangedRecord(asked.settings, asked.outer, asked.what, asked.reopen))
-        self.state.out.add_effect(fx.Retune(asked.outer))
-        self.state.change_settings()
+        self._apply_change(ChangedRecord(asked.settings, asked.outer, asked.what, asked.reopen))
         if asked.reopen:
             self.end.reopen_run()
             self.assembly.expect_everybody()

@@ -185,6 +185,11 @@ class Peers:
         for recovery in list(self.open.values()):
             self._continue_without_peer(recovery, reason)
 
+    @property
+    def _most_rounds(self) -> int:
+        """Those of about H steps; where H is below P, those of one cycle."""
+        return max(self.state.settings.sync_every, self.state.settings.fragments)
+
     def _too_late(self, now: float, recovery: Recovery, wakes: list[float]) -> str:
         assert recovery.peer is not None
         if recovery.ready is None and (not recovery.peer.live or recovery.peer.stopped):
@@ -192,9 +197,9 @@ class Peers:
         size = recovery.ready.size if recovery.ready else 0
         until = recovery.asked_at + max(BOUND_S, size / BYTES_PER_S)
         wakes.append(until)
-        if now < until or self.state.committed < recovery.asked_round + self.state.settings.sync_every:
+        if now < until or self.state.committed < recovery.asked_round + self._most_rounds:
             return ""
-        return f"not done within {self.state.settings.sync_every} rounds and {now - recovery.asked_at:.1f} s"
+        return f"not done within {self._most_rounds} rounds and {now - recovery.asked_at:.1f} s"
 
     def put_off(self, now: float, seconds: float) -> None:
         """The syncer stood still for so long: no peer could come or answer meanwhile."""

@@ -81,6 +81,11 @@ class Rounds:
             for round_ in self.state.open_rounds.values()
         )
 
+    def follow_settings(self) -> None:
+        """Another phase of training has begun: H and τ may be others."""
+        self.closing.pace.change_interval(schedule.interval(self.state.settings))
+        self.flights.start_anew()
+
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
     def advance_rounds(self, now: float, wakes: list[float]) -> bool:
@@ -149,6 +154,8 @@ class Rounds:
         if not verdict.close:
             if verdict.until is not None:
                 wakes.append(verdict.until)
+            return False
+        if self.state.changing_phase and not self.state.draining:
             return False
         under_way = sum(other.stage != "gathering" for other in self.state.open_rounds.values())
         if under_way >= self.flights.allowed and round_.attempt == 1:

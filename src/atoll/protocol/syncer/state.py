@@ -153,6 +153,8 @@ class SyncerState:
         """By number, in order."""
         self.draining = False
         """The run ends: the last steps are collected, unpaced."""
+        self.changing_phase = False
+        """Another phase of training begins once no round is under way: none is frozen until then."""
 
     @property
     def settings(self) -> Settings:

@@ -1,0 +1,144 @@
+"""Phases of training: H, adoption and the outer step follow the run's progress."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import pytest
+from tests.protocol.world import SimulatedLearner, World
+
+from atoll.protocol import records
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.learner import effects as learner_fx
+from atoll.protocol.phases import TrainingPhase, due_phase, warm_start
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as syncer_fx
+
+P, H, STEPS = 4, 8, 80
+WARM = TrainingPhase(until=0.25, sync_every=2, overlap=1, adopt="carry", merge="mean", outer_lr=1.0, outer_momentum=0.0)
+
+
+class PhasedWorld(World):
+    def __init__(self, phases: tuple[TrainingPhase, ...] = (WARM,), **settings: Any) -> None:
+        self.adoptions: list[learner_fx.Adopt] = []
+        usual = {"fragments": P, "sync_every": H, "steps": STEPS, "latency_s": 0.02, "phases": phases}
+        super().__init__(3, **{**usual, **settings})
+
+    def _do(self, learner: SimulatedLearner, effect: learner_fx.LearnerEffect) -> None:
+        if isinstance(effect, learner_fx.Adopt):
+            self.adoptions.append(effect)
+        super()._do(learner, effect)
+
+    def changes(self) -> list[tuple[int, records.ChangedRecord]]:
+        """With the rounds behind the run at each."""
+        found, rounds = [], 0
+        for record in self.journal:
+            rounds += isinstance(record, records.MergedRecord | records.PassedRecord)
+            if isinstance(record, records.ChangedRecord):
+                found.append((rounds, record))
+        return found
+
+    def merged(self) -> list[records.MergedRecord]:
+        return [record for record in self.journal if isinstance(record, records.MergedRecord)]
+
+    def effective_h(self, rounds: list[records.MergedRecord]) -> float:
+        by_fragment = [[one.step for one in rounds if one.fragment == f] for f in range(P)]
+        return median(later - earlier for steps in by_fragment for earlier, later in pairwise(steps))
+
+
+def run(**settings: Any) -> PhasedWorld:
+    world = PhasedWorld(**settings)
+    world.run_until(seconds=2.0 * STEPS)
+    assert world.syncer.phase == "finished", world.story()
+    return world
+
+
+def test_a_phase_has_its_own_h_and_the_run_goes_on_with_its_own() -> None:
+    world = run()
+    [(first, begun), (second, own)] = world.changes()
+    assert (first, begun.training_phase, begun.settings.sync_every, begun.settings.adopt) == (0, 1, 2, "carry")
+    assert (own.training_phase, own.settings.sync_every, own.settings.adopt) == (2, H, "overwrite")
+    assert begun.outer | {"merge": "mean", "lr": 1.0, "momentum": 0.0} == begun.outer
+    assert own.outer == world.syncer.state.history.begun.outer
+    warm, rest = world.merged()[:second], [one for one in world.merged()[second:] if one.step < STEPS]
+    assert world.effective_h(warm) == 2, "several rounds belong to each step"
+    assert world.effective_h(rest) == H
+    assert warm[-1].step <= 0.25 * STEPS + 1 <= rest[0].step + 1
+
+
+def test_a_round_is_committed_under_the_settings_that_it_was_frozen_under() -> None:
+    world = run(latency_s=0.3)
+    [_, (second, _)] = world.changes()
+    [_, changed_at] = [at for at, effect in world.log if isinstance(effect, syncer_fx.Retune)]
+    for at, effect in world.log:
+        if isinstance(effect, syncer_fx.ConfirmSent):
+            assert (effect.round < second) == (at < changed_at)
+
+
+def test_versions_of_a_phase_are_adopted_by_its_rule_also_when_they_come_later() -> None:
+    world = run(latency_s=0.3)
+    [_, (second, _)] = world.changes()
+    rules = {(one.round < second, one.rule) for one in world.adoptions if one.round >= 0}
+    assert (True, "carry") in rules and (False, "overwrite") in rules
+    assert (False, "carry") not in rules
+    assert all(one.rule == "carry" for one in world.adoptions[9:] if 0 <= one.round < second)
+
+
+def test_nobody_waits_and_no_token_is_lost() -> None:
+    world = run()
+    assert all(learner.machine.t >= STEPS for learner in world.learners.values())
+    assert world.syncer.state.history.ledger.totals().lost == (0,) * P
+
+
+def test_a_new_term_goes_on_in_the_phase_that_it_finds() -> None:
+    world = PhasedWorld()
+    world.run_until(seconds=10.0)
+    world.crash_syncer()
+    world.run_until(seconds=2.0 * STEPS)
+    assert [record.training_phase for _, record in world.changes()] == [1, 2]
+    assert world.syncer.phase == "finished"
+
+
+def test_cuts_come_as_often_by_steps() -> None:
+    [(_, begun), (_, own)] = run(cut_every=8).changes()
+    assert (begun.settings.cut_every, own.settings.cut_every) == (8 * H // 2, 8)
+
+
+def test_which_phase_is_due() -> None:
+    phases = Settings(steps=100, phases=(WARM, TrainingPhase(until=0.5, sync_every=12))).resolved(1000).phases
+    assert [due_phase(phases, progress) for progress in (0.0, 0.24, 0.25, 0.49, 0.5, 1.0)] == [1, 1, 2, 2, 3, 3]
+    assert [(one.sync_every, one.overlap, one.adopt) for one in phases] == [
+        (2, 1, "carry"),
+        (12, 2, "overwrite"),
+        (24, 2, "overwrite"),
+    ]
+    again = Settings(steps=100, phases=phases).resolved(1000).phases
+    assert again == phases, "resolved once more, it stays"
+
+
+def test_a_warm_start_is_a_phase() -> None:
+    settings = Settings(steps=100, warm_start=0.15).resolved(1000)
+    assert settings.phases[0] == warm_start(0.15) and settings.phases[1].sync_every == 24
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"phases": (WARM,)}, "needs a budget"),
+        ({"steps": 10, "phases": (WARM, WARM)}, "one after the other"),
+        ({"steps": 10, "phases": (WARM,), "synchronous": True}, "a synchronous run has no phases"),
+        ({"steps": 10, "phases": (TrainingPhase(until=0.5, sync_every=2),)}, "overlap = 2 is not below sync_every = 2"),
+        ({"steps": 10, "warm_start": 1.5}, "no share of the run"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Settings(**settings).resolved(1000)
+
+
+@pytest.mark.parametrize("wrong", [{"until": 0.0}, {"until": 1.5}, {"sync_every": 0}, {"outer_momentum": 1.0}])
+def test_a_phase_is_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        TrainingPhase(**{"until": 0.5, **wrong})
