@@ -50,7 +50,7 @@ class PhasedWorld(World):
 
 def run(**settings: Any) -> PhasedWorld:
     world = PhasedWorld(**settings)
-    world.run_until(seconds=2.0 * STEPS)
+    world.run_until(seconds=2.0 * settings.get("steps", STEPS))
     assert world.syncer.phase == "finished", world.story()
     return world
 
@@ -84,6 +84,14 @@ def test_versions_of_a_phase_are_adopted_by_its_rule_also_when_they_come_later()
     assert (True, "carry") in rules and (False, "overwrite") in rules
     assert (False, "carry") not in rules
     assert all(one.rule == "carry" for one in world.adoptions[9:] if 0 <= one.round < second)
+
+
+def test_where_versions_take_longer_than_h_rounds_come_less_often_and_hold_everybody() -> None:
+    world = run(latency_s=0.6, steps=160, phases=(WARM,))
+    [_, (second, _)] = world.changes()
+    warm = world.merged()[second // 2 : second]
+    assert 3 <= world.effective_h(warm) <= 6
+    assert sum(len(one.members) == 3 for one in warm) >= 0.75 * len(warm)
 
 
 def test_nobody_waits_and_no_token_is_lost() -> None:

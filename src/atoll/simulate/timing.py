@@ -53,6 +53,8 @@ class Timing:
         self._cut: tuple[int, float, set[str]] = (0, 0.0, set())
         """The open cut, when it was first seen, and who was to be in it."""
         self._steps: deque[float] = deque(maxlen=SAMPLES)
+        self._phase_h = 0
+        """H of the present phase of training; 0: there are none."""
         self._between_phases = 0
         """Rounds whose fragments were synced last under another H."""
 
@@ -198,6 +200,7 @@ class Timing:
         window_s = 0.0 if ready >= awaited else gathering.window_s(round_)
         under_way = sum(other.stage != "gathering" for other in syncer.machine.state.open_rounds.values())
         waits = under_way >= rounds.flights.allowed and round_.attempt == 1
+        waits = waits or (under_way > 0 and gathering.state.changing_phase)
         if not waits and now >= since + window_s:
             late = f"{now - since:.2f} s after its quorum"
             said = f"round {round_.number} gathers with {ready} of {awaited} learners, {late}"
@@ -206,20 +209,21 @@ class Timing:
     def watch_phase(self, syncer: SimulatedSyncer) -> None:
         """Another phase of training begins."""
         self._steps.clear()
-        self._between_phases = syncer.machine.settings.fragments
+        self._phase_h, self._between_phases = syncer.machine.settings.sync_every, syncer.machine.settings.fragments
 
     def watch_commit(self, syncer: SimulatedSyncer, data: Any) -> None:
         """Of a round's note: steps between two syncs."""
         machine = syncer.machine
         if machine.state.draining or machine.settings.synchronous or machine.phase != "running":
             return
-        if self._between_phases:
-            self._between_phases -= 1
+        if self._between_phases or (machine.settings.phases and not self._phase_h):  # a syncer died before it told it
+            self._between_phases = max(0, self._between_phases - 1)
             return
         if since := [member["since"] for member in data["members"] if member["since"] is not None]:
             self._steps.append(median(since))  # of the round: with two learners each speed would be half of the samples
-        if len(self._steps) == SAMPLES and (effective := median(self._steps)) < HONEST * machine.settings.sync_every:
-            said = f"a fragment is synced every {effective:g} steps, not every {machine.settings.sync_every}"
+        asked = self._phase_h or machine.settings.sync_every
+        if len(self._steps) == SAMPLES and (effective := median(self._steps)) < HONEST * asked:
+            said = f"a fragment is synced every {effective:g} steps, not every {asked}"
             raise Violation("H is honest", said, fragment=data["fragment"])
 
     # ---- cuts ---------------------------------------------------------------------------------------------------

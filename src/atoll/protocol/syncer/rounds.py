@@ -86,6 +86,13 @@ class Rounds:
         self.closing.pace.change_interval(schedule.interval(self.state.settings))
         self.flights.start_anew()
 
+    def _follow_overlap(self) -> None:
+        """In a phase of a small H a fragment is read again only after its last version was adopted. So it is synced
+        every overlap + 1 steps at the most: a round that comes earlier would find hardly anybody ready."""
+        settings, away = self.state.settings, self.overlap.p95
+        if settings.phases and away is not None:
+            self.closing.pace.interval = max(settings.sync_every, away + 1) / settings.fragments
+
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
     def advance_rounds(self, now: float, wakes: list[float]) -> bool:
@@ -365,6 +372,7 @@ class Rounds:
         self.state.out.add_effect(Commit(round_.number, round_.fragment, self.state.versions[round_.fragment]))
         self.closing.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
         self.flights.note_commit(now, self.closing.pace.clock, round_)
+        self._follow_overlap()
         if not self.state.draining:  # a run that ends takes one behind its last round
             self.cuts.take_if_due(now, self.state.committed)
         self._note_commit(now, round_, event)
