@@ -101,6 +101,32 @@ def test_settings_survive_the_way_to_toml_and_back(tmp_path: Path) -> None:
     assert load(path).outer.lr == math.pi
 
 
+def test_phases_stand_at_the_top_and_survive_the_way_to_toml(tmp_path: Path) -> None:
+    text = "[[phases]]\nuntil = 0.1\nsync_every = 2\nmerge = 'mean'\n[[phases]]\nuntil = 0.4\nouter_lr = 0.5\n"
+    config = parse(text, "x")
+    assert [(one.until, one.sync_every, one.merge, one.outer_lr) for one in config.protocol.phases] == [
+        (0.1, 2, "mean", None),
+        (0.4, None, None, 0.5),
+    ]
+    path = tmp_path / "run.toml"
+    path.write_bytes(config.toml())
+    assert load(path) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[[phases]]\nuntil = 0.1\nmerge = 'median'", "merge"),
+        ("[[phases]]\nuntil = 0.1\nadopt = 'half'", "adopt"),
+        ("[[phases]]\nsync_every = 2", "until"),
+        ("[[phases]]\nuntil = 0.1\nh = 2", "h"),
+        ("[protocol]\nwarm_start = 0.1\n[[phases]]\nuntil = 0.1", "warm_start is a phase of its own"),
+    ],
+)
+def test_a_phase_that_cannot_be_is_named(text: str, part: str) -> None:
+    assert part in complaint(text)
+
+
 def test_the_command_line_goes_on_top_and_none_says_nothing() -> None:
     document = {"seed": 1, "protocol": {"quorum": 2, "learners": 4}}
     result = merged(document, {"protocol": {"quorum": 3, "steps": None}, "outer": {"lr": None}, "service": {"port": 0}})

@@ -294,4 +294,4 @@ def _explain(error: str, kind: type[msgspec.Struct]) -> str:
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
+    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -136,6 +136,20 @@ def test_changed_outer_settings_are_followed(tmp_path: Path) -> None:
     assert wrong(run).startswith("round 8 gives fragment 2 the digest ")
 
 
+def test_momentum_begins_at_zero_where_it_was_off(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    for momentum in (0.0, 0.6):
+        changed: dict[str, str | float] = {**OUTER, "momentum": momentum}
+        run.parameters.change_outer(Outer(**changed))  # type: ignore[arg-type]
+        run.write(ChangedRecord(run.history.settings, changed, "another phase"))
+        held = [run.parameters.momentum(fragment) for fragment in range(len(run.parameters.plan.fragments))]
+        empty = [one is None or not one.any() for one in held]
+        assert all(empty) if momentum else not any(empty), "without momentum the array holds the last gradient"
+        for _ in range(4):
+            run.round()
+    assert well(run).facts["rebuilt_rounds"] == 12
+
+
 def test_a_reset_of_the_outer_state_is_followed(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
     run.parameters.reset_outer_state(1)

@@ -55,7 +55,7 @@ RUNS = (
             option("--tape", "Follow this scenario (atoll simulate tape).", Path, metavar="FILE", panel=RUN),
             option(
                 "--algorithm",
-                "decoupled, or data-parallel as a baseline.",
+                "Or data-parallel, a baseline.",
                 ("decoupled", "data-parallel"),
                 default="decoupled",
                 metavar="NAME",
@@ -66,14 +66,7 @@ RUNS = (
             option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
             setting_option(SETTINGS),
             option("--seed", "The seed of weights and data order.", int, shown="0", panel=SETTINGS),
-            option(
-                "--warm-start",
-                "Train the first share of the run, such as 0.15, at a small H with plain averaging.",
-                float,
-                metavar="SHARE",
-                shown="none",
-                panel=SETTINGS,
-            ),
+            option("--warm-start", "A first part at a small H, such as 0.15.", float, metavar="SHARE", panel=SETTINGS),
             flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
             option(
                 "--max-restarts",
@@ -146,14 +139,7 @@ RUNS = (
             option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
             option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
             setting_option(SETTINGS),
-            option(
-                "--warm-start",
-                "Train the first share of the run, such as 0.15, at a small H with plain averaging.",
-                float,
-                metavar="SHARE",
-                shown="none",
-                panel=SETTINGS,
-            ),
+            option("--warm-start", "A first part at a small H, such as 0.15.", float, metavar="SHARE", panel=SETTINGS),
             flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
             option("--port", "Where to listen; 0 for any.", int, shown="7077, or the resumed run's own", panel=ADDRESS),
             option(

@@ -1,0 +1,40 @@
+"""A real run with a warm start: learners and syncer are killed in it, and the run is repeated bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from tests.system.conftest import Event, Run, members
+
+from atoll.store.verify import verify_run
+
+pytestmark = [pytest.mark.system, pytest.mark.faults]
+
+WARM = (
+    *("--learners", "2", "--steps", "400", "--warm-start", "0.5", "--set", "evaluate_every=0"),
+    *("--set", "workload.depth=1", "--set", "workload.block=16", "--set", "workload.batch=4"),
+    *("--set", "fragments=4", "--set", "sync_every=12", "--set", "cut_every=24"),
+)
+
+
+def phases(events: list[Event]) -> list[int]:
+    return [event["training_phase"] for event in events if event["kind"] == "phase"]
+
+
+def test_kills_in_a_warm_start_cost_nothing_and_the_run_is_repeated(run: Run) -> None:
+    run.train(*WARM)
+    run.until(lambda events: len(members(events)) == 2)
+    os.kill(run.pid("learner-1"), signal.SIGKILL)
+    run.until(lambda events: ("learner-1", 2) in members(events))
+    os.kill(run.pid("syncer"), signal.SIGKILL)
+    run.until(lambda events: phases(events) == [1, 2])
+    run.ended()
+    rounds = run.events("round")
+    begins = run.events("phase")[1]["at"]
+    warm = [one for one in rounds if one["at"] < begins]
+    assert len(warm) > 200 * 4 / 12, "more rounds than H = 12 would have had in these steps"
+    assert run.events("ending")[0]["text"].startswith("the run ends: 400 steps")
+    assert verify_run(run.out).ok
+    run.check_replay()
