@@ -26,6 +26,8 @@ from atoll.store.atomic import mode_in
 Buffer: TypeAlias = bytes | memoryview
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LARGE = 1 << 20
+"""Bytes that are worth a call to the kernel."""
 _AGAIN = "look after the disk, then start the syncer again: it goes on from what is durable"
 
 
@@ -81,15 +83,24 @@ class Disk(Protocol):
 
 
 class LocalFile:
+    """What lies on the disk is not kept in memory too, but for short files: nobody reads a payload before a recovery,
+    and a file that only grows would take fresh pages for every round, which cost more than the copy into them."""
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._open = True
+        self._cached = 0
 
     def write(self, data: Buffer) -> int:
-        return os.write(self._descriptor, data)
+        taken = os.write(self._descriptor, data)
+        self._cached += taken
+        return taken
 
     def datasync(self) -> None:
         _datasync(self._descriptor)
+        if self._cached >= _LARGE and hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._cached = 0
 
     def truncate(self, size: int) -> None:
         os.ftruncate(self._descriptor, size)
