@@ -212,7 +212,7 @@ def known_settings(workload: type[msgspec.Struct] | None = None) -> dict[str, Se
     found: dict[str, SettingPlace] = {}
     for table, struct in tables:
         for field in msgspec.structs.fields(struct):
-            if field.name not in (*NESTED, "phases", *(NO_WORDS if not table else ())):
+            if field.name not in (*NESTED, *(NO_WORDS if not table else ())):
                 found.setdefault(_key(table, field.name), SettingPlace(table, field.name, field.type))
     return found
 
@@ -249,7 +249,8 @@ def _key(table: str, field: str) -> str:
 
 
 def _convert_word(word: str, text: str, kind: Any) -> Any:
-    value = text.split(",") if get_origin(kind) is tuple else text
+    """What is written as in TOML begins with a bracket: phases=[{until = 0.15, sync_every = 2}]."""
+    value = text.split(",") if get_origin(kind) is tuple else _read_value(text) if text[0] == "[" else text
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
