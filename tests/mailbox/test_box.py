@@ -133,6 +133,26 @@ def test_fragments_lie_one_after_the_other_in_the_base(box: Mailbox) -> None:
     assert np.array_equal(box.memory[start : start + 4 * box.plan.size].view(np.float32), whole)
 
 
+@pytest.mark.parametrize("most", [7, 1000, 10_000])
+def test_values_written_to_a_base_are_there_and_nowhere_else(
+    box: Mailbox, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the system takes a few bytes at a time."""
+    whole = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: whole(fd, data[:most], offset))
+    for index, part in enumerate(box.plan.fragments):
+        box.whole_base()[:] = -1.0
+        values = np.arange(part.size, dtype=np.float32)
+        box.write_base(index, values[: part.size // 2])
+        box.write_base(index, values[part.size // 2 :], at=part.size // 2)
+        assert box.base(index).tolist() == values.tolist()
+        assert (box.whole_base() == -1.0).sum() == box.plan.size - part.size
+    before = box.memory.tobytes()
+    with pytest.raises(AssertionError, match="values of this fragment"):
+        box.write_base(0, np.zeros(2, np.float32), at=box.plan.fragments[0].size - 1)
+    assert box.memory.tobytes() == before
+
+
 def test_too_little_memory_is_said_in_one_line_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_bytes", lambda: 5 * 2**20)
     with pytest.raises(ConfigError) as caught:

@@ -30,7 +30,7 @@ from atoll.choices import ADOPT
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.device_offload import DeviceOffload
 from atoll.learner.model import BufferRule, describe, merged, view_piece
-from atoll.learner.offload import DeviceCopy, Offload, find_device, make_offload, shaped
+from atoll.learner.offload import DeviceCopy, Offload, find_device, make_offload
 from atoll.learner.placement import PlacementWish, choose_placement, free_bytes
 from atoll.learner.saved_state import fill_box, settings_of
 from atoll.learner.script import say
@@ -95,9 +95,10 @@ class Boundary:
         """Per fragment, the step and the version at its last copy."""
         self._base_copies: dict[int, Future[torch.Tensor]] = {}
         """Of fragments whose base a snapshot still copies."""
-        with torch.no_grad():
-            for fragment in range(box.layout.fragments):
-                torch._foreach_copy_(_host_base(box, fragment), self._own(fragment))
+        for part in box.plan.fragments:
+            for at, own in zip(part.offsets, self._own(part.index), strict=True):
+                values = own.detach().to("cpu", torch.float32).contiguous()
+                box.write_base(part.index, values.numpy(), at)
         if self._offload.takes_time:
             threading.Thread(target=self._tell_copies, name="atoll-copies", daemon=True).start()
             courier.read_in_background(self._bring, self._offload.enter_thread)
@@ -310,10 +311,6 @@ class Boundary:
             self._courier.read_in_background(None)
         self.drop_orders()
         self._offload.close()
-
-
-def _host_base(box: Mailbox, fragment: int) -> list[torch.Tensor]:
-    return shaped(torch.from_numpy(box.base(fragment)), box, fragment)
 
 
 # ---- adoption -------------------------------------------------------------------------------------------------------

@@ -269,8 +269,19 @@ class Mailbox:
         return self._floats(self.layout.header_bytes, self.layout.size)
 
     def base(self, fragment: int) -> FloatArray:
-        start = self.layout.header_bytes + 4 * self.plan.starts[fragment]
-        return self._floats(start, self.plan.fragments[fragment].size)
+        return self._floats(self._base_start(fragment), self.plan.fragments[fragment].size)
+
+    def write_base(self, fragment: int, values: FloatArray, at: int = 0) -> None:
+        """These are the base from value `at` on. For pages that this process has not touched yet: written through the
+        descriptor they cost a third of what they do one page fault after the other."""
+        assert 0 <= at <= self.plan.fragments[fragment].size - values.size, "values of this fragment"
+        left, offset = values.reshape(-1).view(np.uint8).data, self._base_start(fragment) + 4 * at
+        while left:
+            written = os.pwrite(self.fd, left, offset)
+            left, offset = left[written:], offset + written
+
+    def _base_start(self, fragment: int) -> int:
+        return self.layout.header_bytes + 4 * self.plan.starts[fragment]
 
     def outgoing(self, slot: int, fragment: int) -> FloatArray:
         return self._slot(slot, fragment)
