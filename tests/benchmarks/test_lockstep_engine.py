@@ -1,0 +1,135 @@
+"""The loop behind benchmarks/lockstep.py and benchmarks/quality.py does what the product and data-parallel do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from lockstep_engine import (
+    DeviceSyncer,
+    HostSyncer,
+    LockstepLearner,
+    OutOfTime,
+    Row,
+    SharedMoments,
+    adopt_moments,
+    train,
+)
+from quality import ROWS
+
+from atoll.config import Outer
+from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.protocol.messages import TensorSpec
+from atoll.protocol.phases import TrainingPhase
+from atoll.workloads.gpt import Gpt
+from atoll.workloads.settings import WorkloadSettings
+from atoll.workloads.text import Text
+from atoll.workloads.training import build_optimizers
+
+SMALL = WorkloadSettings(depth=1, block=8, batch=2, eval_windows=4)
+TEXT = Text(bytes(np.random.default_rng(0).integers(32, 64, 40_000, dtype=np.uint8)))
+CPU = torch.device("cpu")
+
+
+def small_plan() -> FragmentPlan:
+    shapes = {"embedding.weight": (40, 16), "blocks.up": (70, 24), "blocks.down": (24, 70), "gain": (24,)}
+    return make_plan([TensorSpec(n, s, "float32", embedding=n.startswith("e")) for n, s in shapes.items()], 3)
+
+
+def draw(plan: FragmentPlan, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(part.size, generator=generator) for part in plan.fragments]
+
+
+@pytest.mark.parametrize("merge", ["mean", "rda-row"])
+def test_merging_on_a_device_gives_the_shipped_numbers(merge: str) -> None:
+    plan, first = small_plan(), draw(small_plan(), 0)
+    plain, later = Outer(merge="mean", lr=1.0, momentum=0.0), Outer(merge=merge, lr=0.6, momentum=0.6)
+    host, device = HostSyncer(plan, list(first), plain, "fp32"), DeviceSyncer(plan, list(first), plain)
+    for number in range(5):
+        if number == 2:  # momentum begins at zero
+            host.change_outer(later)
+            device.change_outer(later)
+        deltas = [draw(plan, 10 * number + learner) for learner in range(1, 5)]
+        for one in deltas[1:]:
+            one[0][:200] = -deltas[0][0][:200] if number == 3 else 0.0  # directions that cancel, and none
+        for part in plan.fragments:
+            given = [one[part.index] for one in deltas]
+            gradients = [syncer.merge(part, given) for syncer in (host, device)]
+            torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(host.versions[part.index], device.versions[part.index], rtol=1e-6, atol=1e-6)
+    assert host.sent == device.sent
+
+
+def build_sgd(model: Gpt, settings: WorkloadSettings) -> dict[str, torch.optim.Optimizer]:
+    return {"sgd": torch.optim.SGD(model.parameters(), lr=settings.lr)}
+
+
+@pytest.mark.parametrize("numerics", ["host", "device"])
+def test_the_mean_after_every_step_of_sgd_is_data_parallel(numerics: str) -> None:
+    """H = 1, no overlap, outer step 1 / 0, and no clipping, which each learner would do by its own norm."""
+    each = TrainingPhase(until=1.0, sync_every=1, overlap=0, merge="mean", outer_lr=1.0, outer_momentum=0.0)
+    rows = Row(learners=3, lr=0.3, phases=(each,)), Row(method="data-parallel", learners=3, lr=0.3)
+    settings = msgspec.structs.replace(SMALL, clip=1e9)
+    ours, theirs = (train(row, 0, settings, 12, TEXT, numerics=numerics, build=build_sgd) for row in rows)
+    assert [step for step, _ in ours["curve"]] == [step for step, _ in theirs["curve"]]
+    assert np.allclose(ours["curve"], theirs["curve"], rtol=1e-5)
+    assert ours["curve"][-1][1] < ours["curve"][0][1]
+
+
+def shrink(name: str) -> Row:
+    return msgspec.structs.replace(ROWS[name], learners=2, fragments=min(4, ROWS[name].fragments))
+
+
+@pytest.mark.parametrize("name", ["three-moments", "h2-moments-int8-int4", "muon-h2-moments", "diloco", "alone"])
+def test_every_kind_of_row_runs(name: str) -> None:
+    row = shrink(name)
+    run = train(row, 0, SMALL, 30, TEXT, scores=1)
+    assert np.isfinite(run["loss"]) and run["loss"] < 5.6
+    assert run["up_bytes"] > 0 or row.method == "alone"
+    assert all(phase["rho"] is None or abs(phase["rho"]) <= 1.001 for phase in run.get("phases", []))
+
+
+def test_a_seed_gives_the_same_curve_again_and_both_numerics_agree() -> None:
+    row = shrink("h2-moments-int8")
+    first, again, device = (
+        train(row, 3, SMALL, 20, TEXT, numerics=numerics, scores=4) for numerics in ("host", "host", "device")
+    )
+    assert first["curve"] == again["curve"]
+    assert np.allclose(first["curve"], device["curve"], rtol=1e-3)
+    assert (device["numerics"], device["rounds"]) == ("device", first["rounds"])
+
+
+def flatten(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def test_shared_moments_are_the_mean_and_positive_ones_stay_positive() -> None:
+    learners = [LockstepLearner(SMALL, 0, CPU, build_optimizers) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for one in learners:
+        one.step(torch.randint(32, 64, (2, 9), generator=generator), 0.5)
+    specs = [TensorSpec(name, tuple(p.shape), "float32") for name, p in learners[0].model.named_parameters()]
+    for part in make_plan(specs, 3).fragments:
+        own = {slot: [one.moments(part, slot) for one in learners] for slot in ("exp_avg", "exp_avg_sq")}
+        flat = {
+            slot: torch.stack([torch.cat([p.reshape(-1) for p in of]) for of in held]) for slot, held in own.items()
+        }
+        exact, coded = (SharedMoments(codec).average(part, learners) for codec in ("fp32", "int8"))
+        for slot, values in flat.items():
+            torch.testing.assert_close(exact[slot], values.mean(0))
+            assert (coded[slot] - exact[slot]).abs().max() <= 0.02 * values.abs().max()
+        assert (coded["exp_avg_sq"][flat["exp_avg_sq"].amax(0) > 0] > 0).all()
+        adopt_moments(learners[1], part, exact)
+        assert all(torch.equal(flatten(learners[1].moments(part, slot)), values) for slot, values in exact.items())
+
+
+def test_a_row_past_its_deadline_is_given_up() -> None:
+    with pytest.raises(OutOfTime):
+        train(ROWS["default"], 0, SMALL, 3, TEXT, deadline=0.0)
