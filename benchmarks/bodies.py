@@ -194,18 +194,20 @@ class Clocks:
         path.write_text(json.dumps({"spans": self.spans, "stalls": self.stalls}))
 
 
-def run_courier(descriptor: int, out: Path) -> int:
+def run_courier(descriptor: int, out: Path, ticks: bool) -> int:
     clocks = Clocks("courier")
-    courier_service.Courier.run = clocks.watch(courier_service.Courier.run)  # type: ignore[method-assign]
+    if ticks:
+        courier_service.Courier.run = clocks.watch(courier_service.Courier.run)  # type: ignore[method-assign]
     try:
         return courier_service.main(descriptor)
     finally:
         clocks.write(out)
 
 
-def run_syncer(folder: Path, learners: int, codec: str, durability: str, out: Path) -> int:
+def run_syncer(folder: Path, learners: int, codec: str, durability: str, out: Path, ticks: bool) -> int:
     clocks = Clocks("syncer")
-    SyncerService.run = clocks.watch(SyncerService.run)  # type: ignore[method-assign]
+    if ticks:
+        SyncerService.run = clocks.watch(SyncerService.run)  # type: ignore[method-assign]
     rules = {
         "learners": learners,
         "quorum": learners,
@@ -229,7 +231,7 @@ def run_syncer(folder: Path, learners: int, codec: str, durability: str, out: Pa
 class PlayedTraining:
     """What a training process does at a step boundary."""
 
-    def __init__(self, number: int, url: str, clocks: Path, rows: int = ROWS) -> None:
+    def __init__(self, number: int, url: str, clocks: Path, rows: int = ROWS, *, ticks: bool = False) -> None:
         self.parameters = {"w": torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))}
         self.tensors = describe_tensors(rows)
         self.clocks, self.t, self.stopped = clocks, 0, False
@@ -238,6 +240,7 @@ class PlayedTraining:
         self.channel, theirs = CourierChannel.pair()
         descriptor = theirs.fileno()
         command = [sys.executable, __file__, "--courier", str(descriptor), "--clocks", str(clocks)]
+        command += ["--ticks"] if ticks else []
         self.process = subprocess.Popen(command, pass_fds=[descriptor])
         theirs.close()
         self.send(Start(f"learner-{number}", f"session-{number}", url, self.tensors))
@@ -304,13 +307,19 @@ def serve_until(crowd: list[PlayedTraining], true: Callable[[], bool]) -> None:
 
 @contextmanager
 def open_run(
-    scratch: Path, learners: int = 2, rows: int = ROWS, codec: str = "bf16", durability: str = "round"
+    scratch: Path,
+    learners: int = 2,
+    rows: int = ROWS,
+    codec: str = "bf16",
+    durability: str = "round",
+    *,
+    ticks: bool = False,
 ) -> Iterator[list[PlayedTraining]]:
     """A syncer and its learners, all with the first version. Their clocks lie in `scratch` after it, and the syncer's
-    peak memory."""
+    peak memory. `ticks`: watch their event loops, which takes some 20 ms of each process in a round."""
     folder, clocks = scratch / "run", scratch / "syncer.json"
     command = [sys.executable, __file__, "--syncer", str(folder), "--clocks", str(clocks), "--codec", codec]
-    command += ["--learners", str(learners), "--durability", durability]
+    command += ["--learners", str(learners), "--durability", durability, *(["--ticks"] if ticks else [])]
     syncer = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     address, deadline = folder / "syncer.url", time.monotonic() + WAIT_S
     while not address.exists():
@@ -318,7 +327,8 @@ def open_run(
             raise SystemExit("the syncer did not start")
         time.sleep(0.05)
     url = address.read_text()
-    crowd = [PlayedTraining(number, url, scratch / f"courier-{number}.json", rows) for number in range(learners)]
+    clocks_of = [scratch / f"courier-{number}.json" for number in range(learners)]
+    crowd = [PlayedTraining(number, url, path, rows, ticks=ticks) for number, path in enumerate(clocks_of)]
     try:
         serve_until(crowd, lambda: all(one.ready and one.has_base(0) for one in crowd))
         yield crowd
@@ -345,7 +355,7 @@ def read_memory(pid: int, field: str) -> int:
 
 def measure_rounds(scratch: Path, rounds: int, codec: str) -> dict[str, Any]:
     steps: list[tuple[float, float]] = []
-    with open_run(scratch, codec=codec) as crowd:
+    with open_run(scratch, codec=codec, ticks=True) as crowd:
         for number in range(1, rounds + 1):
             began = time.monotonic()
             for one in crowd:
@@ -390,11 +400,13 @@ def main() -> int:
     parser.add_argument("--courier", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--syncer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--clocks", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--ticks", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.courier is not None:
-        return run_courier(options.courier, options.clocks)
+        return run_courier(options.courier, options.clocks, options.ticks)
     if options.syncer is not None:
-        return run_syncer(options.syncer, options.learners, options.codec, options.durability, options.clocks)
+        given = (options.learners, options.codec, options.durability, options.clocks, options.ticks)
+        return run_syncer(options.syncer, *given)
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "machine": {"arch": platform.machine(), "cores": count_cores(), "system": platform.system()},
