@@ -93,6 +93,7 @@ class LockstepLearner:
         self.model = build_model(settings, seed).to(device)
         self._settings = settings
         self._optimizers = build(self.model, settings)
+        self.decays = _find_decays(self._optimizers)
         self._lr = torch.tensor(settings.lr, device=device)
         self._batch = torch.zeros(settings.batch, settings.block + 1, dtype=torch.int64, device=device)
         self._named = dict(self.model.named_parameters())
@@ -173,6 +174,17 @@ class LockstepLearner:
 
     def has_moment(self, piece: Piece, slot: str) -> bool:
         return piece.tensor.name in self._moments[slot]
+
+
+def _find_decays(optimizers: dict[str, Optimizer]) -> dict[str, float]:
+    """By moment, what a step leaves of it."""
+    found = {}
+    for optimizer in optimizers.values():
+        if "betas" in optimizer.defaults:
+            found["exp_avg"], found["exp_avg_sq"] = optimizer.defaults["betas"]
+        if "momentum" in optimizer.defaults:
+            found["momentum_buffer"] = optimizer.defaults["momentum"]
+    return found
 
 
 def _cut_out(tensors: dict[str, torch.Tensor], part: Fragment) -> list[torch.Tensor]:
@@ -331,9 +343,16 @@ class OuterTrace:
 # ---- shared moments: not in the product; what is measured here decides whether and how ------------------------------
 
 
+class SharedMoment(NamedTuple):
+    averaged: torch.Tensor
+    read: list[torch.Tensor]
+    """Each learner's own."""
+
+
 class SharedMoments:
-    """The inner optimizer's moments of a fragment, averaged over the learners and adopted with its version, as they
-    were when it was read. `step` stays local.
+    """The inner optimizer's moments of a fragment, averaged over the learners as they were when it was read. They are
+    adopted with its version by the same rule: overwrite takes m̄; carry keeps what the n steps since have added to the
+    learner's own, m ← m + βⁿ(m̄ − m_read), which leaves exp_avg_sq above zero. `step` stays local.
 
     With int8 they travel by the shipped codec, without feedback, both ways; exp_avg_sq as its square root, of which
     nothing in a block is below half a code: a value above zero never becomes zero."""
@@ -343,14 +362,15 @@ class SharedMoments:
         self.sent = 0
         """By one learner, and as many come down to it."""
 
-    def average(self, part: Fragment, learners: list[LockstepLearner]) -> dict[str, torch.Tensor]:
+    def average(self, part: Fragment, learners: list[LockstepLearner]) -> dict[str, SharedMoment]:
         averaged = {}
         for slot in MOMENTS:
             held = [one.moments(part, slot) for one in learners]
             if held[0]:
                 rows = row_lengths([piece for piece in part.pieces if learners[0].has_moment(piece, slot)])
-                arrived = [self._transfer(_flat(pieces), rows, slot) for pieces in held]
-                averaged[slot] = self._transfer(_mean(arrived), rows, slot)
+                read = [_flat(pieces) for pieces in held]
+                arrived = [self._transfer(values, rows, slot) for values in read]
+                averaged[slot] = SharedMoment(self._transfer(_mean(arrived), rows, slot), read)
                 self.sent += self._codec.nbytes(rows)
         return averaged
 
@@ -383,10 +403,17 @@ def _block_floor(roots: torch.Tensor, rows: Rows) -> torch.Tensor:
     return torch.cat(floors)
 
 
-def adopt_moments(learner: LockstepLearner, part: Fragment, averaged: dict[str, torch.Tensor]) -> None:
-    for slot, values in averaged.items():
-        own = learner.moments(part, slot)
-        torch._foreach_copy_(own, _shaped(values, own))
+def adopt_moments(
+    learners: list[LockstepLearner], part: Fragment, slot: str, moment: SharedMoment, rule: str, steps: int
+) -> None:
+    """`steps`: made since it was read."""
+    for one, read in zip(learners, moment.read, strict=True):
+        own = one.moments(part, slot)
+        if rule == "carry":
+            change = (moment.averaged - read) * one.decays[slot] ** steps
+            torch._foreach_add_(own, _shaped(change, own))
+        else:
+            torch._foreach_copy_(own, _shaped(moment.averaged, own))
 
 
 # ---- methods --------------------------------------------------------------------------------------------------------
@@ -422,10 +449,11 @@ class Flight(NamedTuple):
     """A fragment between reading and adoption."""
 
     part: Fragment
+    read_at: int
     adopt_at: int
     rule: str
     read: list[torch.Tensor]
-    moments: dict[str, torch.Tensor]
+    moments: dict[str, SharedMoment]
 
 
 class Decoupled:
@@ -495,7 +523,8 @@ class Decoupled:
         deltas = [one.contribute(part, base, theta) for one, theta in zip(self._senders, read, strict=True)]
         moments = {} if self._moments is None else self._moments.average(part, self._learners)
         self._trace.add_gradient(part.index, self._phase, self._syncer.merge(part, deltas))
-        self._flights.append(Flight(part, self._step + settings.overlap, settings.adopt, read, moments))
+        adopt_at = self._step + settings.overlap
+        self._flights.append(Flight(part, self._step, adopt_at, settings.adopt, read, moments))
         self._round += 1
         self._whole += 4 * part.size
 
@@ -506,7 +535,8 @@ class Decoupled:
             values = self._syncer.versions[flight.part.index]
             for one, read in zip(self._learners, flight.read, strict=True):
                 one.adopt(flight.part, values, flight.rule, read)
-                adopt_moments(one, flight.part, flight.moments)
+            for slot, moment in flight.moments.items():
+                adopt_moments(self._learners, flight.part, slot, moment, flight.rule, self._step - flight.read_at)
 
     def current_model(self) -> Gpt:
         """Θ."""

@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from lockstep_engine import (
+    MOMENTS,
     DeviceSyncer,
     HostSyncer,
     LockstepLearner,
@@ -83,6 +84,19 @@ def test_the_mean_after_every_step_of_sgd_is_data_parallel(numerics: str) -> Non
     assert ours["curve"][-1][1] < ours["curve"][0][1]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_carry_with_moments_over_an_overlap_is_training_alone_where_there_is_one_learner(optimizer: str) -> None:
+    """Every step is in the model once, in the moments too, through a change of phase."""
+    plain = Row(learners=1, merge="mean", outer_lr=1.0, outer_momentum=0.0, adopt="carry", moments="fp32")
+    early = TrainingPhase(until=0.5, sync_every=2, overlap=1)
+    decoupled = msgspec.structs.replace(plain, fragments=4, sync_every=8, phases=(early,), optimizer=optimizer)
+    rows = decoupled, Row(method="alone", learners=1, optimizer=optimizer)
+    ours, theirs = (train(row, 0, SMALL, 24, TEXT, scores=1) for row in rows)
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert [phase["sync_every"] for phase in ours["phases"]] == [2, 8]
+    assert ours["rounds"] == 11 * 2 + 12 * 4 // 8 + 4
+
+
 def shrink(name: str) -> Row:
     return msgspec.structs.replace(ROWS[name], learners=2, fragments=min(4, ROWS[name].fragments))
 
@@ -110,24 +124,45 @@ def flatten(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def test_shared_moments_are_the_mean_and_positive_ones_stay_positive() -> None:
+def step_two_learners() -> tuple[list[LockstepLearner], FragmentPlan]:
     learners = [LockstepLearner(SMALL, 0, CPU, build_optimizers) for _ in range(2)]
-    generator = torch.Generator().manual_seed(0)
+    step_all(learners, seed=0)
+    specs = [TensorSpec(name, tuple(p.shape), "float32") for name, p in learners[0].model.named_parameters()]
+    return learners, make_plan(specs, 3)
+
+
+def step_all(learners: list[LockstepLearner], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for one in learners:
         one.step(torch.randint(32, 64, (2, 9), generator=generator), 0.5)
-    specs = [TensorSpec(name, tuple(p.shape), "float32") for name, p in learners[0].model.named_parameters()]
-    for part in make_plan(specs, 3).fragments:
-        own = {slot: [one.moments(part, slot) for one in learners] for slot in ("exp_avg", "exp_avg_sq")}
-        flat = {
-            slot: torch.stack([torch.cat([p.reshape(-1) for p in of]) for of in held]) for slot, held in own.items()
-        }
+
+
+def test_shared_moments_are_the_mean_and_positive_ones_stay_positive() -> None:
+    learners, plan = step_two_learners()
+    for part in plan.fragments:
+        flat = {slot: torch.stack([flatten(one.moments(part, slot)) for one in learners]) for slot in MOMENTS[:2]}
         exact, coded = (SharedMoments(codec).average(part, learners) for codec in ("fp32", "int8"))
         for slot, values in flat.items():
-            torch.testing.assert_close(exact[slot], values.mean(0))
-            assert (coded[slot] - exact[slot]).abs().max() <= 0.02 * values.abs().max()
-        assert (coded["exp_avg_sq"][flat["exp_avg_sq"].amax(0) > 0] > 0).all()
-        adopt_moments(learners[1], part, exact)
-        assert all(torch.equal(flatten(learners[1].moments(part, slot)), values) for slot, values in exact.items())
+            torch.testing.assert_close(exact[slot].averaged, values.mean(0))
+            assert (coded[slot].averaged - exact[slot].averaged).abs().max() <= 0.02 * values.abs().max()
+            adopt_moments(learners, part, slot, exact[slot], "overwrite", steps=1)
+            assert all(torch.equal(flatten(one.moments(part, slot)), exact[slot].averaged) for one in learners)
+        assert (coded["exp_avg_sq"].averaged[flat["exp_avg_sq"].amax(0) > 0] > 0).all()
+
+
+def test_carried_moments_are_the_mean_with_the_gradients_since() -> None:
+    learners, plan = step_two_learners()
+    part = plan.fragments[0]
+    shared = SharedMoments("fp32").average(part, learners)
+    step_all(learners, seed=1)
+    step_all(learners, seed=2)
+    for slot, beta in zip(MOMENTS, SMALL.betas, strict=False):
+        before = [flatten(one.moments(part, slot)) for one in learners]
+        adopt_moments(learners, part, slot, shared[slot], "carry", steps=2)
+        for one, own, read in zip(learners, before, shared[slot].read, strict=True):
+            added = own - beta**2 * read
+            expected = beta**2 * shared[slot].averaged + added
+            torch.testing.assert_close(flatten(one.moments(part, slot)), expected, rtol=1e-5, atol=1e-9)
 
 
 def test_a_row_past_its_deadline_is_given_up() -> None:
