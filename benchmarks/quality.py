@@ -82,6 +82,10 @@ GPU_DEPTH = 6
 """Models of this depth and more are for a GPU."""
 
 
+def as_json(row: Row) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(row))
+
+
 class Table:
     """The results file."""
 
@@ -90,10 +94,12 @@ class Table:
         kept = json.loads(path.read_text()) if path.exists() else {"options": options, "results": {}}
         if kept["options"] != options:
             raise SystemExit(f"{path} has rows of other options, {kept['options']}: name another file with --out")
-        same = {name for name, row in ROWS.items() if kept.get("rows", {}).get(name) == msgspec.to_builtins(row)}
+        same = {name for name, row in ROWS.items() if kept.get("rows", {}).get(name) == as_json(row)}
         self._options = options
         self.results = {name: runs for name, runs in kept["results"].items() if name in same}
         """By row, then by seed."""
+        for name in kept["results"].keys() - same:
+            print(f"{name} is another row now than in {path}: what that has of it goes with the next row written")
 
     def has_run(self, row: str, seed: int) -> bool:
         return str(seed) in self.results.get(row, {})
@@ -103,7 +109,7 @@ class Table:
         ordered = {name: self.results[name] for name in ROWS if name in self.results}
         content = {
             "options": self._options,
-            "rows": {name: msgspec.to_builtins(ROWS[name]) for name in ordered},
+            "rows": {name: as_json(ROWS[name]) for name in ordered},
             "compared": self.compare_rows(),
             "missing": [name for name in ROWS if name not in ordered],
             "results": ordered,
