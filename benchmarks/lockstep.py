@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import msgspec
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from lockstep_engine import Row, compare, prepare_torch
 from lockstep_engine import train as train_row
 

@@ -9,8 +9,8 @@ adopted τ steps later. So there is no system, no failure and no waiting in it: 
 - A fragment is read again only after its last version was adopted: so H is at least τ + 1.
 - After the last step a cycle without training collects what is left. Scores are those of Θ.
 - The batches of a seed are the same for every row; data-parallel takes those of all learners as one batch.
-- On a GPU every learner's step is a CUDA graph; with Muon, which needs its learning rate on the host, only forward and
-  backward are.
+- On a GPU every learner's step is a CUDA graph on a stream of its own, so that learners step side by side: one of them
+  does not fill it. With Muon, which needs its learning rate on the host, only forward and backward are in the graph.
 """
 
 from __future__ import annotations
@@ -99,15 +99,30 @@ class LockstepLearner:
         self._named = dict(self.model.named_parameters())
         self._moments: dict[str, dict[str, torch.Tensor]] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._graph_steps = list(self._optimizers) == ["adamw"]
         """Whether the optimizer's step is in the graph."""
         if "adamw" in self._optimizers:
             for group in self._optimizers["adamw"].param_groups:
                 group["lr"], group["capturable"] = self._lr, device.type == "cuda"
-        if device.type == "cuda":
-            self._capture()
+        if self._stream is not None:
+            self._capture(self._stream)
 
     def step(self, batch: torch.Tensor, progress: float) -> None:
+        """On a GPU it goes on beside the steps of others until `wait_step`; so long the batch must be kept."""
+        if self._stream is None:
+            self._make_step(batch, progress)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._make_step(batch, progress)
+
+    def wait_step(self) -> None:
+        """What is asked of the GPU from now on comes after the step."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _make_step(self, batch: torch.Tensor, progress: float) -> None:
         self._batch.copy_(batch)
         lr = learning_rate(progress, self._settings.lr, self._settings.warmup, self._settings.floor)
         self._lr.fill_(lr)
@@ -135,10 +150,9 @@ class LockstepLearner:
         if self._graph_steps:
             self._step_optimizers()
 
-    def _capture(self) -> None:
-        """Steps before a capture are needed, and undone."""
+    def _capture(self, stream: torch.cuda.Stream) -> None:
+        """Steps before a capture are needed, and undone. All on one stream: what cuBLAS works in belongs to it."""
         first = [parameter.detach().clone() for parameter in self.model.parameters()]
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -152,7 +166,7 @@ class LockstepLearner:
                     for value in state.values():
                         value.zero_()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):
             self._make_captured()
 
     def read(self, part: Fragment) -> torch.Tensor:
@@ -429,7 +443,9 @@ class DataParallel:
         self._row, self._steps = row, 0
 
     def make_step(self, batches: list[torch.Tensor], progress: float) -> None:
-        self._learner.step(torch.cat(batches[: self._taken]), progress)
+        batch = torch.cat(batches[: self._taken])
+        self._learner.step(batch, progress)
+        self._learner.wait_step()
         self._steps += 1
 
     def finish(self) -> None:
@@ -487,6 +503,8 @@ class Decoupled:
     def make_step(self, batches: list[torch.Tensor], progress: float) -> None:
         for one, batch in zip(self._learners, batches, strict=True):
             one.step(batch, progress)
+        for one in self._learners:
+            one.wait_step()
         self._step += 1
         self._adopt_due(self._step)
         self._enter_due_phase()

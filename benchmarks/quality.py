@@ -16,15 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from lockstep_engine import OutOfTime, Row, compare, prepare_torch, train
 
 from atoll.protocol.phases import TrainingPhase, warm_start

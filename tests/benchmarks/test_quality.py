@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import quality
 from quality import ROWS, Table
 
