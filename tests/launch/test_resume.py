@@ -41,7 +41,7 @@ FROM_HEAD = "the newest model, optimizers as of snapshot"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(disk_module, "_datasync", lambda descriptor: None)
+    monkeypatch.setattr(disk_module, "datasync", lambda descriptor: None)
 
 
 def damage(run: WrittenRun, cut: int, name: str = "theta-001.bin") -> None:

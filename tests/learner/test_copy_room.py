@@ -10,7 +10,7 @@ from torch import nn
 
 from atoll.learner import copy_room
 from atoll.learner.copy_room import CopyRoom
-from atoll.learner.state import capture, large_tensors
+from atoll.learner.state import begin_capture, capture, large_tensors
 
 WAIT_S = 60.0
 
@@ -79,6 +79,29 @@ def test_one_copy_at_a_time_and_the_next_when_the_last_is_let_go() -> None:
     assert room.take() is None
     del one
     assert room.take() is not None
+
+
+def test_who_waits_for_the_copy_of_a_base_does_not_keep_the_room() -> None:
+    model, optimizer = trained()
+    room = ready(model, optimizer)
+    base = torch.ones(100)
+    begun = begin_capture(model, None, {"held": Held(base)}, room=room.take(), steady=[base])
+    copy = begun.packing.steady_copies[id(base)]
+    begun.finish()
+    assert room.take() is None, "the snapshot is still there"
+    del begun
+    assert copy.done() and room.take() is not None
+
+
+class Held:
+    def __init__(self, base: torch.Tensor) -> None:
+        self._base = base
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"base": self._base}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        raise AssertionError("nobody loads it")
 
 
 def test_before_it_is_ready_and_once_it_is_closed_there_is_none() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
@@ -187,6 +188,24 @@ def test_a_file_is_one_safetensors_file_and_is_read_back(tmp_path: Path) -> None
     assert said == compute_digest(path.read_bytes()) == digest(*encode(snapshot))
     assert safetensors.torch.load_file(path).keys() == snapshot.tensors.keys()
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_a_file_of_many_tensors_is_synced_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(module, "datasync", synced.append)
+    monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    small = {f"step-{number}": torch.ones(1) for number in range(1000)}
+    write(tmp_path / "small.safetensors", Snapshot(small, {}))
+    assert len(synced) <= (tmp_path / "small.safetensors").stat().st_size // 4096
+    synced.clear()
+    write(tmp_path / "large.safetensors", Snapshot({"large": torch.ones(8192)}, {}))
+    assert len(synced) == 8
+
+
+def test_a_file_is_written_where_there_is_no_fdatasync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fdatasync", raising=False)  # as on macOS
+    write(tmp_path / "state.safetensors", Snapshot({"large": torch.ones(PIECE_BYTES // 4)}, {}))
+    assert equal(read(tmp_path / "state.safetensors"), Snapshot({"large": torch.ones(PIECE_BYTES // 4)}, {}))
 
 
 def test_a_write_that_fails_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_a_growing_file_syncs_only_what_is_new() -> None:
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be told")
 def test_what_is_durable_and_large_is_not_kept_in_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr("atoll.store.disk._datasync", lambda descriptor: done.append("synced"))
+    monkeypatch.setattr("atoll.store.disk.datasync", lambda descriptor: done.append("synced"))
     monkeypatch.setattr(os, "posix_fadvise", lambda *given: done.append("dropped"))
     file = LocalDisk().create(tmp_path / "payload")
     for size in (1000, 1 << 20, 1000):

@@ -29,7 +29,7 @@ from atoll.syncer.recovery import RollbackState, read_earlier
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(disk_module, "_datasync", lambda descriptor: None)
+    monkeypatch.setattr(disk_module, "datasync", lambda descriptor: None)
 
 
 def earlier(run: WrittenRun, to: int, *without: tuple[int, int]) -> RollbackState:

@@ -27,7 +27,7 @@ from atoll.syncer.recovery import Recovered, recover
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut leaves is the store's to test."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(disk_module, "_datasync", lambda descriptor: None)
+    monkeypatch.setattr(disk_module, "datasync", lambda descriptor: None)
 
 
 class CountingDisk(LocalDisk):

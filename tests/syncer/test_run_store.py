@@ -51,7 +51,7 @@ OUTER = Outer(merge="mean", optimizer="nesterov", lr=0.6, momentum=0.6)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut leaves, the disk in memory tells."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(disk_module, "_datasync", lambda descriptor: None)
+    monkeypatch.setattr(disk_module, "datasync", lambda descriptor: None)
 
 
 class Reigning:

@@ -93,7 +93,7 @@ class Boundary:
         self._holds: dict[int, HoldOrder] = {}
         self._copied: dict[int, tuple[int, int]] = {}
         """Per fragment, the step and the version at its last copy."""
-        self._base_copies: dict[int, Future[torch.Tensor]] = {}
+        self._base_copies: dict[int, Future[None]] = {}
         """Of fragments whose base a snapshot still copies."""
         for part in box.plan.fragments:
             for at, own in zip(part.offsets, self._own(part.index), strict=True):
@@ -113,7 +113,7 @@ class Boundary:
         """What lies in shared memory is the base: the run's version 0, or what a cut kept."""
         self._offload.take_base()
 
-    def hold_bases(self, copies: Sequence[Future[torch.Tensor]]) -> None:
+    def hold_bases(self, copies: Sequence[Future[None]]) -> None:
         """Keep every fragment's base as it is until its copy is made: it changes once the courier hears of an
         adoption."""
         self._base_copies = dict(enumerate(copies))

@@ -71,9 +71,9 @@ class Packing:
     def __init__(self, room: Taken | None = None, steady: Sequence[torch.Tensor] = ()) -> None:
         self._room = room
         self._steady = {id(tensor) for tensor in steady}
-        self.steady_copies: dict[int, Future[torch.Tensor]] = {}
-        """By the tensor's id."""
-        self._under_way: list[Future[torch.Tensor]] = []
+        self.steady_copies: dict[int, Future[None]] = {}
+        """By the tensor's id. None of them holds the copy: who waits for one later must not keep the room."""
+        self._under_way: list[Future[None]] = []
         self._ends: list[torch.cuda.Event] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[int, tuple[str, torch.Tensor]] = {}
@@ -114,10 +114,10 @@ class Packing:
         if room is None:
             room = _allocate(tensor, pinned=tensor.is_cuda)
         if key in self._steady:
-            self.steady_copies[key] = _copiers().submit(room.copy_, tensor)
+            self.steady_copies[key] = _copiers().submit(_fill, room, tensor)
             return room
         if tensor.is_cpu and tensor.nbytes >= LARGE_BYTES:
-            self._under_way.append(_copiers().submit(room.copy_, tensor))
+            self._under_way.append(_copiers().submit(_fill, room, tensor))
             return room
         return room.copy_(tensor, non_blocking=True)
 
@@ -243,6 +243,10 @@ def _check(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise ConfigError(f"{name!r} is {kind}, a type that a snapshot cannot hold")
+
+
+def _fill(room: torch.Tensor, tensor: torch.Tensor) -> None:
+    room.copy_(tensor)
 
 
 def _allocate(tensor: torch.Tensor, pinned: bool) -> torch.Tensor:

@@ -353,7 +353,7 @@ class OwnState:
             own = large_tensors(self._model, self._optimizers, self._buffers)
             self.room.make_ready([*own, *bases(box)])
 
-    def begin_capture(self, place: RunPlace) -> tuple[Capture, list[Future[torch.Tensor]]]:
+    def begin_capture(self, place: RunPlace) -> tuple[Capture, list[Future[None]]]:
         """With the copy of every fragment's base: that one must stay as it is until then."""
         extras, room, held = {**self._extras, PLACE: place}, self.room.take(), place.state["base"]
         whole = (self._model, self._optimizers, extras)

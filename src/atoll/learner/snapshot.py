@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from atoll.digests import digest_pieces
 from atoll.learner.packing import DTYPES, Json, Unpacking
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.store.atomic import staged
+from atoll.store.disk import datasync
 
 FORMAT = 1
 KEY = "atoll"
@@ -118,11 +118,15 @@ def write(path: Path, snapshot: Snapshot) -> str:
 
 def _sync_between(file: IO[bytes], pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     """Gigabytes that are synced all at once at the end would hold up whoever syncs a little file meanwhile: the syncer
-    its journal, round by round, on the same disk."""
+    its journal, round by round, on the same disk. A sync for every small tensor would take as long."""
+    waiting = 0
     for piece in pieces:
         yield piece
-        file.flush()
-        os.fdatasync(file.fileno())
+        waiting += piece.nbytes
+        if waiting >= PIECE_BYTES:
+            file.flush()
+            datasync(file.fileno())
+            waiting = 0
 
 
 def write_pieces(file: IO[bytes], pieces: Iterable[memoryview]) -> str:

@@ -32,7 +32,7 @@ _AGAIN = "look after the disk, then start the syncer again: it goes on from what
 
 
 # Not everywhere is there an fdatasync (macOS); fsync does more than is needed.
-_datasync = getattr(os, "fdatasync", os.fsync)
+datasync = getattr(os, "fdatasync", os.fsync)
 
 
 class NoRoom(AtollError):
@@ -97,7 +97,7 @@ class LocalFile:
         return taken
 
     def datasync(self) -> None:
-        _datasync(self._descriptor)
+        datasync(self._descriptor)
         if self._cached >= _LARGE and hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             self._cached = 0
