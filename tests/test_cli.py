@@ -64,6 +64,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --set workload.depth=0", "workload.depth is 0"),
         ("train --set workload.optimizer=sgd", "workload.optimizer is 'sgd'; set it to adamw or muon"),
         ("train --set optimizer=muon", "there is no setting 'optimizer': did you mean workload.optimizer?"),
+        (
+            "train --steps 9 --set phases=[{until=0.1,sync_every=2}]",
+            "overlap = 2 is not below sync_every = 2 in the phase until 0.1: a fragment would be read again before it "
+            "came back; set overlap = 1 in it",
+        ),
+        ("train script.py --warm-start 0.1", "phases follow the run's progress, so it needs a budget: set steps"),
+        ("syncer --warm-start 0.1", "phases follow the run's progress, so it needs a budget: set steps or tokens"),
         ("train missing.py", "there is no script missing.py: give the path of a Python file"),
         (
             "train --out old",

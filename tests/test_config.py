@@ -102,10 +102,10 @@ def test_settings_survive_the_way_to_toml_and_back(tmp_path: Path) -> None:
 
 
 def test_phases_stand_at_the_top_and_survive_the_way_to_toml(tmp_path: Path) -> None:
-    text = "[[phases]]\nuntil = 0.1\nsync_every = 2\nmerge = 'mean'\n[[phases]]\nuntil = 0.4\nouter_lr = 0.5\n"
+    text = "[[phases]]\nuntil = 0.1\nsync_every = 3\nmerge = 'mean'\n[[phases]]\nuntil = 0.4\nouter_lr = 0.5\n"
     config = parse(text, "x")
     assert [(one.until, one.sync_every, one.merge, one.outer_lr) for one in config.protocol.phases] == [
-        (0.1, 2, "mean", None),
+        (0.1, 3, "mean", None),
         (0.4, None, None, 0.5),
     ]
     path = tmp_path / "run.toml"

@@ -521,6 +521,16 @@ class TestLeaving:
         [bye] = joined.courier.of(Goodbye)
         assert bye.reason.startswith("it was drained: the operator asked")  # type: ignore[attr-defined]
 
+    def test_a_drain_in_a_later_phase_has_the_time_of_its_cycles(self, joined: Joined) -> None:
+        """It was welcomed in a phase of a small H, and nobody tells the training process of the next."""
+        warm = Settings(steps=1000, warm_start=0.1).resolved(1000)
+        with joined.learner as learner:
+            learner.step(tokens=1)
+            joined.stay._tally.busy_s = 30.0
+            assert joined.stay.shared.boundary is not None
+            joined.stay.shared.boundary.settings = warm.in_phase(1, warm)
+            assert joined.stay._patience_s() == 2 * 24 * 30.0
+
     def test_one_that_is_drained_before_it_has_joined_leaves_at_once(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

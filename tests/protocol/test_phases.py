@@ -6,6 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import msgspec
 import pytest
 from tests.protocol.world import SimulatedLearner, World
 
@@ -112,6 +113,35 @@ def test_a_new_term_goes_on_in_the_phase_that_it_finds() -> None:
 def test_cuts_come_as_often_by_steps() -> None:
     [(_, begun), (_, own)] = run(cut_every=8).changes()
     assert (begun.settings.cut_every, own.settings.cut_every) == (8 * H // 2, 8)
+
+
+def test_cuts_go_on_in_a_phase_of_a_large_h() -> None:
+    rare = TrainingPhase(until=0.5, sync_every=5 * H)
+    [(_, begun), (_, own)] = run(cut_every=2, phases=(rare,)).changes()
+    assert (begun.settings.cut_every, own.settings.cut_every) == (1, 2)
+    [(_, begun), (_, own)] = run(cut_every=0, phases=(rare,)).changes()
+    assert (begun.settings.cut_every, own.settings.cut_every) == (0, 0)
+
+
+def test_what_an_operator_sets_stays_unless_phases_change_it() -> None:
+    world = PhasedWorld()
+    world.run_until(seconds=5.0)
+    assert world.syncer.state.history.training_phase == 1
+    outer = {**world.syncer.state.history.outer, "robust": True, "norm_limit": 5.0, "lr": 0.3}
+    world.deliver(world.simulated_syncer, syncer_fx.ChangeAsked(world.syncer.settings, outer, "robust=true"))
+    world.run_until(seconds=2.0 * STEPS)
+    [_, (_, asked), (_, own)] = world.changes()
+    assert asked.training_phase == 0 and asked.outer["lr"] == 0.3
+    begun = world.syncer.state.history.begun.outer
+    assert own.outer == {**begun, "robust": True, "norm_limit": 5.0}, "the outer step alone is as the run began"
+
+
+def test_as_many_phases_as_may_be_are_read_again() -> None:
+    phases = tuple(TrainingPhase(until=number / 100) for number in range(1, 64))
+    whole = Settings(steps=1000, phases=phases).resolved(1000)
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=Settings) == whole
+    with pytest.raises(ConfigError, match="64 phases and the run's own behind them are more than 64"):
+        Settings(steps=1000, phases=(*phases, TrainingPhase(until=0.9)))
 
 
 def test_which_phase_is_due() -> None:

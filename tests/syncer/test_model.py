@@ -69,6 +69,13 @@ def test_every_name_that_one_token_may_bring_fits_into_its_share() -> None:
     assert most.total_bytes(1, NAMES) - most.total_bytes(1) == NAMES * most.name <= 64 * MIB
 
 
+def test_it_holds_the_rounds_that_the_smallest_h_of_a_phase_asks_for() -> None:
+    plain = Settings(fragments=24, sync_every=24, steps=1000).resolved(24)
+    warm = Settings(fragments=24, sync_every=24, steps=1000, warm_start=0.1).resolved(24)
+    more = memory_bound(LARGE, warm, slots=1).total_bytes(1) - memory_bound(LARGE, plain, slots=1).total_bytes(1)
+    assert more == (12 - 2) * contribution_bytes(LARGE, plain)
+
+
 def test_more_rounds_under_way_have_their_memory_and_no_more_than_is_allowed() -> None:
     settings = Settings(fragments=24, sync_every=24)
     most = memory_bound(LARGE, settings, slots=1, round_memory=10**15)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from tests.syncer.conftest import plan
@@ -99,6 +100,19 @@ def test_a_rollback_takes_its_values_over_without_a_copy() -> None:
         assert commit(one, version, 0.125) == commit(other, version - 1, 0.125)
     with pytest.raises(ValueError, match="are not the values and outer state of this model"):
         one.take_state(packed[4:], (3, 1), 7)
+
+
+def test_a_rollback_to_where_momentum_was_off_begins_with_none() -> None:
+    """Without momentum its array holds the last gradient of then."""
+    outer = Outer(merge="mean", optimizer="nesterov", lr=1.0, momentum=0.0)
+    parameters = begun(outer)
+    commit(parameters, 1, 0.5)
+    packed = parameters.pack_state()
+    parameters.change_outer(msgspec.structs.replace(outer, momentum=0.9))
+    commit(parameters, 2, 0.25)
+    parameters.restore_state(packed, (3, 1), 7)
+    held = [parameters.momentum(fragment) for fragment in range(2)]
+    assert held == [None, None]
 
 
 def test_a_reader_keeps_its_version_while_commits_go_on() -> None:

@@ -80,6 +80,7 @@ def syncer(
         service["port"] = PORT
     document = merged(settings_of(document_of(config), words, None), {"service": service})
     settings = convert(document, str(config or "the command line"))
+    settings.protocol.check_budget()
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_service(settings.service)
     check_port(settings.service.host, settings.service.port)

@@ -99,6 +99,7 @@ def train(
     document = merged(document_of(config), DEMO) if demo else document_of(config)
     said = settings_of(document, words, workload)
     settings = _budgeted(convert(said, str(config or "the command line")), script)
+    settings.protocol.check_budget()
     _check_at_home(settings)
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")

@@ -485,7 +485,10 @@ class RunSession:
     def _patience_s(self) -> float:
         cycle_s, tally = None, self._tally
         if (boundary := self.shared.boundary) is not None and tally.t > 0:
-            cycle_s = boundary.settings.sync_every * tally.busy_s / tally.t
+            longest = max(
+                one.sync_every for one in boundary.settings.in_all_phases
+            )  # which one it is in, it is not told
+            cycle_s = longest * tally.busy_s / tally.t
         return patience_s(cycle_s, hurried=self._preemption.hurried)
 
     def end(self, error: BaseException | None) -> None:

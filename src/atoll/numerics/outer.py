@@ -48,9 +48,14 @@ class UpdatingOptimizer(OuterOptimizer, Protocol):
         ...
 
 
+def lacks_momentum(optimizer: OuterOptimizer) -> bool:
+    """Momentum is off: what lies in its array is the last gradient alone, which no step uses."""
+    return getattr(optimizer, "momentum", None) == 0.0
+
+
 def starts_momentum(before: OuterOptimizer, after: OuterOptimizer) -> bool:
-    """Momentum was off and is on from now: what lies in its array is the last gradient alone, and is set to zero."""
-    return not getattr(before, "momentum", 0.0) and bool(getattr(after, "momentum", 0.0))
+    """Momentum was off and is on from now: its array is set to zero."""
+    return lacks_momentum(before) and not lacks_momentum(after)
 
 
 def take_outer_step(

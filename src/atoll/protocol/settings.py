@@ -13,6 +13,8 @@ from atoll.protocol.phases import TrainingPhase, check_order, warm_start
 
 PHASED = ("sync_every", "overlap", "adopt")
 """What a phase may change of these settings."""
+MOST_PHASES = 64
+"""With the one behind the last that is named."""
 USUAL = 24
 """The paper's H and P."""
 SEEDS = 2**63
@@ -93,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The same for single learners, by name, where the operator allows them more."""
     warm_start: float = 0.0
     """The first share of the run has a small H and plain averaging (`phases.warm_start`). 0: none."""
-    phases: Annotated[tuple[TrainingPhase, ...], Meta(max_length=64)] = ()
+    phases: Annotated[tuple[TrainingPhase, ...], Meta(max_length=MOST_PHASES)] = ()
     """Other settings for earlier parts of the run (phases.py). Once resolved, the last one has the run's own."""
 
     def __post_init__(self) -> None:
@@ -163,6 +165,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         check_order(self.phases)
         if self.synchronous and (self.phases or self.warm_start):
             raise ConfigError("a synchronous run has no phases: its learners' steps follow one schedule")
+        if len(self.phases) > MOST_PHASES - 1 and self.phases[-1].until < 1.0:
+            raise ConfigError(f"{len(self.phases)} phases and the run's own behind them are more than {MOST_PHASES}")
+        for phase in self.phases:
+            overlap = self.overlap if phase.overlap is None else phase.overlap
+            if overlap >= (sync_every := phase.sync_every or self.resolved_sync_every):
+                raise ConfigError(
+                    f"overlap = {overlap} is not below sync_every = {sync_every} in the phase until {phase.until:g}: "
+                    f"a fragment would be read again before it came back; set overlap = {sync_every - 1} in it"
+                )
+
+    def check_budget(self) -> None:
+        """ConfigError: phases follow the run's progress, and nothing says how long it is."""
+        if (self.phases or self.warm_start) and not self.steps and not self.tokens:
+            raise ConfigError("phases follow the run's progress, so it needs a budget: set steps or tokens")
 
     @property
     def resolved_sync_every(self) -> int:
@@ -189,19 +205,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         phases = self.phases or ((warm_start(self.warm_start),) if self.warm_start else ())
         if not phases:
             return self
-        if not self.steps and not self.tokens:
-            raise ConfigError("phases follow the run's progress, so it needs a budget: set steps or tokens")
+        self.check_budget()
         last = () if phases[-1].until == 1.0 else (TrainingPhase(until=1.0),)
-        whole = []
+        own, whole = {key: getattr(self, key) for key in PHASED}, []
         for phase in (*phases, *last):
             named = {key: getattr(phase, key) for key in PHASED if getattr(phase, key) is not None}
-            one = {**{key: getattr(self, key) for key in PHASED}, **named}
-            if 0 < one["sync_every"] <= one["overlap"]:
-                raise ConfigError(
-                    f"overlap = {one['overlap']} is not below sync_every = {one['sync_every']} in the phase until "
-                    f"{phase.until:g}: a fragment would be read again before it came back"
-                )
-            whole.append(msgspec.structs.replace(phase, **one))
+            whole.append(msgspec.structs.replace(phase, **{**own, **named}))
         return msgspec.structs.replace(self, phases=tuple(whole))
 
     def in_phase(self, number: int, own: Settings) -> Settings:
@@ -209,7 +218,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         steps, not by rounds."""
         named: dict[str, Any] = {key: getattr(self.phases[number - 1], key) for key in PHASED}
         last: Any = own.phases[-1].sync_every
-        cut_every = round(own.cut_every * last / named["sync_every"])
+        cut_every = own.cut_every and max(1, round(own.cut_every * last / named["sync_every"]))
         return msgspec.structs.replace(self, **named, cut_every=cut_every)
 
     @property

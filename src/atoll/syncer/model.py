@@ -216,7 +216,7 @@ def memory_bound(
         fixed += 2 * (1 + slots) * model + model + feedback + largest
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION + limits.answer_bytes
     fixed += NAMES * settings.fragments * BUCKETS * 8
-    least, most = schedule.least_flights(settings), schedule.most_flights(settings)
+    least, most = (max(map(count, settings.in_all_phases)) for count in (schedule.least_flights, schedule.most_flights))
     each = contribution_bytes(plan, settings)
     talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES + 4 * largest_sample(plan)
     return MemoryBound(

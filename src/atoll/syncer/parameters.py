@@ -27,7 +27,7 @@ from atoll.numerics.compiled import in_parts, read_only, thread_count
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.kernels import check_bits
 from atoll.numerics.merge import Cut, cut_fragment, merge
-from atoll.numerics.outer import cut_state, starts_momentum, take_piece_step
+from atoll.numerics.outer import cut_state, lacks_momentum, starts_momentum, take_piece_step
 from atoll.numerics.updates import (
     WHOLE,
     apply_update,
@@ -394,8 +394,14 @@ class Parameters:
         self.commit_version(fragment, version, round)
 
     def pack_state(self) -> ByteArray:
-        """Θ and the outer state of every fragment, one after the other."""
-        parts = [array for index in range(len(self._committed)) for array in self._state_arrays(index)]
+        """Θ and the outer state of every fragment, one after the other. Where momentum is off, as zero: it may be on
+        when the run comes back to this."""
+        parts: list[FloatArray] = []
+        for index in range(len(self._committed)):
+            theta, *slots = self._state_arrays(index)
+            if lacks_momentum(self._optimizer):
+                slots = [np.broadcast_to(np.float32(0.0), slot.shape) for slot in slots]
+            parts += [theta, *slots]
         return np.concatenate(parts).view(np.uint8)
 
     def restore_state(self, packed: ByteArray, versions: Sequence[int], round: int) -> tuple[str, ...]:

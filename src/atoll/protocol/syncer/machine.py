@@ -312,7 +312,7 @@ class Syncer:
         if not self.state.changing_phase or any(r.stage != "gathering" for r in self.state.open_rounds.values()):
             return
         settings = self.settings.in_phase(due, history.begun.settings)
-        outer = outer_in(phases[due - 1], history.begun.outer)
+        outer = outer_in(phases[due - 1], history.begun.outer, history.outer)
         what = f"phase {due} of {len(phases)}: {phases[due - 1].describe()}"
         self._apply_change(ChangedRecord(settings, outer, what, training_phase=due))
         self.state.changing_phase = False
