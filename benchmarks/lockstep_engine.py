@@ -17,36 +17,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from torch.optim import Optimizer
+from lockstep_learner import Build, LockstepLearner, Sender, cut_out, shape_like
+from lockstep_syncer import DeviceSyncer, HostSyncer, OuterTrace
+from shared_moments import SharedMoment, SharedMoments, adopt_moments
 
 from atoll.config import Outer
-from atoll.digests import compute_digest
-from atoll.learner.boundary import adopt
-from atoll.learner.codecs import decode, encode, encode_contribution
-from atoll.numerics.codec import Codec, body_nbytes, body_parts, make_codec
-from atoll.numerics.codec_kernels import ABSMAX_BLOCK
-from atoll.numerics.fragments import Fragment, FragmentPlan, Piece, Rows, make_plan, most_fragments, row_lengths
-from atoll.numerics.merges.rda import CANCELLED, SPECK
+from atoll.numerics.codec import make_codec
+from atoll.numerics.fragments import Fragment, make_plan, most_fragments
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.phases import TrainingPhase, due_phase, outer_in
 from atoll.protocol.schedule import fragment_of
 from atoll.protocol.settings import Settings
-from atoll.syncer.parameters import Parameters
 from atoll.workloads.gpt import Gpt
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import build_model, build_optimizers, learning_rate, validation_loss
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Of AdamW, and of Muon or SGD."""
-Build = Callable[[Gpt, WorkloadSettings], dict[str, Optimizer]]
+from atoll.workloads.training import build_model, build_optimizers, validation_loss
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,351 +74,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 class OutOfTime(Exception):
     """The row was given up: it would have gone on past the limit."""
-
-
-# ---- learners -------------------------------------------------------------------------------------------------------
-
-
-class LockstepLearner:
-    def __init__(self, settings: WorkloadSettings, seed: int, device: torch.device, build: Build) -> None:
-        self.model = build_model(settings, seed).to(device)
-        self._settings = settings
-        self._optimizers = build(self.model, settings)
-        self.decays = _find_decays(self._optimizers)
-        self._lr = torch.tensor(settings.lr, device=device)
-        self._batch = torch.zeros(settings.batch, settings.block + 1, dtype=torch.int64, device=device)
-        self._named = dict(self.model.named_parameters())
-        self._moments: dict[str, dict[str, torch.Tensor]] = {}
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
-        self._graph_steps = list(self._optimizers) == ["adamw"]
-        """Whether the optimizer's step is in the graph."""
-        if "adamw" in self._optimizers:
-            for group in self._optimizers["adamw"].param_groups:
-                group["lr"], group["capturable"] = self._lr, device.type == "cuda"
-        if self._stream is not None:
-            self._capture(self._stream)
-
-    def step(self, batch: torch.Tensor, progress: float) -> None:
-        """On a GPU it goes on beside the steps of others until `wait_step`; so long the batch must be kept."""
-        if self._stream is None:
-            self._make_step(batch, progress)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._make_step(batch, progress)
-
-    def wait_step(self) -> None:
-        """What is asked of the GPU from now on comes after the step."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-
-    def _make_step(self, batch: torch.Tensor, progress: float) -> None:
-        self._batch.copy_(batch)
-        lr = learning_rate(progress, self._settings.lr, self._settings.warmup, self._settings.floor)
-        self._lr.fill_(lr)
-        for name, optimizer in self._optimizers.items():
-            for group in optimizer.param_groups:
-                group["lr"] = self._lr if name == "adamw" else lr
-        if self._graph is None:
-            self._compute_gradients()
-        else:
-            self._graph.replay()
-        if self._graph is None or not self._graph_steps:
-            self._step_optimizers()
-
-    def _compute_gradients(self) -> None:
-        self.model.zero_grad()
-        self.model(self._batch).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip)
-
-    def _step_optimizers(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.step()
-
-    def _make_captured(self) -> None:
-        self._compute_gradients()
-        if self._graph_steps:
-            self._step_optimizers()
-
-    def _capture(self, stream: torch.cuda.Stream) -> None:
-        """Steps before a capture are needed, and undone. All on one stream: what cuBLAS works in belongs to it."""
-        first = [parameter.detach().clone() for parameter in self.model.parameters()]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._make_captured()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.no_grad():
-            for parameter, value in zip(self.model.parameters(), first, strict=True):
-                parameter.copy_(value)
-            for optimizer in self._optimizers.values():
-                for state in optimizer.state.values():
-                    for value in state.values():
-                        value.zero_()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
-            self._make_captured()
-
-    def read(self, part: Fragment) -> torch.Tensor:
-        """A copy, flat."""
-        return _flat(_cut_out(self._named, part))
-
-    def adopt(self, part: Fragment, values: torch.Tensor, rule: str, read: torch.Tensor) -> None:
-        own = _cut_out(self._named, part)
-        adopt(own, _shaped(values, own), rule, read=_shaped(read, own))
-
-    def moments(self, part: Fragment, slot: str) -> list[torch.Tensor]:
-        """The optimizers' own, of those pieces that have such a moment."""
-        if slot not in self._moments:
-            states = {p: state for optimizer in self._optimizers.values() for p, state in optimizer.state.items()}
-            self._moments[slot] = {
-                name: states[p][slot] for name, p in self._named.items() if slot in states.get(p, {})
-            }
-        return _cut_out(self._moments[slot], part)
-
-    def has_moment(self, piece: Piece, slot: str) -> bool:
-        return piece.tensor.name in self._moments[slot]
-
-
-def _find_decays(optimizers: dict[str, Optimizer]) -> dict[str, float]:
-    """By moment, what a step leaves of it."""
-    found = {}
-    for optimizer in optimizers.values():
-        if "betas" in optimizer.defaults:
-            found["exp_avg"], found["exp_avg_sq"] = optimizer.defaults["betas"]
-        if "momentum" in optimizer.defaults:
-            found["momentum_buffer"] = optimizer.defaults["momentum"]
-    return found
-
-
-def _cut_out(tensors: dict[str, torch.Tensor], part: Fragment) -> list[torch.Tensor]:
-    held = [piece for piece in part.pieces if piece.tensor.name in tensors]
-    return [tensors[piece.tensor.name].detach()[piece.first : piece.first + piece.rows] for piece in held]
-
-
-def _flat(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([piece.reshape(-1) for piece in pieces])
-
-
-def _shaped(values: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    cut = torch.split(values, [piece.numel() for piece in like])
-    return [piece.view(own.shape) for piece, own in zip(cut, like, strict=True)]
-
-
-class Sender:
-    """A learner's contributions: encoded with feedback, as it does it on a device."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self._feedback: dict[int, torch.Tensor] = {}
-        self.sent = 0
-
-    def contribute(self, part: Fragment, base: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
-        """What arrives of Δ = base − θ."""
-        self.sent += body_nbytes(self._codec, part)
-        if self._codec.name == "fp32":
-            return base - theta
-        body = torch.empty(body_nbytes(self._codec, part), dtype=torch.uint8, device=base.device)
-        rest = torch.empty_like(base) if self._codec.needs_feedback else None
-        encode_contribution(self._codec, part, base, theta.clone(), self._feedback.get(part.index), rest, body)
-        if rest is not None:
-            self._feedback[part.index] = rest
-        delta = torch.empty_like(base)
-        for by, rows, values, data, _ in body_parts(self._codec, part):
-            decode(by, body[data], rows, delta[values])
-        return delta
-
-
-# ---- the syncer -----------------------------------------------------------------------------------------------------
-
-
-class HostSyncer:
-    """The shipped one's parameters."""
-
-    def __init__(self, plan: FragmentPlan, first: list[torch.Tensor], outer: Outer, down: str) -> None:
-        self._parameters = Parameters(plan, outer, down)
-        self._device = first[0].device
-        self.versions = first
-        self.sent = 0
-        for part, values in zip(plan.fragments, first, strict=True):
-            copied = values.cpu().numpy().copy()
-            self._parameters.put_initial(part.index, copied, compute_digest(copied.view(np.uint8).data))
-        self._parameters.commit_initial()
-
-    def change_outer(self, outer: Outer) -> None:
-        self._parameters.change_outer(outer)
-
-    def merge(self, part: Fragment, deltas: list[torch.Tensor]) -> torch.Tensor:
-        """The next version becomes the committed one. Returns the outer gradient."""
-        held, index = self._parameters, part.index
-        held.stage_merge(index, [delta.cpu().numpy() for delta in deltas], [1.0] * len(deltas))
-        gradient = torch.from_numpy(held.outer_gradient(index).copy())
-        self.sent += len(held.round_payload(index))
-        before = held.committed_buffers()[index]
-        held.commit_version(index, before.version + 1, before.round + 1)
-        self.versions[index] = torch.from_numpy(held.committed_buffers()[index].values).to(self._device)
-        return gradient
-
-
-class DeviceSyncer:
-    """The mean or RDA by rows, and Nesterov's outer step, where the learners are. All weights are equal."""
-
-    def __init__(self, plan: FragmentPlan, first: list[torch.Tensor], outer: Outer) -> None:
-        self._outer = outer
-        self.versions = first
-        self._momentum = [torch.zeros_like(values) for values in first]
-        self.sent = 0
-
-    def change_outer(self, outer: Outer) -> None:
-        if outer.momentum and not self._outer.momentum:
-            torch._foreach_zero_(self._momentum)
-        self._outer = outer
-
-    def merge(self, part: Fragment, deltas: list[torch.Tensor]) -> torch.Tensor:
-        gradient, momentum = torch.empty_like(deltas[0]), self._momentum[part.index]
-        for piece, place in part.parts:
-            rows = [delta[place].view(_rows_of(piece), -1) for delta in deltas]
-            plain = self._outer.merge == "mean" or piece.tensor.embedding
-            gradient[place] = (_mean(rows) if plain else _merge_by_rows(rows)).view(-1)
-        momentum.mul_(self._outer.momentum).add_(gradient)
-        step = gradient + self._outer.momentum * momentum
-        self.versions[part.index] = self.versions[part.index] - self._outer.lr * step
-        self.sent += 4 * part.size
-        return gradient
-
-
-def works_on_device(row: Row) -> bool:
-    merges = {row.merge, *(phase.merge for phase in row.phases if phase.merge)}
-    return row.down == "fp32" and merges <= {"mean", "rda-row"}
-
-
-def _rows_of(piece: Piece) -> int:
-    return piece.rows if len(piece.shape) >= 2 else 1
-
-
-def _mean(deltas: list[torch.Tensor]) -> torch.Tensor:
-    return _sum([delta * (1 / len(deltas)) for delta in deltas])
-
-
-def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total += term
-    return total
-
-
-def _merge_by_rows(deltas: list[torch.Tensor]) -> torch.Tensor:
-    """`numerics.merges.rda.merge_rows` for equal weights: norms in float64, sums in float32."""
-    norms = torch.stack([_row_norms(delta) for delta in deltas])
-    radius = norms.mean(0)
-    toward = torch.where(norms > SPECK * radius, radius / norms, 0.0) / len(deltas)
-    merged = _sum([delta * c.float().unsqueeze(1) for delta, c in zip(deltas, toward, strict=True)])
-    length = _row_norms(merged)
-    cancelled = length < CANCELLED * radius
-    factors = torch.where((length > 0) & ~cancelled, radius / length, 1.0).float().unsqueeze(1)
-    return torch.where(cancelled.unsqueeze(1), _mean(deltas), merged * factors)
-
-
-def _row_norms(rows: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-
-
-class OuterTrace:
-    """The autocorrelation ρ of a fragment's merged gradients: the mean cosine of each and the one before it."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, torch.Tensor] = {}
-        self._cosines: dict[int, list[torch.Tensor]] = {}
-
-    def add_gradient(self, fragment: int, phase: int, gradient: torch.Tensor) -> None:
-        direction = gradient / gradient.norm().clamp_min(1e-30)
-        if fragment in self._last:
-            self._cosines.setdefault(phase, []).append(torch.dot(self._last[fragment], direction))
-        self._last[fragment] = direction
-
-    def describe_phase(self, phase: int, outer: Outer) -> dict[str, Any]:
-        """ρ, and the effective outer step η(1 + μ/(1 − μρ)); None: no fragment was merged twice."""
-        found = self._cosines.get(phase)
-        rho = float(torch.stack(found).mean()) if found else None
-        step = None if rho is None else outer.lr * (1 + outer.momentum / (1 - outer.momentum * rho))
-        return {"rho": rho, "outer_step": step}
-
-
-# ---- shared moments: not in the product; what is measured here decides whether and how ------------------------------
-
-
-class SharedMoment(NamedTuple):
-    averaged: torch.Tensor
-    read: list[torch.Tensor]
-    """Each learner's own."""
-
-
-class SharedMoments:
-    """The inner optimizer's moments of a fragment, averaged over the learners as they were when it was read. They are
-    adopted with its version by the same rule: overwrite takes m̄; carry keeps what the n steps since have added to the
-    learner's own, m ← m + βⁿ(m̄ − m_read), which leaves exp_avg_sq above zero. `step` stays local.
-
-    With int8 they travel by the shipped codec, without feedback, both ways; exp_avg_sq as its square root, of which
-    nothing in a block is below half a code: a value above zero never becomes zero."""
-
-    def __init__(self, codec: str) -> None:
-        self._codec = make_codec(codec)
-        self.sent = 0
-        """By one learner, and as many come down to it."""
-
-    def average(self, part: Fragment, learners: list[LockstepLearner]) -> dict[str, SharedMoment]:
-        averaged = {}
-        for slot in MOMENTS:
-            held = [one.moments(part, slot) for one in learners]
-            if held[0]:
-                rows = row_lengths([piece for piece in part.pieces if learners[0].has_moment(piece, slot)])
-                read = [_flat(pieces) for pieces in held]
-                arrived = [self._transfer(values, rows, slot) for values in read]
-                averaged[slot] = SharedMoment(self._transfer(_mean(arrived), rows, slot), read)
-                self.sent += self._codec.nbytes(rows)
-        return averaged
-
-    def _transfer(self, values: torch.Tensor, rows: Rows, slot: str) -> torch.Tensor:
-        """What arrives of them."""
-        if self._codec.name == "fp32":
-            return values
-        if slot != "exp_avg_sq":
-            return self._encode_and_decode(values, rows)
-        roots = self._encode_and_decode(values.sqrt(), rows)
-        return torch.maximum(roots, _block_floor(roots, rows)).square()
-
-    def _encode_and_decode(self, values: torch.Tensor, rows: Rows) -> torch.Tensor:
-        body = torch.empty(self._codec.nbytes(rows), dtype=torch.uint8, device=values.device)
-        encode(self._codec, values, rows, body)
-        arrived = torch.empty_like(values)
-        decode(self._codec, body, rows, arrived)
-        return arrived
-
-
-def _block_floor(roots: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Half a code of each value's block: the largest of a block is code 127."""
-    floors, start = [], 0
-    for count, width in rows:
-        values = roots[start : start + count * width].view(count, width)
-        padded = torch.nn.functional.pad(values, (0, -width % ABSMAX_BLOCK)).unflatten(1, (-1, ABSMAX_BLOCK))
-        largest = padded.amax(-1, keepdim=True).expand_as(padded).flatten(1)[:, :width]
-        floors.append(largest.reshape(-1) / 254)
-        start += count * width
-    return torch.cat(floors)
-
-
-def adopt_moments(
-    learners: list[LockstepLearner], part: Fragment, slot: str, moment: SharedMoment, rule: str, steps: int
-) -> None:
-    """`steps`: made since it was read."""
-    for one, read in zip(learners, moment.read, strict=True):
-        own = one.moments(part, slot)
-        if rule == "carry":
-            change = (moment.averaged - read) * one.decays[slot] ** steps
-            torch._foreach_add_(own, _shaped(change, own))
-        else:
-            torch._foreach_copy_(own, _shaped(moment.averaged, own))
 
 
 # ---- methods --------------------------------------------------------------------------------------------------------
@@ -530,7 +176,8 @@ class Decoupled:
             self._syncer.change_outer(self._outer_in(due))
 
     def _outer_in(self, phase: int) -> Outer:
-        return Outer(**outer_in(self._settings.phases[phase - 1], msgspec.structs.asdict(self._row.outer)))
+        named = outer_in(self._settings.phases[phase - 1], msgspec.structs.asdict(self._row.outer))
+        return msgspec.convert(named, Outer)
 
     def _take_round(self, settings: Settings) -> None:
         """Merged when it is read: nobody reads or adopts it before it has come back, so that makes no difference."""
@@ -560,8 +207,8 @@ class Decoupled:
         """Θ."""
         named = dict(self._model.named_parameters())
         for part, values in zip(self._plan.fragments, self._syncer.versions, strict=True):
-            own = _cut_out(named, part)
-            torch._foreach_copy_(own, _shaped(values, own))
+            own = cut_out(named, part)
+            torch._foreach_copy_(own, shape_like(values, own))
         return self._model
 
     def describe(self) -> dict[str, Any]:
@@ -591,6 +238,11 @@ def _tensor_specs(model: Gpt) -> list[TensorSpec]:
 
 
 # ---- a row ----------------------------------------------------------------------------------------------------------
+
+
+def works_on_device(row: Row) -> bool:
+    merges = {row.merge, *(phase.merge for phase in row.phases if phase.merge)}
+    return row.down == "fp32" and merges <= {"mean", "rda-row"}
 
 
 def prepare_torch() -> None:

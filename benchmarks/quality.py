@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -135,6 +136,7 @@ def _cost(row: Row) -> tuple[str, int, str, bool, str, str]:
 
 def train_missing(table: Table, options: argparse.Namespace, settings: WorkloadSettings, text: Text) -> None:
     deadline = time.monotonic() + 60 * options.minutes
+    machine = {"device": device_name(), "versions": versions(), "commit": options.commit or find_commit()}
     for seed in options.seeds:
         for name in options.rows:
             if table.has_run(name, seed):
@@ -148,7 +150,6 @@ def train_missing(table: Table, options: argparse.Namespace, settings: WorkloadS
                 print(f"seed {seed} {name}: given up, --minutes {options.minutes:g} are over", flush=True)
                 return
             tokens = options.steps * settings.batch * settings.block
-            machine = {"device": device_name(), "versions": versions(), "commit": options.commit or find_commit()}
             per_token = {f"{way}_bytes_per_token": run[f"{way}_bytes"] / tokens for way in ("up", "down")}
             table.add_run(name, seed, {**run, **per_token, **machine})
             print(f"seed {seed} {name:20} loss {run['loss']:.4f}  {run['seconds']} s", flush=True)
@@ -159,6 +160,8 @@ def device_name() -> str:
 
 
 def find_commit() -> str:
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 

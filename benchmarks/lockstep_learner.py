@@ -1,0 +1,169 @@
+"""A learner of the lockstep loop: its model and optimizers, and how it sends. lockstep_engine.py says what for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.optim import Optimizer
+
+from atoll.learner.boundary import adopt
+from atoll.learner.codecs import decode, encode_contribution
+from atoll.numerics.codec import Codec, body_nbytes, body_parts
+from atoll.numerics.fragments import Fragment, Piece
+from atoll.workloads.gpt import Gpt
+from atoll.workloads.settings import WorkloadSettings
+from atoll.workloads.training import build_model, learning_rate
+
+Build = Callable[[Gpt, WorkloadSettings], dict[str, Optimizer]]
+
+
+class LockstepLearner:
+    def __init__(self, settings: WorkloadSettings, seed: int, device: torch.device, build: Build) -> None:
+        self.model = build_model(settings, seed).to(device)
+        self._settings = settings
+        self._optimizers = build(self.model, settings)
+        self.decays = _find_decays(self._optimizers)
+        self._lr = torch.tensor(settings.lr, device=device)
+        self._batch = torch.zeros(settings.batch, settings.block + 1, dtype=torch.int64, device=device)
+        self._named = dict(self.model.named_parameters())
+        self._moments: dict[str, dict[str, torch.Tensor]] = {}
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._graph_steps = list(self._optimizers) == ["adamw"]
+        """Whether the optimizer's step is in the graph."""
+        if "adamw" in self._optimizers:
+            for group in self._optimizers["adamw"].param_groups:
+                group["lr"], group["capturable"] = self._lr, device.type == "cuda"
+        if self._stream is not None:
+            self._capture(self._stream)
+
+    def step(self, batch: torch.Tensor, progress: float) -> None:
+        """On a GPU it goes on beside the steps of others until `wait_step`; so long the batch must be kept."""
+        if self._stream is None:
+            self._make_step(batch, progress)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._make_step(batch, progress)
+
+    def wait_step(self) -> None:
+        """What is asked of the GPU from now on comes after the step."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _make_step(self, batch: torch.Tensor, progress: float) -> None:
+        self._batch.copy_(batch)
+        lr = learning_rate(progress, self._settings.lr, self._settings.warmup, self._settings.floor)
+        self._lr.fill_(lr)
+        for name, optimizer in self._optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = self._lr if name == "adamw" else lr
+        if self._graph is None:
+            self._compute_gradients()
+        else:
+            self._graph.replay()
+        if self._graph is None or not self._graph_steps:
+            self._step_optimizers()
+
+    def _compute_gradients(self) -> None:
+        self.model.zero_grad()
+        self.model(self._batch).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip)
+
+    def _step_optimizers(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.step()
+
+    def _make_captured(self) -> None:
+        self._compute_gradients()
+        if self._graph_steps:
+            self._step_optimizers()
+
+    def _capture(self, stream: torch.cuda.Stream) -> None:
+        """Steps before a capture are needed, and undone. All on one stream: what cuBLAS works in belongs to it."""
+        first = [parameter.detach().clone() for parameter in self.model.parameters()]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._make_captured()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), first, strict=True):
+                parameter.copy_(value)
+            for optimizer in self._optimizers.values():
+                for state in optimizer.state.values():
+                    for value in state.values():
+                        value.zero_()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            self._make_captured()
+
+    def read(self, part: Fragment) -> torch.Tensor:
+        """A copy, flat."""
+        return flatten_pieces(cut_out(self._named, part))
+
+    def adopt(self, part: Fragment, values: torch.Tensor, rule: str, read: torch.Tensor) -> None:
+        own = cut_out(self._named, part)
+        adopt(own, shape_like(values, own), rule, read=shape_like(read, own))
+
+    def moments(self, part: Fragment, slot: str) -> list[torch.Tensor]:
+        """The optimizers' own, of those pieces that have such a moment."""
+        if slot not in self._moments:
+            states = {p: state for optimizer in self._optimizers.values() for p, state in optimizer.state.items()}
+            self._moments[slot] = {
+                name: states[p][slot] for name, p in self._named.items() if slot in states.get(p, {})
+            }
+        return cut_out(self._moments[slot], part)
+
+    def has_moment(self, piece: Piece, slot: str) -> bool:
+        return piece.tensor.name in self._moments[slot]
+
+
+def _find_decays(optimizers: dict[str, Optimizer]) -> dict[str, float]:
+    """By moment, what a step leaves of it."""
+    found = {}
+    for optimizer in optimizers.values():
+        if "betas" in optimizer.defaults:
+            found["exp_avg"], found["exp_avg_sq"] = optimizer.defaults["betas"]
+        if "momentum" in optimizer.defaults:
+            found["momentum_buffer"] = optimizer.defaults["momentum"]
+    return found
+
+
+def cut_out(tensors: Mapping[str, torch.Tensor], part: Fragment) -> list[torch.Tensor]:
+    held = [piece for piece in part.pieces if piece.tensor.name in tensors]
+    return [tensors[piece.tensor.name].detach()[piece.first : piece.first + piece.rows] for piece in held]
+
+
+def flatten_pieces(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def shape_like(values: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    cut = torch.split(values, [piece.numel() for piece in like])
+    return [piece.view(own.shape) for piece, own in zip(cut, like, strict=True)]
+
+
+class Sender:
+    """A learner's contributions: encoded with feedback, as it does it on a device."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._feedback: dict[int, torch.Tensor] = {}
+        self.sent = 0
+
+    def contribute(self, part: Fragment, base: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        """What arrives of Δ = base − θ."""
+        self.sent += body_nbytes(self._codec, part)
+        if self._codec.name == "fp32":
+            return base - theta
+        body = torch.empty(body_nbytes(self._codec, part), dtype=torch.uint8, device=base.device)
+        rest = torch.empty_like(base) if self._codec.needs_feedback else None
+        encode_contribution(self._codec, part, base, theta.clone(), self._feedback.get(part.index), rest, body)
+        if rest is not None:
+            self._feedback[part.index] = rest
+        delta = torch.empty_like(base)
+        for by, rows, values, data, _ in body_parts(self._codec, part):
+            decode(by, body[data], rows, delta[values])
+        return delta

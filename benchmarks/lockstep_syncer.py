@@ -1,0 +1,122 @@
+"""The syncer of the lockstep loop: merge and outer step, by the shipped code or on the learners' device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from atoll.config import Outer
+from atoll.digests import compute_digest
+from atoll.numerics.fragments import Fragment, FragmentPlan, Piece
+from atoll.numerics.merges.rda import CANCELLED, SPECK
+from atoll.syncer.parameters import Parameters
+
+
+class HostSyncer:
+    """The shipped one's parameters."""
+
+    def __init__(self, plan: FragmentPlan, first: list[torch.Tensor], outer: Outer, down: str) -> None:
+        self._parameters = Parameters(plan, outer, down)
+        self._device = first[0].device
+        self.versions = first
+        self.sent = 0
+        for part, values in zip(plan.fragments, first, strict=True):
+            copied = values.cpu().numpy().copy()
+            self._parameters.put_initial(part.index, copied, compute_digest(copied.view(np.uint8).data))
+        self._parameters.commit_initial()
+
+    def change_outer(self, outer: Outer) -> None:
+        self._parameters.change_outer(outer)
+
+    def merge(self, part: Fragment, deltas: list[torch.Tensor]) -> torch.Tensor:
+        """The next version becomes the committed one. Returns the outer gradient."""
+        held, index = self._parameters, part.index
+        held.stage_merge(index, [delta.cpu().numpy() for delta in deltas], [1.0] * len(deltas))
+        gradient = torch.from_numpy(held.outer_gradient(index).copy())
+        self.sent += len(held.round_payload(index))
+        before = held.committed_buffers()[index]
+        held.commit_version(index, before.version + 1, before.round + 1)
+        self.versions[index] = torch.from_numpy(held.committed_buffers()[index].values).to(self._device)
+        return gradient
+
+
+class DeviceSyncer:
+    """The mean or RDA by rows, and Nesterov's outer step, where the learners are. All weights are equal."""
+
+    def __init__(self, plan: FragmentPlan, first: list[torch.Tensor], outer: Outer) -> None:
+        self._outer = outer
+        self.versions = first
+        self._momentum = [torch.zeros_like(values) for values in first]
+        self.sent = 0
+
+    def change_outer(self, outer: Outer) -> None:
+        if outer.momentum and not self._outer.momentum:
+            torch._foreach_zero_(self._momentum)
+        self._outer = outer
+
+    def merge(self, part: Fragment, deltas: list[torch.Tensor]) -> torch.Tensor:
+        gradient, momentum = torch.empty_like(deltas[0]), self._momentum[part.index]
+        for piece, place in part.parts:
+            rows = [delta[place].view(_rows_of(piece), -1) for delta in deltas]
+            plain = self._outer.merge == "mean" or piece.tensor.embedding
+            gradient[place] = (take_mean(rows) if plain else _merge_by_rows(rows)).view(-1)
+        momentum.mul_(self._outer.momentum).add_(gradient)
+        step = gradient + self._outer.momentum * momentum
+        self.versions[part.index] = self.versions[part.index] - self._outer.lr * step
+        self.sent += 4 * part.size
+        return gradient
+
+
+def _rows_of(piece: Piece) -> int:
+    return piece.rows if len(piece.shape) >= 2 else 1
+
+
+def take_mean(deltas: list[torch.Tensor]) -> torch.Tensor:
+    return _sum([delta * (1 / len(deltas)) for delta in deltas])
+
+
+def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _merge_by_rows(deltas: list[torch.Tensor]) -> torch.Tensor:
+    """`numerics.merges.rda.merge_rows` for equal weights: norms in float64, sums in float32."""
+    norms = torch.stack([_row_norms(delta) for delta in deltas])
+    radius = norms.mean(0)
+    toward = torch.where(norms > SPECK * radius, radius / norms, 0.0) / len(deltas)
+    merged = _sum([delta * c.float().unsqueeze(1) for delta, c in zip(deltas, toward, strict=True)])
+    length = _row_norms(merged)
+    cancelled = length < CANCELLED * radius
+    factors = torch.where((length > 0) & ~cancelled, radius / length, 1.0).float().unsqueeze(1)
+    return torch.where(cancelled.unsqueeze(1), take_mean(deltas), merged * factors)
+
+
+def _row_norms(rows: torch.Tensor) -> torch.Tensor:
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms
+
+
+class OuterTrace:
+    """The autocorrelation ρ of a fragment's merged gradients: the mean cosine of each and the one before it."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, torch.Tensor] = {}
+        self._cosines: dict[int, list[torch.Tensor]] = {}
+
+    def add_gradient(self, fragment: int, phase: int, gradient: torch.Tensor) -> None:
+        direction = gradient / gradient.norm().clamp_min(1e-30)
+        if fragment in self._last:
+            self._cosines.setdefault(phase, []).append(torch.dot(self._last[fragment], direction))
+        self._last[fragment] = direction
+
+    def describe_phase(self, phase: int, outer: Outer) -> dict[str, Any]:
+        """ρ, and the effective outer step η(1 + μ/(1 − μρ)); None: no fragment was merged twice."""
+        found = self._cosines.get(phase)
+        rho = float(torch.stack(found).mean()) if found else None
+        step = None if rho is None else outer.lr * (1 + outer.momentum / (1 - outer.momentum * rho))
+        return {"rho": rho, "outer_step": step}
