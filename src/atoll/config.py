@@ -249,7 +249,7 @@ def _key(table: str, field: str) -> str:
 
 
 def _convert_word(word: str, text: str, kind: Any) -> Any:
-    """What is written as in TOML begins with a bracket: phases=[{until = 0.15, sync_every = 2}]."""
+    """What is written as in TOML begins with a bracket: phases=[{until = 0.15, sync_every = 3}]."""
     value = text.split(",") if get_origin(kind) is tuple else _read_value(text) if text[0] == "[" else text
     try:
         return msgspec.convert(value, kind, strict=False)

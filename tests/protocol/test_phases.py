@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.protocol.world import SimulatedLearner, World
+from tests.protocol.world import SimulatedLearner, SimulatedSyncer, World
 
 from atoll.protocol import records
 from atoll.protocol.errors import ConfigError
@@ -95,6 +95,13 @@ def test_where_versions_take_longer_than_h_rounds_come_less_often_and_hold_every
     assert sum(len(one.members) == 3 for one in warm) >= 0.75 * len(warm)
 
 
+def test_a_phase_of_a_small_h_is_never_synced_less_often_than_the_run_itself() -> None:
+    world = PhasedWorld(latency_s=2.0, steps=1600)
+    world.run_until(seconds=200.0)
+    assert world.syncer.state.history.training_phase == 1 and (world.syncer.overlap.p95 or 0) > H
+    assert world.syncer.rounds.closing.pace.interval == H / P
+
+
 def test_nobody_waits_and_no_token_is_lost() -> None:
     world = run()
     assert all(learner.machine.t >= STEPS for learner in world.learners.values())
@@ -108,6 +115,28 @@ def test_a_new_term_goes_on_in_the_phase_that_it_finds() -> None:
     world.run_until(seconds=2.0 * STEPS)
     assert [record.training_phase for _, record in world.changes()] == [1, 2]
     assert world.syncer.phase == "finished"
+
+
+class DyingWorld(PhasedWorld):
+    """The syncer dies whenever it has written a change of phase down, before it tells anybody."""
+
+    crashes = 0
+
+    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: syncer_fx.SyncerEffect) -> None:
+        if isinstance(effect, syncer_fx.Retune):
+            self.crashes += 1
+            self.crash_syncer()
+        else:
+            super().carry_out_syncer_effect(syncer, effect)
+
+
+def test_learners_hear_of_a_phase_whose_syncer_died_before_it_told_them() -> None:
+    world = DyingWorld()
+    world.run_until(seconds=2.0 * STEPS)
+    assert world.crashes == 2 and world.syncer.phase == "finished"
+    assert [record.training_phase for _, record in world.changes()] == [1, 2]
+    assert {learner.machine.settings.sync_every for learner in world.learners.values()} == {H}
+    assert {one.rule for one in world.adoptions if one.round >= 0} == {"carry", "overwrite"}
 
 
 def test_cuts_come_as_often_by_steps() -> None:

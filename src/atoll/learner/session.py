@@ -485,9 +485,8 @@ class RunSession:
     def _patience_s(self) -> float:
         cycle_s, tally = None, self._tally
         if (boundary := self.shared.boundary) is not None and tally.t > 0:
-            longest = max(
-                one.sync_every for one in boundary.settings.in_all_phases
-            )  # which one it is in, it is not told
+            # A phase may have begun since the last welcome: this process is not told.
+            longest = max(one.sync_every for one in boundary.settings.in_all_phases)
             cycle_s = longest * tally.busy_s / tally.t
         return patience_s(cycle_s, hurried=self._preemption.hurried)
 

@@ -88,10 +88,12 @@ class Rounds:
 
     def _follow_overlap(self) -> None:
         """In a phase of a small H a fragment is read again only after its last version was adopted. So it is synced
-        every overlap + 1 steps at the most: a round that comes earlier would find hardly anybody ready."""
+        once in overlap + 1 steps at the most: a round that comes earlier would find hardly anybody ready. But no phase
+        is synced less often than the run's own H says, however long some versions take."""
         settings, away = self.state.settings, self.overlap.p95
         if settings.phases and away is not None:
-            self.closing.pace.interval = max(settings.sync_every, away + 1) / settings.fragments
+            own = settings.phases[-1].sync_every or settings.sync_every
+            self.closing.pace.interval = max(settings.sync_every, min(away + 1, own)) / settings.fragments
 
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
