@@ -31,7 +31,7 @@ from atoll.config import Outer
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Fragment, make_plan, most_fragments
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.phases import TrainingPhase, due_phase, outer_in
+from atoll.protocol.phases import TrainingPhase, due_phase
 from atoll.protocol.schedule import fragment_of
 from atoll.protocol.settings import Settings
 from atoll.workloads.gpt import Gpt
@@ -176,8 +176,7 @@ class Decoupled:
             self._syncer.change_outer(self._outer_in(due))
 
     def _outer_in(self, phase: int) -> Outer:
-        named = outer_in(self._settings.phases[phase - 1], msgspec.structs.asdict(self._row.outer))
-        return msgspec.convert(named, Outer)
+        return msgspec.structs.replace(self._row.outer, **self._settings.phases[phase - 1].outer)
 
     def _take_round(self, settings: Settings) -> None:
         """Merged when it is read: nobody reads or adopts it before it has come back, so that makes no difference."""
