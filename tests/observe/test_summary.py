@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from atoll.observe.story import story
 from atoll.observe.summary import summarise
 from atoll.telemetry.events import Event
 
@@ -110,6 +111,17 @@ def test_the_order_of_lines_from_different_processes_does_not_matter(events: lis
     shuffled = [e for e in events if e not in other] + other
     assert summarise(shuffled)["recovery"] == summarise(events)["recovery"]
     assert summarise(shuffled)["liveness"] == summarise(events)["liveness"]
+
+
+def test_effective_h_is_that_of_the_last_phase_of_training(events: list[Event], say: Say) -> None:
+    phases = [
+        say(2.5, "phase", training_phase=1, sync_every=2, overlap=1, adopt="carry"),
+        say(9.5, "phase", training_phase=2, sync_every=3, overlap=2, adopt="overwrite"),
+    ]
+    summary = summarise([*events, *phases])
+    assert (summary["effective_h"], summary["overlap"]) == (3.0, 1.0), "of the one round that came later"
+    assert (summary["settings"]["sync_every"], summary["settings"]["overlap"]) == (3, 2)
+    assert not any("were asked for" in line for line in story(summary, events))
 
 
 def test_uptime_leaves_out_the_time_without_any_learner(say: Say) -> None:

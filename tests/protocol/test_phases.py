@@ -69,6 +69,14 @@ def test_a_phase_has_its_own_h_and_the_run_goes_on_with_its_own() -> None:
     assert warm[-1].step <= 0.25 * STEPS + 1 <= rest[0].step + 1
 
 
+def test_what_is_shown_of_late_is_of_the_present_phase() -> None:
+    world = run()
+    assert world.syncer.steps_between_syncs.median == H
+    [_, note] = world.said("phase")
+    told = {"training_phase": 2, "sync_every": H, "overlap": 2, "adopt": "overwrite"}
+    assert note.data == {**note.data, **told}
+
+
 def test_a_round_is_committed_under_the_settings_that_it_was_frozen_under() -> None:
     world = run(latency_s=0.3)
     [_, (second, _)] = world.changes()

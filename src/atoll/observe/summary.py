@@ -3,7 +3,8 @@
 The training part runs from the first `recovered` to the last `ending` (without one: to the last round). goodput, uptime
 and liveness are shares of it. A run that was stopped and gone on with lay still in between: that counts for nothing.
 After `ending` the last steps are collected in rounds that nothing paces (the drain): they count as rounds, as merged
-tokens and for participation, but not for the gaps, effective H and absences.
+tokens and for participation, but not for the gaps, effective H and absences. With phases of training, effective H,
+overlap and the settings beside them are those of the last phase.
 
 | field | meaning |
 | --- | --- |
@@ -63,6 +64,7 @@ from atoll.observe.timeline import (
     starts_everything,
 )
 from atoll.protocol.ledger import FATES
+from atoll.protocol.settings import PHASED
 from atoll.protocol.statistics import Spread, participation, spread
 from atoll.telemetry.events import Event
 
@@ -83,10 +85,12 @@ def summarise(events: Iterable[Event]) -> Summary:
     timeline = remove_idle_time(sorted(events, key=lambda event: float(event["at"])))
     header = first_of_kind(timeline, "run") or {}
     plan = first_of_kind(timeline, "plan") or {}
+    phase = next(iter(select_kinds(timeline, "phase")[-1:]), {"at": 0.0})
     settings: dict[str, Any] = {
         **(header.get("settings") or {}),
-        **(plan.get("settings") or {}),
-    }  # with P and H as the model made them
+        **(plan.get("settings") or {}),  # with P and H as the model made them
+        **{key: phase[key] for key in PHASED if key in phase},
+    }
     part = find_training_part(timeline)
     rounds = select_kinds(timeline, "round")
     paced = select_paced_rounds(timeline)
@@ -99,7 +103,8 @@ def summarise(events: Iterable[Event]) -> Summary:
     closing = find_closing(timeline)
     ending = find_ending(timeline) or closing
     wall = part.length
-    steps, overlap = steps_between_syncs(paced), steps_to_adoption(paced)
+    in_phase = [event for event in paced if event["at"] >= phase["at"]]
+    steps, overlap = steps_between_syncs(in_phase), steps_to_adoption(in_phase)
     causes = {name: closing[name] for name in ("dropped_by_cause",) if closing.get(name) is not None}
     return {
         "run": header.get("run"),

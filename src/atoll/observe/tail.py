@@ -110,6 +110,7 @@ NOTABLE = {
     "fresh": "yellow",
     "reigned": "bold cyan",
     "changed": "cyan",
+    "phase": "cyan",
     "renewed": "cyan",
     "score": "magenta",
     "ending": "bold",

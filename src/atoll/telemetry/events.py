@@ -20,6 +20,7 @@ of hellos that are refused, which may come under any name, so many of each token
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
 | changed | syncer | what: settings that the operator changed |
+| phase | syncer | training_phase, sync_every, overlap, adopt: another phase of training begins |
 | alarm | syncer | over: no commits, or again; the loss is bad (round, loss, best, good); the numbers of every learner
 are not finite (about: numbers); the dashboard failed |
 | restored | syncer | round, committed, versions, fragment_tokens, suspects: the run is rolled back to that round |

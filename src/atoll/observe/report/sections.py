@@ -187,7 +187,7 @@ def settings(run: ReportedRun) -> Html:
     if run.summary["parameters"]:
         parameters = f"The model has {run.summary['parameters']:,} parameters. Filled in from it: "
         shown.insert(0, paragraph(parameters + ", ".join(f"{key} = {value}" for key, value in made.items()) + "."))
-    changes = [plain(str(event.get("text", ""))) for event in select_kinds(run.timeline, "changed")]
+    changes = [plain(str(event.get("text", ""))) for event in select_kinds(run.timeline, "changed", "phase")]
     return join([*shown, *(paragraph(f"Changed on the way: {text}") for text in changes)])
 
 

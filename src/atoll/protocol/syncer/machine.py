@@ -27,7 +27,7 @@ from atoll.protocol.effects import Tick
 from atoll.protocol.history import History
 from atoll.protocol.phases import due_phase, outer_in
 from atoll.protocol.records import BegunRecord, ChangedRecord, ResetRecord
-from atoll.protocol.settings import Settings
+from atoll.protocol.settings import PHASED, Settings
 from atoll.protocol.statistics import Spread
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.accounts import Accounts
@@ -319,7 +319,8 @@ class Syncer:
         self.rounds.follow_settings()
         for learner in self.members.connected_learners():
             self.state.out.send(learner.name, msg.SettingsChanged(settings=settings, since=self.state.committed))
-        self.state.out.note("phase", what, training_phase=due)
+        named = {key: getattr(settings, key) for key in PHASED}
+        self.state.out.note("phase", what, training_phase=due, **named)
 
     def _apply_change(self, record: ChangedRecord) -> None:
         self.state.out.persist(record)

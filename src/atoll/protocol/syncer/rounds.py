@@ -82,7 +82,8 @@ class Rounds:
         )
 
     def follow_settings(self) -> None:
-        """Another phase of training has begun: H and τ may be others."""
+        """Another phase of training has begun: H and τ may be others, and nothing is measured under them yet."""
+        self._since, self._overlaps = RecentSamples(RECENT), RecentSamples(RECENT)
         self.closing.pace.change_interval(schedule.interval(self.state.settings))
         self.flights.start_anew()
 
