@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atoll.config import Config, convert, load, merged, parse
+from atoll.config import Config, convert, load, merged, parse, parse_settings
 from atoll.protocol.errors import ConfigError
 
 
@@ -119,12 +119,21 @@ def test_phases_stand_at_the_top_and_survive_the_way_to_toml(tmp_path: Path) -> 
         ("[[phases]]\nuntil = 0.1\nmerge = 'median'", "merge"),
         ("[[phases]]\nuntil = 0.1\nadopt = 'half'", "adopt"),
         ("[[phases]]\nsync_every = 2", "until"),
-        ("[[phases]]\nuntil = 0.1\nh = 2", "h"),
+        ("[[phases]]\nuntil = 0.1\nh = 2", "unknown key [phases] 'h': known are until, sync_every, overlap"),
+        ("[[phases]]\nuntil = 0.1\nsync_evry = 2", "unknown key [phases] 'sync_evry': did you mean 'sync_every'?"),
+        ("[[phases]]\nuntil = 0.1\n[[protocol.phases]]\nuntil = 0.3", "phases stand at the top and in [protocol]"),
         ("[protocol]\nwarm_start = 0.1\n[[phases]]\nuntil = 0.1", "warm_start is a phase of its own"),
     ],
 )
 def test_a_phase_that_cannot_be_is_named(text: str, part: str) -> None:
     assert part in complaint(text)
+
+
+def test_phases_of_the_command_line_go_on_top_of_those_of_a_file() -> None:
+    document = {"phases": [{"until": 0.1, "sync_every": 8}]}
+    said = convert(merged(document, parse_settings(["phases=[{until=0.3,sync_every=6}]"])), "x").protocol.phases
+    assert [(one.until, one.sync_every) for one in said] == [(0.3, 6)]
+    assert [one.until for one in convert(merged(document, {}), "x").protocol.phases] == [0.1]
 
 
 def test_the_command_line_goes_on_top_and_none_says_nothing() -> None:

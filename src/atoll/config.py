@@ -26,6 +26,7 @@ import tomli_w
 from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY, VERSION_CODEC
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import MAX_COUNTER
+from atoll.protocol.phases import TrainingPhase
 from atoll.protocol.settings import Settings
 
 if TYPE_CHECKING:
@@ -144,11 +145,18 @@ def parse(text: str, origin: str) -> Config:
 
 
 def convert(document: dict[str, Any], origin: str) -> Config:
-    """`[[phases]]` may stand at the top: they are of the protocol and of the outer step."""
-    if "phases" in document and isinstance(document.get("protocol", {}), dict):
-        document = {**document, "protocol": {**document.get("protocol", {}), "phases": document["phases"]}}
-        del document["phases"]
-    return converted(document, Config, origin)
+    return converted(_move_phases(document), Config, origin)
+
+
+def _move_phases(document: dict[str, Any]) -> dict[str, Any]:
+    """`[[phases]]` may stand at the top, as they are of the protocol and of the outer step: from there to [protocol]."""
+    protocol = document.get("protocol", {})
+    if "phases" not in document or not isinstance(protocol, dict):
+        return document
+    if "phases" in protocol:
+        raise ConfigError("phases stand at the top and in [protocol]: leave one of them out")
+    rest = {key: value for key, value in document.items() if key != "phases"}
+    return {**rest, "protocol": {**protocol, "phases": document["phases"]}}
 
 
 def converted(document: dict[str, Any], kind: type[T], origin: str) -> T:
@@ -169,7 +177,8 @@ def load(path: Path) -> Config:
 
 def merged(document: dict[str, Any], changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The document with what the command line said on top, by table ("" is the top); None says nothing."""
-    result = {key: dict(value) if isinstance(value, dict) else value for key, value in document.items()}
+    moved = _move_phases(document)
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in moved.items()}
     for table, values in changes.items():
         said = {key: value for key, value in values.items() if value is not None}
         place = result.setdefault(table, {}) if table and said else result
@@ -284,7 +293,8 @@ def _explain(error: str, kind: type[msgspec.Struct]) -> str:
         table = f"[{'.'.join(tables)}] " if tables else ""
         return f"{table}{last}: {problem[:1].lower()}{problem[1:].replace('`', '')}" if last else problem
     key, table = found.group(1), last
-    structs = {"protocol": Settings, "outer": Outer, "service": Service}
+    table = "phases" if table.startswith("phases[") else table
+    structs = {"protocol": Settings, "outer": Outer, "service": Service, "phases": TrainingPhase}
     known = list(structs.get(table, kind).__struct_fields__)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     where = f"[{table}] " if table else ""

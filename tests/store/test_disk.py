@@ -149,6 +149,18 @@ def test_a_growing_file_syncs_only_what_is_new() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be told")
+def test_a_system_that_takes_no_advice_has_not_failed_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "not here")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    file = LocalDisk().create(tmp_path / "payload")
+    file.write(bytes(2 << 20))
+    file.datasync()
+    file.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be told")
 def test_what_is_durable_and_large_is_not_kept_in_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr("atoll.store.disk.datasync", lambda descriptor: done.append("synced"))

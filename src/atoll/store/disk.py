@@ -99,7 +99,8 @@ class LocalFile:
     def datasync(self) -> None:
         datasync(self._descriptor)
         if self._cached >= _LARGE and hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # it is advice: what is durable stays so
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             self._cached = 0
 
     def truncate(self, size: int) -> None:
