@@ -149,7 +149,7 @@ def convert(document: dict[str, Any], origin: str) -> Config:
 
 
 def _move_phases(document: dict[str, Any]) -> dict[str, Any]:
-    """`[[phases]]` may stand at the top, as they are of the protocol and of the outer step: from there to [protocol]."""
+    """To [protocol], where they stand at the top: `[[phases]]` are of the protocol and of the outer step."""
     protocol = document.get("protocol", {})
     if "phases" not in document or not isinstance(protocol, dict):
         return document
