@@ -201,7 +201,8 @@ class Parameters:
         return self._stage_step(fragment, deltas, weights, factors)
 
     def momentum(self, fragment: int) -> FloatArray | None:
-        """The outer momentum; None: this optimizer keeps none, or has made no step."""
+        """The outer momentum, where it is off the last gradient; None: this optimizer keeps neither, or no step was
+        made."""
         momentum = self._state[fragment].get("momentum")
         if momentum is None:
             return None
