@@ -1,11 +1,16 @@
-"""Whether two values are the same to the bit: types, order of keys, signs of zero and payloads of NaN included."""
+"""Whether two values are the same to the bit: types, order of keys, signs of zero and payloads of NaN included; and
+whole snapshots to compare."""
 
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import torch
+
+from atoll.learner.snapshot import Snapshot
+from atoll.learner.state import begin_capture
 
 
 def same(one: object, other: object) -> bool:
@@ -26,3 +31,8 @@ def same(one: object, other: object) -> bool:
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def capture(*things: Any, **options: Any) -> Snapshot:
+    """Once its copies are made."""
+    return begin_capture(*things, **options).finish()

@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.learner.same import capture
 from torch import nn
 
 from atoll.learner import copy_room
 from atoll.learner.copy_room import CopyRoom
-from atoll.learner.state import begin_capture, capture, large_tensors
+from atoll.learner.state import begin_capture, large_tensors
 
 WAIT_S = 60.0
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.learner.same import same
+from tests.learner.same import capture, same
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
 from atoll.learner.model import describe, load_weights, named_parameters, strip_wrappers, trained
-from atoll.learner.state import capture, restore
+from atoll.learner.state import restore
 
 BARE = ["0.weight", "0.bias", "2.0.weight", "2.0.bias"]
 

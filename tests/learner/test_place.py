@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.learner.same import same
+from tests.learner.same import capture, same
 from tests.learner.small import boxed
 
 from atoll.learner.saved_state import RunPlace, describe_place, fill_box, settings_of
 from atoll.learner.snapshot import read, write
-from atoll.learner.state import capture, restore
+from atoll.learner.state import restore
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings

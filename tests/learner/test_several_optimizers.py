@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.learner.same import same
+from tests.learner.same import capture, same
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from atoll.learner.learner import Learner
 from atoll.learner.peer_state_transfer import take_peer_state
 from atoll.learner.snapshot import decode, encode
-from atoll.learner.state import Optimizers, Stateful, capture, optimizers_by_path, restore
+from atoll.learner.state import Optimizers, Stateful, optimizers_by_path, restore
 from atoll.protocol.errors import ConfigError, PeerError
 
 

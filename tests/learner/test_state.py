@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.learner.same import same
+from tests.learner.same import capture, same
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler as schedules
@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as schedules
 from atoll.learner import packing
 from atoll.learner import state as state_module
 from atoll.learner.snapshot import Snapshot, decode, encode, read, write
-from atoll.learner.state import Stateful, begin_capture, capture, random_state, restore, set_random_state
+from atoll.learner.state import Stateful, begin_capture, random_state, restore, set_random_state
 from atoll.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.learner.same import capture
 from tests.learner.test_peer import Process
 from torch import nn
 
@@ -22,7 +23,6 @@ from atoll.learner.peer_state_transfer import (
     wrong_buffers,
 )
 from atoll.learner.snapshot import Snapshot, encode, ranged
-from atoll.learner.state import capture
 from atoll.mailbox.box import reserve
 from atoll.mailbox.channel import StateCopyMade
 from atoll.protocol.errors import ConfigError

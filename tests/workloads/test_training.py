@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.learner.same import same
+from tests.learner.same import capture, same
 from torch.optim import Optimizer
 
 from atoll.learner.peer_state_transfer import take_peer_state
 from atoll.learner.snapshot import decode, encode
-from atoll.learner.state import capture, restore
+from atoll.learner.state import restore
 from atoll.protocol.errors import ConfigError
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.training import build_model, build_optimizers, learning_rate, set_learning_rate

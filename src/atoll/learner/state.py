@@ -2,8 +2,8 @@
 
 That is: trained parameters, persistent buffers, the inner optimizers' state, the state of whatever else the script
 registered (schedules, a GradScaler: anything with state_dict() and load_state_dict()), and the global random states.
-Frozen parameters are not included: each learner loads its own. `capture` only copies, into host memory; writing and
-sending happen in the background. `begin_capture` does not even wait for the copies that training cannot disturb.
+Frozen parameters are not included: each learner loads its own. `begin_capture` only copies, into host memory, and does
+not wait for the copies that training cannot disturb; writing and sending happen in the background.
 
 `restore` loads in place, so that whoever holds a parameter still holds it. It first checks that names, shapes and types
 are the same here and there; whatever is refused, also by an object's own load_state_dict, leaves everything as it was.
@@ -53,21 +53,6 @@ class Capture:
         """Wait for the copies. By any thread."""
         self.packing.finish()
         return Snapshot(self.packing.tensors, self.states, self.rng)
-
-
-def capture(
-    model: nn.Module,
-    optimizers: Optimizers = None,
-    extras: Mapping[str, Stateful] | None = None,
-    *,
-    parameters: bool = True,
-    rng: bool = True,
-    buffers: BufferRule = None,
-    room: Taken | None = None,
-) -> Snapshot:
-    """Returns once the copies are made; ConfigError names the first thing that cannot be kept."""
-    whole = (model, optimizers, extras)
-    return begin_capture(*whole, parameters=parameters, rng=rng, buffers=buffers, room=room).finish()
 
 
 @torch.no_grad()
@@ -127,7 +112,7 @@ def restore(
 
 
 def large_tensors(model: nn.Module, optimizers: Optimizers, buffers: BufferRule = None) -> Iterator[torch.Tensor]:
-    """About what `capture` copies, in its order: the model's tensors and those of the optimizers' states."""
+    """About what `begin_capture` copies, in its order: the model's tensors and those of the optimizers' states."""
     yield from (tensor for _, tensor in _tensors(model, True, buffers))
     for one in optimizers_by_path(optimizers).values():
         for state in one.state.values():

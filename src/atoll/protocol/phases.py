@@ -77,10 +77,10 @@ def due_phase(phases: Sequence[TrainingPhase], progress: float) -> int:
 
 OUTER_PHASED = ("merge", "lr", "momentum")
 """What a phase may change of the outer settings."""
-Outer = Mapping[str, str | float | bool]
+OuterValues = Mapping[str, str | float | bool]
 
 
-def outer_in(phase: TrainingPhase, own: Outer, now: Outer) -> dict[str, str | float | bool]:
+def outer_in(phase: TrainingPhase, own: OuterValues, now: OuterValues) -> dict[str, str | float | bool]:
     """The outer settings of a phase. `own`: as the run began; `now`: with what an operator has set since, which stays
     but for what phases may change."""
     set_since = {key: value for key, value in now.items() if key not in OUTER_PHASED}
