@@ -19,8 +19,13 @@ Build = Callable[[Gpt, WorkloadSettings], dict[str, Optimizer]]
 
 
 class LockstepLearner:
-    def __init__(self, settings: WorkloadSettings, seed: int, device: torch.device, build: Build) -> None:
+    def __init__(
+        self, settings: WorkloadSettings, seed: int, device: torch.device, build: Build, mixed: bool = False
+    ) -> None:
+        """`mixed`: the forward and backward pass compiled, with bf16 autocast."""
         self.model = build_model(settings, seed).to(device)
+        self._forward = torch.compile(self.model, dynamic=False) if mixed else self.model
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=mixed)
         self._settings = settings
         self._optimizers = build(self.model, settings)
         self.decays = _find_decays(self._optimizers)
@@ -68,7 +73,9 @@ class LockstepLearner:
 
     def _compute_gradients(self) -> None:
         self.model.zero_grad()
-        self.model(self._batch).backward()
+        with self._autocast:
+            loss = self._forward(self._batch)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip)
 
     def _step_optimizers(self) -> None:

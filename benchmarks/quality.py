@@ -1,14 +1,15 @@
 """How good the trained model is: decoupled training against data-parallel at equal tokens, a table of rows.
 
     python benchmarks/quality.py --list                                # the plan, and what is missing
-    python benchmarks/quality.py --rows dp default h2-moments --seeds 0 --minutes 9            # on a GPU
+    python benchmarks/quality.py --rows dp default h2-moments --minutes 9 --mixed              # on a GPU
     python benchmarks/quality.py --depth 2 --block 64 --batch 4 --steps 60 --out small.json    # on a CPU: minutes
 
 Learners in lockstep by the engine of lockstep_engine.py: a GPT of 12.4M parameters (10.7M in the reference) on the
-source of Python's standard library. A row and seed that the file has, of the same options, is not run again, so the
-table is filled over many calls. A row that the limit of minutes would cut off is not begun, or given up. Told are the
-validation loss, its curve, the bytes per token of a learner each way, and for each phase the autocorrelation ρ of
-merged gradients with the effective outer step η(1 + μ/(1 − μρ)).
+Python source that is installed on the machine; on a GPU machine most of it is that of torch and its like. A row and
+seed that the file has, of the same options, is not run again, so the table is filled over many calls. A row that the
+limit of minutes would cut off is not begun, or given up. Told are the validation loss, its curve, the bytes per token
+of a learner each way, and for each phase the autocorrelation ρ of merged gradients with the effective outer step
+η(1 + μ/(1 − μρ)).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import shutil
 import subprocess
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from lockstep_engine import OutOfTime, Row, compare, prepare_torch, train
 from atoll.protocol.phases import TrainingPhase, warm_start
 from atoll.telemetry.events import versions
 from atoll.workloads.settings import WorkloadSettings
-from atoll.workloads.text import Text
+from atoll.workloads.text import Text, standard_library
 
 H2 = (warm_start(0.15),)
 """The first 15 % at H = 2: τ = 1, mean, outer step 1 / 0, carry."""
@@ -76,6 +78,8 @@ ROWS = {
     "alone": Row(method="alone"),
 }
 REFERENCE = {"depth": 10, "block": 256, "batch": 16, "steps": 2100}
+MOST_TEXT_BYTES = 96 << 20
+"""For M = 8 the reference takes 69M tokens: with less text they come back, and the loss is that of a memory."""
 GPU_DEPTH = 6
 """Models of this depth and more are for a GPU."""
 
@@ -145,7 +149,7 @@ def train_missing(table: Table, options: argparse.Namespace, settings: WorkloadS
                 print(f"seed {seed} {name}: put off, it would not end within --minutes {options.minutes:g}", flush=True)
                 continue
             try:
-                run = train(ROWS[name], seed, settings, options.steps, text, deadline=deadline)
+                run = train(ROWS[name], seed, settings, options.steps, text, deadline=deadline, mixed=options.mixed)
             except OutOfTime:
                 print(f"seed {seed} {name}: given up, --minutes {options.minutes:g} are over", flush=True)
                 return
@@ -153,6 +157,14 @@ def train_missing(table: Table, options: argparse.Namespace, settings: WorkloadS
             per_token = {f"{way}_bytes_per_token": run[f"{way}_bytes"] / tokens for way in ("up", "down")}
             table.add_run(name, seed, {**run, **per_token, **machine})
             print(f"seed {seed} {name:20} loss {run['loss']:.4f}  {run['seconds']} s", flush=True)
+
+
+def load_text(data: list[str]) -> Text:
+    if data:
+        return Text.load(data)
+    packages = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
+    content = b"\n".join(path.read_bytes() for path in [*standard_library(), *packages])
+    return Text(content[:MOST_TEXT_BYTES], "the Python source installed on the machine")
 
 
 def device_name() -> str:
@@ -199,16 +211,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="end within this time")
     for name, value in REFERENCE.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--data", nargs="+", default=[], help="text; without it, Python's standard library")
+    parser.add_argument("--data", nargs="+", default=[], help="text; without it, the Python source installed here")
+    parser.add_argument("--mixed", action="store_true", help="steps compiled and with bf16 autocast")
     parser.add_argument("--commit", default="", help="of the source, where git cannot say it")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quality.json"))
     options = parser.parse_args()
     if options.list:
         list_rows()
     settings = WorkloadSettings(**{key: getattr(options, key) for key in ("depth", "block", "batch")})
-    text = Text.load(options.data)
+    text = load_text(options.data)
     shape = {key: getattr(options, key) for key in REFERENCE}
     inner = {key: getattr(settings, key) for key in ("warmup", "floor", "weight_decay", "clip", "eval_windows")}
+    inner["mixed"] = options.mixed
     about = {"betas": list(settings.betas), "text": text.name, "text_bytes": len(text.train), "digest": text.digest}
     table = Table(options.out, shape | inner | about)
     if not options.list and not torch.cuda.is_available() and options.depth >= GPU_DEPTH:
