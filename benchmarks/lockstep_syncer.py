@@ -118,5 +118,4 @@ class OuterTrace:
         """ρ, and the effective outer step η(1 + μ/(1 − μρ)); None: no fragment was merged twice."""
         found = self._cosines.get(phase)
         rho = float(torch.stack(found).mean()) if found else None
-        step = None if rho is None else outer.lr * (1 + outer.momentum / (1 - outer.momentum * rho))
-        return {"rho": rho, "outer_step": step}
+        return {"rho": rho, "outer_step": None if rho is None else outer.make().effective_step(rho)}

@@ -13,6 +13,10 @@ from atoll.telemetry.status import LearnerStatus, RunStatus
 STATES = ("training", "training", "joining", "gone", "stalled", "muted", "quarantined", "stopped")
 
 
+RHO = {2: 0.1, 5: 0.3, 6: 0.9}
+"""By round, the autocorrelation of its merged gradient."""
+
+
 def said(at: float, kind: str, **fields: Any) -> Event:
     return {"at": 1000.0 + at, "kind": kind, "text": fields.pop("text", f"{kind} happened"), **fields}
 
@@ -47,6 +51,8 @@ def committed(at: float, number: int, live: int, *members: dict[str, Any]) -> Ev
         merge_s=0.01,
         grace_s=0.1,
         effective_h=4.0,
+        rho=(rho := RHO.get(number)),
+        outer_step=None if rho is None else 1 + rho,
     )
 
 

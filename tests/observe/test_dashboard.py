@@ -386,7 +386,17 @@ async def test_metrics_can_be_scraped(place: Place) -> None:
 def test_every_figure_is_there(status: Status) -> None:
     fates = {"computed": 10, "merged": 7, "dropped": 1, "lost": 1, "in_flight": 1}
     now = status(
-        learners=8, fates=fates, versions=(4, 3), bytes_in=5, bytes_out=6, liveness=0.5, expected=8, alarm="full"
+        learners=8,
+        fates=fates,
+        versions=(4, 3),
+        bytes_in=5,
+        bytes_out=6,
+        liveness=0.5,
+        expected=8,
+        alarm="full",
+        rho=0.31,
+        outer_step=1.04,
+        outer_lr=0.6,
     )
     found = {one.name: one for one in text_string_to_metric_families(exposition(now).decode())}
     by_label = {name: {tuple(s.labels.values()): s.value for s in one.samples} for name, one in found.items()}
@@ -399,6 +409,8 @@ def test_every_figure_is_there(status: Status) -> None:
     assert set(by_label["atoll_learner_low_share_alarm"].values()) == {0}
     steps = [found[f"atoll_effective_h_{which}steps"].samples[0].value for which in ("", "mean_", "p95_")]
     assert steps == [24.0, 24.31, 31.0] and found["atoll_merged_share_ratio"].samples[0].value == 0.897
+    outer = ("outer_gradient_autocorrelation", "outer_step", "outer_learning_rate")
+    assert [found[f"atoll_{name}"].samples[0].value for name in outer] == [0.31, 1.04, 0.6]
     assert found["atoll_liveness_ratio"].samples[0].value == 0.5 and found["atoll_alarm"].samples[0].value == 1
 
 

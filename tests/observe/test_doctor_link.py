@@ -35,6 +35,7 @@ WAY = parse_address(f"atoll://{SECRET}@a.example:1,b.example:2/run/{PIN}", {})
 HERE = DialledAddress("https://a.example:1", DialResult(0.012, 0.003, "TLS_AES_256_GCM_SHA384"))
 GONE = DialledAddress("https://b.example:2", None, "Connection refused")
 LOAD = LinkLoad(parameters=100e6, step_s=0.4)
+OUTER: dict[str, Any] = {"rho": 0.31, "outer_step": 1.04, "outer_lr": 0.6}
 FAST = MeasuredLink(1e9, 1e9, 0.01)
 
 
@@ -74,6 +75,11 @@ FAST = MeasuredLink(1e9, 1e9, 0.01)
         (carry.judge_load(LOAD, MeasuredLink(1e9, 1e9, 12)), "warn", "a fragment is away for 30 steps, τ = 2"),
         (link.check_shortage(a_status()), "ok", "at most 0 rounds under way"),
         (link.check_shortage(a_status(shortage="a answers slowest")), "warn", "behind H = 24"),
+        (link.check_outer_step(a_status()), "ok", "not known yet"),
+        (link.check_outer_step(a_status(**OUTER, round=100)), "ok", "not known yet"),
+        (link.check_outer_step(a_status(**OUTER)), "ok", "1.04, η = 0.6; ρ of merged gradients is 0.31"),
+        (link.check_outer_step(a_status(**{**OUTER, "outer_step": 2.5})), "warn", "2.50, η = 0.6"),
+        (link.check_outer_step(a_status(**{**OUTER, "rho": -0.2})), "warn", "ρ of merged gradients is -0.20"),
         (link.check_load(a_status(), FAST, None, 0.4), "ok", "not known yet"),
         (link.check_load(a_status(sync_every=2), FAST, 1e6, 0.4), "warn", "overlap = 2 is not below sync_every = 2"),
     ],
@@ -191,6 +197,7 @@ async def test_the_whole_way_is_measured(secured: Secured) -> None:
         "TLS",
         "carries",
         "rounds",
+        "outer step",
     ]
     assert all(check.verdict == "ok" for check in found.values()), found
     assert abs(found["syncer's clock"].figures["difference_s"]) < 1

@@ -191,9 +191,10 @@ def test_a_learners_steps_are_those_of_the_whole_run(status: Status) -> None:
 
 def test_what_became_of_the_work_is_plain(status: Status) -> None:
     screen = LiveScreen(console(80))
-    screen.update(status())
+    screen.update(status(rho=0.31, outer_step=1.04, outer_lr=0.6))
     shown = " ".join(text_of(screen, 80).split())
     for words in (
+        "outer step 1.04 (η 0.6) · ρ of merged gradients 0.31",
         "merged share 90 %",
         "participation 97 %",
         "steps a sync median 24.0 · mean 24.3 · p95 31",

@@ -31,6 +31,8 @@ BY_HAND: dict[str, Any] = {
     "overlap": 2.0,  # of 2, 3, 1; the others are of the drain, or nothing was measured
     "overlap_mean": 2.0,
     "overlap_p95": 3.0,
+    "rho": 0.2,  # of 0.1 and 0.3; the first rounds have none, and the drain does not count
+    "outer_step": 1.2,
     "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "rolled_back": 0, "in_flight": 0},
     "rounds": 7,
     "rounds_closed": 8,

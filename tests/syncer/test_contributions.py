@@ -279,6 +279,22 @@ async def test_the_filter_looks_at_every_value_with_robust_and_at_a_sample_witho
         assert ([one.agreement for one in merged.judged] == exact) is robust
 
 
+async def test_rho_and_the_effective_outer_step_are_those_of_the_merged_gradient() -> None:
+    bench, before = Bench(robust=False), {}
+    for number in range(4):
+        fragment = number % 2
+        bench.deltas = lambda fragment: [np.full(4096, (1.0, -2.0)[fragment], np.float32) for _ in NAMES]
+        await bench.round(number)
+        before[fragment] = bench.merging.describe_outer_step(fragment)
+        if number < 2:
+            assert before[fragment] == {"rho": None, "outer_step": None}
+    assert before[0] == before[1] == {"rho": 1.0, "outer_step": pytest.approx(0.6 * (1 + 0.6 / 0.4))}
+    bench.deltas = lambda fragment: [np.full(4096, -3.0, np.float32) for _ in NAMES]
+    await bench.round(4)
+    turned = {"rho": -1.0, "outer_step": pytest.approx(0.6 * (1 + 0.6 / 1.6))}
+    assert bench.merging.describe_outer_step(0) == turned
+
+
 async def test_a_round_of_a_suspect_alone_comes_to_nothing() -> None:
     bench = Bench(robust=True)
     for number in range(12):

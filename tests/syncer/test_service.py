@@ -421,6 +421,19 @@ async def test_a_newcomer_with_weights_of_its_own_cannot_get_them_into_the_model
     assert "versions that this run never committed" in stage.events("lost")[0]["text"]
 
 
+async def test_the_event_of_a_round_has_the_autocorrelation_of_its_gradient(stage: Stage) -> None:
+    learner, pull = await one_at_work(stage)
+    found = []
+    for number, delta in enumerate((0.25, 0.25, 0.5, -0.5)):
+        await learner.contribute(pull, delta=delta)
+        event = await stage.until("round", number + 1)
+        found.append((event["fragment"], event["rho"], event["outer_step"]))
+        pull = await next_pull(learner, after=pull)
+    assert found == [(0, None, None), (1, None, None), (0, 1.0, 1.0), (1, -1.0, 1.0)], "SGD moves by η alone"
+    status = stage.service.figures()
+    assert (status.rho, status.outer_step, status.outer_lr) == (0.0, 1.0, 1.0)
+
+
 # ---- draining -----------------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,9 @@ def committed(meter: Meter, at: float, number: int, *members: str, live: int = 2
     meter.note_event(at, "round", data)
 
 
+ROUND = {"version": 1, "live": 2, "members": [{"learner": "a"}]}
+
+
 def test_before_anybody_came() -> None:
     status = Meter(CONFIG).make_status(100.0, "r", None)
     assert (status.phase, status.round, status.learners, status.goodput, status.left_s) == (
@@ -108,6 +111,19 @@ def test_gaps_and_participation() -> None:
     assert status.elapsed_s == 10.0
     assert status.median_gap_s == 2.0  # of 1 and 3
     assert status.participation == pytest.approx((1 + 0.5 + 1) / 3)
+
+
+def test_the_outer_step_is_the_mean_over_the_last_rounds_of_each_fragment() -> None:
+    meter = Meter(CONFIG)
+    for number, rho in enumerate([None, None, -0.9, 0.1, 0.1, 0.3, 0.1, 0.3, 0.1, 0.3, 0.1, 0.3]):
+        figures = {"rho": rho, "outer_step": None if rho is None else 1 + rho}
+        meter.note_event(1.0, "round", {**ROUND, "round": number, "fragment": number % 2, **figures})
+        if number == 1:
+            assert meter.make_status(2.0, "r", None).rho is None
+    status = meter.make_status(2.0, "r", None)
+    assert (status.rho, status.outer_step, status.outer_lr) == (pytest.approx(0.2), pytest.approx(1.2), 0.6)
+    meter.note_event(3.0, "phase", {})
+    assert meter.make_status(4.0, "r", None).outer_step is None, "nothing is measured in the new phase yet"
 
 
 def test_goodput_counts_those_who_are_gone(machine: Syncer) -> None:

@@ -101,14 +101,16 @@ def by_size(fragment: Fragment, figures: DoubleArray) -> DoubleArray:
     return np.asarray(figures @ (sizes / sizes.sum()))
 
 
-def sketches(deltas: Sequence[FloatArray], sample: Sample, threads: int = 1) -> list[DoubleArray]:
+def sketches(
+    deltas: Sequence[FloatArray], sample: Sample, threads: int = 1, buckets: int = BUCKETS
+) -> list[DoubleArray]:
     """Each contribution's direction in few numbers, of length 1 (or 0): to tell whether it was given before. Sketches
     of one sample, which a contribution is compared with its last one by."""
-    sums = np.zeros((len(deltas), BUCKETS))
+    sums = np.zeros((len(deltas), buckets))
     in_parts(lambda m, _: kernels.sketch(read_only(sample.take(deltas[m])), sums[m]), len(deltas), 1, threads)
     return [_normed(one) for one in sums]
 
 
 def _normed(sums: DoubleArray) -> DoubleArray:
     length = float(np.sqrt(np.sum(sums * sums)))
-    return sums / length if 0 < length < np.inf else np.zeros(BUCKETS)
+    return sums / length if 0 < length < np.inf else np.zeros_like(sums)

@@ -36,6 +36,10 @@ class OuterOptimizer(Protocol):
         """The next version into `new_theta`, which is `theta` itself or apart from it; the state moves on in place."""
         ...
 
+    def effective_step(self, rho: float) -> float:
+        """How far Θ moves in the end for each gradient, where each has the cosine ρ with the one before it."""
+        ...
+
 
 @runtime_checkable
 class UpdatingOptimizer(OuterOptimizer, Protocol):

@@ -243,6 +243,8 @@ def _last_round(status: RunStatus, committed: int | None) -> Table:
         grid.add_row("steps a sync", Text(_steps_between(status)))
     if status.overlap_steps is not None:
         grid.add_row("overlap", Text(_overlap(status)))
+    if status.outer_step is not None:
+        grid.add_row("outer step", Text(_outer_step(status)))
     if status.shortage:
         grid.add_row("behind", Text(plain(status.shortage), "yellow"))
     if committed is not None and status.round >= FEW and committed < MOST * status.round:
@@ -280,6 +282,10 @@ def _steps_between(status: RunStatus) -> str:
 def _overlap(status: RunStatus) -> str:
     steps, p95 = decimal(status.overlap_steps, 1), decimal(status.overlap_p95, 0)
     return f"{steps} steps (τ {status.overlap}) · p95 {p95} · up to {status.rounds_under_way} rounds under way"
+
+
+def _outer_step(status: RunStatus) -> str:
+    return f"{decimal(status.outer_step, 2)} (η {status.outer_lr:g}) · ρ of merged gradients {decimal(status.rho, 2)}"
 
 
 def _validation(status: RunStatus, scores: Sequence[float]) -> Text:

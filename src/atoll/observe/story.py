@@ -442,6 +442,7 @@ def _figures(summary: Summary, width: int) -> Table:
         ("overlap, missed", _dropped(summary)),
         ("median gap", span(summary["median_gap_s"])),
         ("lost", f"{count(tokens['lost'])} tokens"),
+        ("outer step, ρ", f"{decimal(summary['outer_step'])}, {decimal(summary['rho'])}"),
         ("restarts", f"{summary['restarts']}{_planned_kills(summary)}"),
         ("bytes per token", decimal(summary["bytes_per_token"], 1)),
         ("refusals", str(summary["refusals"])),

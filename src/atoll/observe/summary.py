@@ -15,6 +15,7 @@ overlap and the settings beside them are those of the last phase.
 | participation | mean over rounds of members over learners alive and recovered at that moment, the muted included |
 | effective_h, _mean, _p95 | learner steps between two syncs of a fragment: median, mean, 95th percentile |
 | overlap, _mean, _p95 | learner steps from reading a contribution to adopting the version that holds it |
+| rho, outer_step | autocorrelation of merged gradients, effective outer step: means over the last phase |
 | rounds, rounds_closed | committed rounds; all, also those in which nothing was merged (`round` on the screen) |
 | tokens | by fate: computed = merged + dropped + lost + in_flight. From the ledger; without it, from the events |
 | tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too); missing where no ledger told |
@@ -122,6 +123,8 @@ def summarise(events: Iterable[Event]) -> Summary:
         "overlap": overlap.median,
         "overlap_mean": _round(overlap.mean),
         "overlap_p95": overlap.p95,
+        "rho": _round(_mean([r["rho"] for r in in_phase if r.get("rho") is not None])),
+        "outer_step": _round(_mean([r["outer_step"] for r in in_phase if r.get("outer_step") is not None])),
         "tokens": {**tokens, **causes},
         "rounds": len(rounds),
         "rounds_closed": closing.get("round", _count_closed(timeline)),

@@ -8,7 +8,7 @@ end: it never stops training.
 | --- | --- |
 | validation/loss | of the global model, at the round that was scored |
 | run/goodput, participation, liveness, merged_share | shares, as on the screen |
-| run/tokens, tokens_per_s, effective_h, grace_s, median_gap_s | the same |
+| run/tokens, tokens_per_s, effective_h, grace_s, median_gap_s, rho, outer_step | the same |
 | loss/NAME, tokens_per_s/NAME | of each learner that trains |
 """
 
@@ -31,7 +31,7 @@ from atoll.telemetry.status import RunStatus
 
 EVERY_S = 2.0
 _SHARES = ("goodput", "participation", "liveness", "merged_share")
-_RUN = (*_SHARES, "tokens", "tokens_per_s", "effective_h", "grace_s", "median_gap_s")
+_RUN = (*_SHARES, "tokens", "tokens_per_s", "effective_h", "grace_s", "median_gap_s", "rho", "outer_step")
 
 
 class Tracker(Protocol):

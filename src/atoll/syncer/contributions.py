@@ -21,6 +21,7 @@ import numpy as np
 from atoll.fabric.wire import SMALL_BYTES
 from atoll.numerics.agreement import by_size
 from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.autocorrelation import Autocorrelation
 from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, largest_body
 from atoll.numerics.filter import Filter, FilterVerdict
 from atoll.numerics.fragments import FragmentPlan
@@ -163,6 +164,9 @@ class Merging:
         self._parameters, self._inbox, self._screen = parameters, inbox, screen
         self._fragments, self.robust = parameters.plan.fragments, robust
         self._filter = Filter(parameters.plan, parameters.threads, secrets.randbits(128))
+        self._autocorrelation = Autocorrelation(parameters.plan)
+        self._outer_figures: dict[int, dict[str, float | None]] = {}
+        """By fragment, of its newest merged gradient."""
         self._tell, self._spawn = tell, spawn
 
     # ---- contributions ------------------------------------------------------------------------------------------
@@ -227,12 +231,23 @@ class Merging:
             factors = [one.factors for one in judged] if self.robust else []
             weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
             mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases)
+            self._outer_figures[merge.fragment] = self._measure_gradient(merge.fragment)
         except Overflow as error:
             return fx.Unmergeable(merge.round, str(error), reset=True)
         except ValueError as error:
             return fx.Unmergeable(merge.round, str(error))
         marks = self._parameters.piece_marks(merge.fragment)
         return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._describe_verdicts(merge, judged))
+
+    def _measure_gradient(self, fragment: int) -> dict[str, float | None]:
+        rho = self._autocorrelation.measure(fragment, self._parameters.outer_gradient(fragment))
+        if rho is None:
+            return {"rho": None, "outer_step": None}
+        return {"rho": round(rho, 4), "outer_step": round(self._parameters.effective_step(rho), 4)}
+
+    def describe_outer_step(self, fragment: int) -> dict[str, float | None]:
+        """For the event of its last round: ρ and the effective outer step. None: it was the first gradient here."""
+        return self._outer_figures[fragment]
 
     def _describe_verdicts(self, merge: fx.Merge, judged: list[FilterVerdict]) -> tuple[fx.Judged, ...]:
         """For the state machine: who agrees, what share of the merge each has, and the factors that were used."""

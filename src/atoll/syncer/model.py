@@ -20,6 +20,7 @@ from atoll.fabric.relay import RelayLimits
 from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.numerics.agreement import BUCKETS
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.autocorrelation import SKETCH
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
@@ -202,6 +203,7 @@ def memory_bound(
     | relayed states | as many streams, and as much of each, as the relay allows |
     | connections | as many as are allowed, whoever holds them; large answers that are not taken yet |
     | the filter | of as many learners as may be there, for every fragment the direction of the last contribution |
+    | autocorrelation | for every fragment a sketch of its last merged gradient |
     | one name | kept of a learner for good, also after it left; a join token brings so many (`JoinToken.names`) |
     """
     limits, relay = limits or FabricLimits(), relay or RelayLimits()
@@ -215,7 +217,7 @@ def memory_bound(
     if settings.guard == "rollback":
         fixed += 2 * (1 + slots) * model + model + feedback + largest
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION + limits.answer_bytes
-    fixed += NAMES * settings.fragments * BUCKETS * 8
+    fixed += settings.fragments * (NAMES * BUCKETS + SKETCH) * 8
     least, most = (max(map(count, settings.in_all_phases)) for count in (schedule.least_flights, schedule.most_flights))
     each = contribution_bytes(plan, settings)
     talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES + 4 * largest_sample(plan)

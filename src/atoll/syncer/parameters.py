@@ -216,6 +216,10 @@ class Parameters:
             self._gradients[fragment] = spare.pop() if spare else np.empty(self.plan.largest, dtype=np.float32)
         return self._gradients[fragment][: self.plan.fragments[fragment].size]
 
+    def effective_step(self, rho: float) -> float:
+        """How far Θ moves for each gradient, where each has the cosine ρ with the one before it."""
+        return self._optimizer.effective_step(rho)
+
     def round_payload(self, fragment: int) -> memoryview:
         """What the journal keeps of what is staged of this fragment."""
         if self._codec is None:

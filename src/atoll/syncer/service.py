@@ -471,6 +471,8 @@ class SyncerService:
             case Note(kind, text, data):
                 if answer := data.get("answer"):
                     text += f": atoll set {shlex.quote(str(self._run_store.folder))} {answer}"
+                if kind == "round" and isinstance(index := data["fragment"], int):
+                    data = {**data, **self._merging.describe_outer_step(index)}
                 self.meter.note_event(time.time(), kind, data, text)
                 refused = kind == "refused" and "learner" not in data
                 self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -18,11 +18,14 @@ from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import participation, spread
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
+from atoll.syncer.recovery import outer_of
 from atoll.syncer.shortage import describe_shortage
 from atoll.telemetry.status import STEPPING, LearnerStatus, RunStatus
 
 RECENT = 256
 """Rounds behind the live figures."""
+CYCLES = 4
+"""Rounds of each fragment behind the live figures of the outer step."""
 BEHIND = 64
 """Versions of a fragment of which the round is remembered."""
 ENOUGH = 0.01
@@ -38,6 +41,8 @@ class Meter:
         self._ended: float | None = None
         self._commits: deque[float] = deque(maxlen=RECENT)
         self._shares: deque[float] = deque(maxlen=RECENT)
+        self._outer: dict[int, deque[tuple[float, float]]] = {}
+        """Per fragment, ρ and the effective outer step of its newest rounds."""
         self._versions: dict[int, deque[tuple[int, int]]] = {}
         """Per fragment, its newest (version, round): enough for learners that are not far behind."""
         self._busy: dict[str, tuple[int, float]] = {}
@@ -76,6 +81,11 @@ class Meter:
             self._shares.append(participation(len(data["members"]), data["live"]))
             known = self._versions.setdefault(data["fragment"], deque(maxlen=BEHIND))
             known.append((data["version"], data["round"]))
+            if data.get("rho") is not None:
+                of_fragment = self._outer.setdefault(data["fragment"], deque(maxlen=CYCLES))
+                of_fragment.append((data["rho"], data["outer_step"]))
+        elif kind == "phase":
+            self._outer.clear()
         elif kind in ("lost", "left"):
             self._count_busy(data["learner"], data["incarnation"], data["busy_s"])
         elif kind == "ending":
@@ -119,6 +129,7 @@ class Meter:
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
         phase = PHASES[machine.phase] if machine else "waiting"
+        outer = [figures for of_fragment in self._outer.values() for figures in of_fragment]
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
         return RunStatus(
             run=run,
@@ -171,6 +182,9 @@ class Meter:
             rounds_under_way=machine.rounds.flights.allowed if machine else 0,
             shortage=describe_shortage(machine) if machine else "",
             step_s=machine.members.step_s() if machine else None,
+            rho=fmean(rho for rho, _ in outer) if outer else None,
+            outer_step=fmean(step for _, step in outer) if outer else None,
+            outer_lr=outer_of(machine.history).lr if machine else self._config.outer.lr,
         )
 
     def _estimate_left(self, now: float, progress: float) -> float | None:

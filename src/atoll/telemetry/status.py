@@ -120,3 +120,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """False: it trains until its scripts end; `progress` and `left_s` say nothing."""
     scorer: bool = True
     """False: nobody will score it."""
+    rho: float | None = None
+    """The autocorrelation of merged gradients: the cosine of each and the one before it of its fragment, of late."""
+    outer_step: float | None = None
+    """How far Θ moves for each gradient at this ρ, as the outer optimizer says …"""
+    outer_lr: float = 0.0
+    """… and η, how far it moves at once."""

@@ -29,6 +29,10 @@ class Nesterov(msgspec.Struct, frozen=True):
         for part in copied_parts(theta, new_theta):
             kernels.nesterov(new_theta[part], b[part], given[part], lr, mu)
 
+    def effective_step(self, rho: float) -> float:
+        """η(1 + μ/(1 − μρ)): along a gradient lie ρ of the last one, ρ² of the one before, and so on."""
+        return self.lr * (1 + self.momentum / (1 - self.momentum * rho))
+
     def update(self, state: dict[str, FloatArray], delta: FloatArray, out: FloatArray) -> None:
         b, given = read_only(state["momentum"]), read_only(delta)
         kernels.nesterov_update(b, given, out, np.float32(self.lr), np.float32(self.momentum))

@@ -25,6 +25,10 @@ class Sgd(msgspec.Struct, frozen=True):
         for part in copied_parts(theta, new_theta):
             kernels.sgd(new_theta[part], given[part], np.float32(self.lr))
 
+    def effective_step(self, rho: float) -> float:
+        """η, whatever the gradients have in common."""
+        return self.lr
+
     def update(self, state: dict[str, FloatArray], delta: FloatArray, out: FloatArray) -> None:
         np.multiply(delta, np.float32(self.lr), out=out)
 

@@ -34,6 +34,12 @@ from atoll.telemetry.status import RunStatus
 
 USUAL = 24
 """P and H of a run that has not begun and says nothing of them."""
+LONG_STEP = 4.0
+"""Times η: in an effective outer step above it the gradient itself is the smallest part."""
+AGAINST = -0.1
+"""ρ of merged gradients below which they undo each other, beyond chance."""
+ENOUGH_CYCLES = 5
+"""Cycles after which ρ is a mean over as many rounds as the syncer takes."""
 
 
 class FragmentSize(msgspec.Struct, frozen=True):
@@ -93,6 +99,7 @@ def _through(
     yield check_load(status, link, parameters, step_s if step_s is not None else status.step_s)
     if status.phase == "training":
         yield check_shortage(status)
+        yield check_outer_step(status)
 
 
 def check_load(status: RunStatus, link: MeasuredLink, parameters: float | None, step_s: float | None) -> Check:
@@ -117,6 +124,21 @@ def check_shortage(status: RunStatus) -> Check:
     steps = "not measured yet" if status.overlap_steps is None else f"{status.overlap_steps:g} steps"
     value = f"overlap {steps}, τ = {status.overlap}; at most {status.rounds_under_way} rounds under way"
     return Check("rounds", "ok", value)
+
+
+def check_outer_step(status: RunStatus) -> Check:
+    """What momentum makes of merged gradients that resemble each other, or that undo each other."""
+    if status.rho is None or status.outer_step is None or status.round < ENOUGH_CYCLES * status.fragments:
+        return Check("outer step", "ok", "not known yet: every fragment has to be merged several times")
+    value = f"{status.outer_step:.2f}, η = {status.outer_lr:g}; ρ of merged gradients is {status.rho:.2f}"
+    figures = {"rho": status.rho, "outer_step": status.outer_step, "outer_lr": status.outer_lr}
+    if status.outer_step > LONG_STEP * status.outer_lr:
+        advice = f"Momentum makes each step more than {LONG_STEP:g} times η: atoll set RUN outer_momentum=0.6, or less."
+        return Check("outer step", "warn", value, advice, figures)
+    if status.rho < AGAINST:
+        advice = "Each step takes back a part of the one before: atoll set RUN outer_lr=VALUE with a smaller one."
+        return Check("outer step", "warn", value, advice, figures)
+    return Check("outer step", "ok", value, figures=figures)
 
 
 async def _knock(address: SyncerAddress) -> list[DialledAddress]:

@@ -45,6 +45,7 @@ export function tiles(run) {
     ["training loss", decimal(of("loss")), "middle learner"],
     ["effective H", `${decimal(now.effective_h, 1)} of ${now.sync_every}`, `mean ${decimal(now.effective_h_mean, 1)}, p95 ${decimal(now.effective_h_p95, 0)}`],
     ["overlap", `${decimal(now.overlap_steps, 1)} of ${now.overlap}`, `steps; up to ${count(now.rounds_under_way)} rounds under way`],
+    ["outer step", `${decimal(now.outer_step)} (η ${now.outer_lr})`, `ρ of merged gradients ${decimal(now.rho)}`],
     ["grace window", now.synchronous ? "all live" : span(now.grace_s), `quorum ${now.quorum}`],
     ["staleness", behind.length ? count(Math.max(...behind)) : NONE, "rounds behind, most"],
     ["gap of rounds", span(now.median_gap_s), "median"],
