@@ -92,12 +92,14 @@ class Table:
     """The results file."""
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        """`options`: of its rows; none: those of the file."""
         self._path = path
         kept = json.loads(path.read_text()) if path.exists() else {"options": options, "results": {}}
+        options = options or kept["options"]
         if kept["options"] != options:
             raise SystemExit(f"{path} has rows of other options, {kept['options']}: name another file with --out")
         same = {name for name, row in ROWS.items() if kept.get("rows", {}).get(name) == as_json(row)}
-        self._options = options
+        self.options = options
         self.results = {name: runs for name, runs in kept["results"].items() if name in same}
         """By row, then by seed."""
         for name in kept["results"].keys() - same:
@@ -110,7 +112,7 @@ class Table:
         self.results.setdefault(row, {})[str(seed)] = run
         ordered = {name: self.results[name] for name in ROWS if name in self.results}
         content = {
-            "options": self._options,
+            "options": self.options,
             "rows": {name: as_json(ROWS[name]) for name in ordered},
             "compared": self.compare_rows(),
             "missing": [name for name in ROWS if name not in ordered],
@@ -120,6 +122,13 @@ class Table:
         written = self._path.with_suffix(".part")
         written.write_text(json.dumps(content, indent=1) + "\n")
         written.replace(self._path)
+
+    def take_rows(self, path: Path) -> None:
+        """Those that another file has and this one has not."""
+        for row, runs in Table(path, self.options).results.items():
+            for seed, run in runs.items():
+                if not self.has_run(row, int(seed)):
+                    self.add_run(row, int(seed), run)
 
     def compare_rows(self) -> dict[str, Any]:
         return {
@@ -208,6 +217,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--list", action="store_true", help="what the rows are and which are missing; train nothing")
+    parser.add_argument(
+        "--join", nargs="+", type=Path, default=[], metavar="FILE", help="take rows from these; no more"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="end within this time")
     for name, value in REFERENCE.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -218,19 +230,32 @@ def main() -> None:
     options = parser.parse_args()
     if options.list:
         list_rows()
+        report(Table(options.out, {}))
+    elif options.join:
+        report(join_tables(options.out, options.join))
+    elif not torch.cuda.is_available() and options.depth >= GPU_DEPTH:
+        print(f"depth {options.depth} is for a GPU, and there is none: nothing is trained (try --depth 2, and --out)")
+    else:
+        report(train_table(options))
+
+
+def join_tables(out: Path, others: list[Path]) -> Table:
+    table = Table(out, Table(others[0], {}).options)
+    for path in others:
+        table.take_rows(path)
+    return table
+
+
+def train_table(options: argparse.Namespace) -> Table:
     settings = WorkloadSettings(**{key: getattr(options, key) for key in ("depth", "block", "batch")})
     text = load_text(options.data)
-    shape = {key: getattr(options, key) for key in REFERENCE}
+    shape = {key: getattr(options, key) for key in (*REFERENCE, "mixed")}
     inner = {key: getattr(settings, key) for key in ("warmup", "floor", "weight_decay", "clip", "eval_windows")}
-    inner["mixed"] = options.mixed
     about = {"betas": list(settings.betas), "text": text.name, "text_bytes": len(text.train), "digest": text.digest}
     table = Table(options.out, shape | inner | about)
-    if not options.list and not torch.cuda.is_available() and options.depth >= GPU_DEPTH:
-        print(f"depth {options.depth} is for a GPU, and there is none: nothing is trained (try --depth 2, and --out)")
-    elif not options.list:
-        prepare_torch()
-        train_missing(table, options, settings, text)
-    report(table)
+    prepare_torch()
+    train_missing(table, options, settings, text)
+    return table
 
 
 if __name__ == "__main__":

@@ -51,3 +51,14 @@ def test_a_file_of_other_options_is_left_alone(path: Path) -> None:
 def test_every_row_is_compared_with_a_row_of_as_many_learners() -> None:
     for row in ROWS.values():
         assert ROWS[row.against].method == "data-parallel" and ROWS[row.against].learners == row.learners
+
+
+def test_rows_of_other_files_are_taken_where_they_are_missing(path: Path, tmp_path: Path) -> None:
+    other = Table(tmp_path / "other.json", OPTIONS)
+    other.add_run("dp", 0, a_run(9.0))
+    other.add_run("dp", 1, a_run(1.1))
+    other.add_run("default", 0, a_run(1.3))
+    table = quality.join_tables(path, [tmp_path / "other.json"])
+    assert Table(path, {}).results == table.results
+    assert [run["loss"] for run in table.results["dp"].values()] == [1.0, 1.1]
+    assert table.has_run("default", 0) and table.options == OPTIONS
