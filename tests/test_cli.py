@@ -617,3 +617,12 @@ def test_a_learner_by_hand_is_named_where_it_says_so_and_takes_a_free_name_other
 def test_the_command_starts_without_torch() -> None:
     code = "import sys, atoll.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    """`atoll --help | head`: nobody reads the pipe any more when it prints."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "atoll", "--help"], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from atoll.cli.command import call
@@ -19,8 +20,23 @@ def main() -> None:
     program = "python -m atoll" if sys.argv[0].endswith("__main__.py") else "atoll"
     try:
         call(ATOLL, sys.argv[1:], program)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_reader_gone():
+            raise
+        sys.exit(141)  # as a program that SIGPIPE ends
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _is_reader_gone() -> bool:
+    """Whether who reads what we print, such as `head`, has read enough. Then nothing more is printed."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
