@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import os
+import select
 import sys
 
 from atoll.cli.command import call
@@ -34,9 +35,9 @@ def main() -> None:
 
 def _is_reader_gone() -> bool:
     """Whether who reads what we print, such as `head`, has read enough. Then nothing more is printed."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    gone = any(seen & select.POLLERR for _, seen in output.poll(0))
+    if gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return gone
