@@ -4,9 +4,11 @@ One step is: every learner steps; versions that are due are adopted; fragments t
 adopted τ steps later. So there is no system, no failure and no waiting in it: what a row loses, its algorithm loses.
 - Phases, their settings and the order of fragments are the protocol's (protocol/phases.py, protocol/schedule.py).
 - Codecs with feedback, merge, outer step and adoption are the shipped ones. On a GPU, where versions come down whole
-  and the merge is the mean or RDA by rows, `DeviceSyncer` does merge and outer step there, in fp32: the same up to
-  rounding (tests/benchmarks/test_lockstep_engine.py), without the way to the host.
+  and the merge is the mean or RDA by rows in one of its forms, `DeviceSyncer` does merge and outer step there, in fp32:
+  the same up to rounding (tests/benchmarks/test_lockstep_engine.py), without the way to the host.
 - A fragment is read again only after its last version was adopted: so H is at least τ + 1.
+- A row may have learners that miss rounds. Who misses one gives nothing to it and does not get its version, so that the
+  next contribution is of an older base; the product sends every version to all, and this is for links that do not.
 - After the last step a cycle without training collects what is left. Scores are those of Θ.
 - The batches of a seed are the same for every row; data-parallel takes those of all learners as one batch.
 - On a GPU every learner's step is a CUDA graph on a stream of its own, so that learners step side by side: one of them
@@ -24,7 +26,7 @@ import msgspec
 import numpy as np
 import torch
 from lockstep_learner import Build, LockstepLearner, Sender, cut_out, shape_like
-from lockstep_syncer import DeviceSyncer, HostSyncer, OuterTrace
+from lockstep_syncer import ON_DEVICE, DeviceSyncer, HostSyncer, OuterTrace
 from shared_moments import SharedMoment, SharedMoments, adopt_moments
 
 from atoll.config import Outer
@@ -58,6 +60,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     moments: Literal["off", "fp32", "int8"] = "off"
     optimizer: str = "adamw"
     lr: float = 1e-3
+    misses: float = 0.0
+    """The share of rounds that a learner misses, drawn by the seed. All have equal weights all the same."""
     against: str = "dp"
     """The row that its loss is compared with."""
 
@@ -109,10 +113,18 @@ class DataParallel:
         return {"parameters": size, "up_bytes": sent, "down_bytes": sent, "whole_bytes": sent}
 
 
+class Base(NamedTuple):
+    """The version of a fragment that a learner last adopted."""
+
+    version: int
+    values: torch.Tensor
+
+
 class Flight(NamedTuple):
     """A fragment between reading and adoption."""
 
     part: Fragment
+    members: list[int]
     read_at: int
     adopt_at: int
     rule: str
@@ -146,6 +158,10 @@ class Decoupled:
         )
         self._senders = [Sender(make_codec(row.up)) for _ in self._learners]
         self._moments = SharedMoments(row.moments) if row.moments != "off" else None
+        self._bases = [[Base(0, values) for values in first] for _ in self._learners]
+        """By learner, then fragment."""
+        self._dice = np.random.default_rng([seed, 1])
+        assert not (row.misses and self._moments), "moments are shared among all learners"
         self._flights: list[Flight] = []
         self._trace, self._whole = OuterTrace(), 0
 
@@ -169,7 +185,7 @@ class Decoupled:
         self._adopt_due(self._step + self._settings.sync_every)
         last = msgspec.structs.replace(self._settings.in_all_phases[self._phase - 1], overlap=0)
         for _ in self._plan.fragments:
-            self._take_round(last)
+            self._take_round(last, complete=True)
             self._adopt_due(self._step)
 
     def _enter_due_phase(self) -> None:
@@ -181,27 +197,40 @@ class Decoupled:
     def _outer_in(self, phase: int) -> Outer:
         return msgspec.structs.replace(self._row.outer, **self._settings.phases[phase - 1].outer)
 
-    def _take_round(self, settings: Settings) -> None:
-        """Merged when it is read: nobody reads or adopts it before it has come back, so that makes no difference."""
+    def _take_round(self, settings: Settings, complete: bool = False) -> None:
+        """Merged when it is read: nobody reads or adopts it before it has come back, so that makes no difference.
+        `complete`: nobody misses it."""
         part = self._plan.fragments[fragment_of(self._round, settings)]
         assert all(part is not one.part for one in self._flights), "it is read again after its version was adopted"
-        base = self._syncer.versions[part.index]
-        read = [one.read(part) for one in self._learners]
-        deltas = [one.contribute(part, base, theta) for one, theta in zip(self._senders, read, strict=True)]
+        members = [*range(len(self._learners))] if complete else self._draw_members()
+        bases = [self._bases[m][part.index] for m in members]
+        read = [self._learners[m].read(part) for m in members]
+        given = zip(members, bases, read, strict=True)
+        deltas = [self._senders[m].contribute(part, base.values, theta) for m, base, theta in given]
         moments = {} if self._moments is None else self._moments.average(part, self._learners)
-        self._trace.add_gradient(part.index, self._phase, self._syncer.merge(part, deltas))
+        gradient = self._syncer.merge(part, deltas, [base.version for base in bases])
+        self._trace.add_gradient(part.index, self._phase, gradient)
         adopt_at = self._step + settings.overlap
-        self._flights.append(Flight(part, self._step, adopt_at, settings.adopt, read, moments))
+        self._flights.append(Flight(part, members, self._step, adopt_at, settings.adopt, read, moments))
         self._round += 1
         self._whole += 4 * part.size
+
+    def _draw_members(self) -> list[int]:
+        """Those that do not miss this round; if all would, the first does not."""
+        if not self._row.misses:
+            return [*range(len(self._learners))]
+        drawn = self._dice.random(len(self._learners)) >= self._row.misses
+        return [m for m, there in enumerate(drawn) if there] or [0]
 
     def _adopt_due(self, step: int) -> None:
         due = [one for one in self._flights if one.adopt_at <= step]
         self._flights = [one for one in self._flights if one.adopt_at > step]
         for flight in due:
-            values = self._syncer.versions[flight.part.index]
-            for one, read in zip(self._learners, flight.read, strict=True):
-                one.adopt(flight.part, values, flight.rule, read)
+            index = flight.part.index
+            newest = Base(self._syncer.numbers[index], self._syncer.versions[index])
+            for m, read in zip(flight.members, flight.read, strict=True):
+                self._learners[m].adopt(flight.part, newest.values, flight.rule, read)
+                self._bases[m][index] = newest
             for slot, moment in flight.moments.items():
                 adopt_moments(self._learners, flight.part, slot, moment, flight.rule, self._step - flight.read_at)
 
@@ -244,7 +273,7 @@ def _tensor_specs(model: Gpt) -> list[TensorSpec]:
 
 def works_on_device(row: Row) -> bool:
     merges = {row.merge, *(phase.merge for phase in row.phases if phase.merge)}
-    return row.down == "fp32" and merges <= {"mean", "rda-row"}
+    return row.down == "fp32" and merges <= ON_DEVICE
 
 
 def prepare_torch() -> None:

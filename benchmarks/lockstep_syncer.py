@@ -10,8 +10,12 @@ import torch
 from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.numerics.fragments import Fragment, FragmentPlan, Piece
+from atoll.numerics.merge import subtracts_from_newest
 from atoll.numerics.merges.rda import CANCELLED, SPECK
-from atoll.syncer.parameters import Parameters
+from atoll.syncer.parameters import OLD, Parameters
+
+ON_DEVICE = {"mean", "rda-row", "rda-row-embeddings", "rda-row-literal"}
+"""The merge rules that `DeviceSyncer` has."""
 
 
 class HostSyncer:
@@ -20,7 +24,7 @@ class HostSyncer:
     def __init__(self, plan: FragmentPlan, first: list[torch.Tensor], outer: Outer, down: str) -> None:
         self._parameters = Parameters(plan, outer, down)
         self._device = first[0].device
-        self.versions = first
+        self.versions, self.numbers = first, [0] * len(first)
         self.sent = 0
         for part, values in zip(plan.fragments, first, strict=True):
             copied = values.cpu().numpy().copy()
@@ -30,24 +34,27 @@ class HostSyncer:
     def change_outer(self, outer: Outer) -> None:
         self._parameters.change_outer(outer)
 
-    def merge(self, part: Fragment, deltas: list[torch.Tensor]) -> torch.Tensor:
-        """The next version becomes the committed one. Returns the outer gradient."""
+    def merge(self, part: Fragment, deltas: list[torch.Tensor], bases: list[int]) -> torch.Tensor:
+        """The next version becomes the committed one. Returns the outer gradient. `bases`: the version of each."""
         held, index = self._parameters, part.index
-        held.stage_merge(index, [delta.cpu().numpy() for delta in deltas], [1.0] * len(deltas))
+        held.stage_merge(index, [delta.cpu().numpy().copy() for delta in deltas], [1.0] * len(deltas), bases=bases)
         gradient = torch.from_numpy(held.outer_gradient(index).copy())
         self.sent += len(held.round_payload(index))
         before = held.committed_buffers()[index]
-        held.commit_version(index, before.version + 1, before.round + 1)
-        self.versions[index] = torch.from_numpy(held.committed_buffers()[index].values).to(self._device)
+        self.numbers[index] += 1
+        held.commit_version(index, self.numbers[index], before.round + 1)
+        self.versions[index] = torch.from_numpy(held.committed_buffers()[index].values).to(self._device, copy=True)
         return gradient
 
 
 class DeviceSyncer:
-    """The mean or RDA by rows, and Nesterov's outer step, where the learners are. All weights are equal."""
+    """The rules of ON_DEVICE, and Nesterov's outer step, where the learners are. All weights are equal."""
 
     def __init__(self, plan: FragmentPlan, first: list[torch.Tensor], outer: Outer) -> None:
         self._outer = outer
-        self.versions = first
+        self.versions, self.numbers = first, [0] * len(first)
+        self._kept: list[dict[int, torch.Tensor]] = [{} for _ in first]
+        """By fragment, the versions before the newest that the shipped syncer keeps for the literal rule."""
         self._momentum = [torch.zeros_like(values) for values in first]
         self.sent = 0
 
@@ -56,17 +63,29 @@ class DeviceSyncer:
             torch._foreach_zero_(self._momentum)
         self._outer = outer
 
-    def merge(self, part: Fragment, deltas: list[torch.Tensor]) -> torch.Tensor:
+    def merge(self, part: Fragment, deltas: list[torch.Tensor], bases: list[int]) -> torch.Tensor:
+        if subtracts_from_newest(self._outer.merge):
+            deltas = self._subtract_from_newest(part.index, deltas, bases)
         gradient, momentum = torch.empty_like(deltas[0]), self._momentum[part.index]
         for piece, place in part.parts:
             rows = [delta[place].view(_rows_of(piece), -1) for delta in deltas]
-            plain = self._outer.merge == "mean" or piece.tensor.embedding
+            by_mean = piece.tensor.embedding and self._outer.merge != "rda-row-embeddings"
+            plain = self._outer.merge == "mean" or by_mean
             gradient[place] = (take_mean(rows) if plain else _merge_by_rows(rows)).view(-1)
         momentum.mul_(self._outer.momentum).add_(gradient)
         step = gradient + self._outer.momentum * momentum
         self.versions[part.index] = self.versions[part.index] - self._outer.lr * step
+        self.numbers[part.index] += 1
         self.sent += 4 * part.size
         return gradient
+
+    def _subtract_from_newest(self, index: int, deltas: list[torch.Tensor], bases: list[int]) -> list[torch.Tensor]:
+        """As `Parameters` does it; the newest version is kept for the rounds that follow."""
+        newest, kept = self.versions[index], self._kept[index]
+        found = [d + (newest - kept[base]) if base in kept else d for d, base in zip(deltas, bases, strict=True)]
+        kept[self.numbers[index]] = newest
+        kept.pop(self.numbers[index] - OLD, None)
+        return found
 
 
 def _rows_of(piece: Piece) -> int:

@@ -39,7 +39,7 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """How contributions become the next version."""
 
     merge: str = "rda-row"
-    """Embeddings are merged by the mean under every rule."""
+    """Embeddings are merged by the mean, but under `rda-row-embeddings`."""
     optimizer: str = "nesterov"
     lr: float = 0.6
     """η, the outer learning rate. docs/LOG.md has the runs behind this and the next."""

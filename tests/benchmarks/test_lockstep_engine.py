@@ -13,7 +13,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from lockstep_engine import OutOfTime, Row, train
 from lockstep_learner import LockstepLearner, flatten_pieces
-from lockstep_syncer import DeviceSyncer, HostSyncer
+from lockstep_syncer import ON_DEVICE, DeviceSyncer, HostSyncer
 from quality import ROWS
 from shared_moments import MOMENTS, SharedMoments, adopt_moments
 
@@ -41,7 +41,7 @@ def draw(plan: FragmentPlan, seed: int) -> list[torch.Tensor]:
     return [torch.randn(part.size, generator=generator) for part in plan.fragments]
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda-row"])
+@pytest.mark.parametrize("merge", sorted(ON_DEVICE))
 def test_merging_on_a_device_gives_the_shipped_numbers(merge: str) -> None:
     plan, first = small_plan(), draw(small_plan(), 0)
     plain, later = Outer(merge="mean", lr=1.0, momentum=0.0), Outer(merge=merge, lr=0.6, momentum=0.6)
@@ -55,7 +55,8 @@ def test_merging_on_a_device_gives_the_shipped_numbers(merge: str) -> None:
             one[0][:200] = -deltas[0][0][:200] if number == 3 else 0.0  # directions that cancel, and none
         for part in plan.fragments:
             given = [one[part.index] for one in deltas]
-            gradients = [syncer.merge(part, given) for syncer in (host, device)]
+            bases = [max(0, number - old) for old in (0, 0, 1, 3)]  # of the last no syncer keeps it
+            gradients = [syncer.merge(part, given, bases) for syncer in (host, device)]
             torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(host.versions[part.index], device.versions[part.index], rtol=1e-6, atol=1e-6)
     assert host.sent == device.sent
@@ -94,7 +95,9 @@ def shrink(name: str) -> Row:
     return msgspec.structs.replace(ROWS[name], learners=2, fragments=min(4, ROWS[name].fragments))
 
 
-@pytest.mark.parametrize("name", ["three-moments", "h2-moments-int8-int4", "muon-h2-moments", "diloco", "alone"])
+@pytest.mark.parametrize(
+    "name", ["three-moments", "h2-moments-int8-int4", "muon-h2-moments", "diloco", "alone", "embeddings"]
+)
 def test_every_kind_of_row_runs(name: str) -> None:
     row = shrink(name)
     run = train(row, 0, SMALL, 30, TEXT, scores=1)
@@ -154,6 +157,20 @@ def test_carried_moments_are_the_mean_with_the_gradients_since() -> None:
             added = own - beta**2 * read
             expected = beta**2 * shared[slot].averaged + added
             torch.testing.assert_close(flatten_pieces(one.moments(part, slot)), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_the_literal_rule_differs_only_where_learners_miss_rounds() -> None:
+    usual, literal = shrink("late"), shrink("late-literal")
+    late = [train(row, 0, SMALL, 30, TEXT, scores=1)["loss"] for row in (usual, literal)]
+    never = [train(msgspec.structs.replace(row, misses=0.0), 0, SMALL, 30, TEXT, scores=1) for row in (usual, literal)]
+    assert never[0]["loss"] == never[1]["loss"] or torch.cuda.is_available(), "a GPU adds in any order"
+    assert abs(late[0] - late[1]) > 1e-6 and late[0] != never[0]["loss"]
+
+
+def test_where_learners_miss_rounds_both_numerics_agree_and_the_loss_falls() -> None:
+    runs = [train(shrink("late-literal"), 1, SMALL, 40, TEXT, numerics=one, scores=2) for one in ("host", "device")]
+    assert np.allclose(runs[0]["curve"], runs[1]["curve"], rtol=1e-3)
+    assert runs[0]["curve"][-1][1] < runs[0]["curve"][0][1]
 
 
 def test_a_row_past_its_deadline_is_given_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def test_a_row_that_has_changed_is_run_again(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(quality.ROWS, "h2-moments", msgspec.structs.replace(ROWS["h2-moments"], overlap=3))
     table = Table(path, OPTIONS)
     assert table.has_run("dp", 0) and not table.has_run("h2-moments", 0)
+
+
+def test_a_row_of_before_a_field_was_added_counts_all_the_same(path: Path) -> None:
+    told = json.loads(path.read_text())
+    assert told["rows"]["h2-moments"].pop("misses") == 0.0
+    path.write_text(json.dumps(told))
+    assert Table(path, OPTIONS).has_run("h2-moments", 0)
+    told["rows"]["h2-moments"]["misses"] = 0.5
+    path.write_text(json.dumps(told))
+    assert not Table(path, OPTIONS).has_run("h2-moments", 0)
 
 
 def test_a_file_of_other_options_is_left_alone(path: Path) -> None:

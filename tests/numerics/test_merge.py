@@ -142,6 +142,24 @@ def test_embeddings_use_the_mean(rule: str) -> None:
     assert merged(deltas, weights, rule)[PARTS[2]].tobytes() == merged(deltas, weights, "mean")[PARTS[2]].tobytes()
 
 
+@given(contributions)
+@settings(max_examples=30, deadline=None)
+def test_one_rule_takes_rda_of_the_rows_of_embeddings_too(case: tuple[int, int, float]) -> None:
+    deltas, weights = draw(*case)
+    out, usual = merged(deltas, weights, "rda-row-embeddings"), merged(deltas, weights, "rda-row")
+    assert out[: PARTS[2].start].tobytes() == usual[: PARTS[2].start].tobytes()
+    for row in (slice(PARTS[2].start + 8 * n, PARTS[2].start + 8 * n + 8) for n in range(10)):
+        expected = rda64([delta[row] for delta in deltas], weights)
+        np.testing.assert_allclose(out[row], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+def test_an_embedding_row_that_one_learner_met_is_its_share_of_it() -> None:
+    """The others give 0 there, which has no direction: the mean norm is that share too."""
+    deltas = [np.zeros(FRAGMENT.size, np.float32) for _ in range(4)]
+    deltas[1][PARTS[2]] = np.arange(80)
+    np.testing.assert_allclose(merged(deltas, [1.0] * 4, "rda-row-embeddings")[PARTS[2]], np.arange(80) / 4, rtol=1e-6)
+
+
 @given(st.integers(2, 12), st.integers(0, 1000), st.sampled_from(MERGE.names()))
 @settings(max_examples=30, deadline=None)
 def test_equal_deltas_come_out_as_they_are(count: int, seed: int, rule: str) -> None:

@@ -62,6 +62,7 @@ class WholePasses:
 
     def __init__(self, plan: FragmentPlan, outer: Outer) -> None:
         self.part, self.by, self.optimizer = plan.fragments[0], MERGE.load(outer.merge), outer.make()
+        self.embeddings = outer.merge == "rda-row-embeddings"
         self.theta = np.linspace(-1, 1, plan.size, dtype=np.float32)
         self.state = {name: np.zeros(plan.size, np.float32) for name in self.optimizer.slots()}
         self.gradient = np.empty(plan.size, np.float32)
@@ -73,7 +74,7 @@ class WholePasses:
             given, out, rule = [read_only(one[at]) for one in deltas], self.gradient[at], piece.tensor.buffer_rule
             if len(given) == 1 or rule == "first":
                 out[:] = given[0]
-            elif piece.tensor.embedding or rule:
+            elif rule or (piece.tensor.embedding and not self.embeddings):
                 take_mean(given, shares, out)
             else:
                 self.by.merge_piece(piece, given, shares, out)

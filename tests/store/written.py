@@ -261,7 +261,7 @@ class WrittenRun:
         self.journal.close()
         self.journal = begin_term(self.dir.journal, before.term + 1)
         self.write(TermRecord(before.term + 1, before.offset, before.hash, self.history.committed))
-        self.parameters.restart_feedback()
+        self.parameters.begin_term()
 
     def end(self, progress: float = -1.0) -> None:
         self.write(EndedRecord("24 steps are done", step=self.history.step))

@@ -64,17 +64,63 @@ def test_a_cut_is_written_from_the_outer_state_of_then_which_is_copied_only_wher
     assert np.shares_memory(parameters.hold_arrays()["momentum-000"], now["momentum-000"]), "nothing is copied to look"
 
 
-def test_no_more_versions_are_held_than_the_memory_ceiling_counts() -> None:
+@pytest.mark.parametrize("outer", [SGD, msgspec.structs.replace(SGD, merge="rda-row-literal")])
+def test_no_more_versions_are_held_than_the_memory_ceiling_counts(outer: Outer) -> None:
     """A cut is being written, and every version has a reader, which goes when it is asked to."""
-    parameters, most = begun(), 0
+    parameters, most = begun(outer), 0
     parameters.hold_arrays()
     for version in range(1, 8):
         served = parameters.serve_fragment(0)
         served.on_cut(served.release)
-        parameters.stage_merge(0, [np.full(plan().fragments[0].size, 0.5, dtype=np.float32)], [1.0])
+        parameters.stage_merge(0, [np.full(plan().fragments[0].size, 0.5, dtype=np.float32)], [1.0], bases=[-1])
         most = max(most, len(parameters._spare[0]) + len(parameters._staged) + 1)
         parameters.commit_version(0, version, round=version)
     assert most == COPIES
+
+
+def step_from(parameters: Parameters, base: int, delta: float) -> float:
+    """What Θ becomes by one learner's step on this base, alone."""
+    values = np.full(plan().fragments[0].size, delta, dtype=np.float32)
+    before = parameters.committed_buffers()[0]
+    parameters.stage_merge(0, [values], [1.0], bases=[base])
+    parameters.commit_version(0, before.version + 1, before.round + 1)
+    return float(parameters.committed_buffers()[0].values[0])
+
+
+def test_the_literal_rule_takes_the_newest_theta_less_what_the_learner_has() -> None:
+    """η = 1, so that Θ becomes θ itself, whatever was merged in between; usually steps add up."""
+    literal, usual = (begun(msgspec.structs.replace(SGD, merge=rule)) for rule in ("rda-row-literal", "rda-row"))
+    assert [step_from(one, 0, 0.5) for one in (literal, usual)] == [0.5, 0.5]
+    assert [step_from(one, 0, 0.25) for one in (literal, usual)] == [0.75, 0.25], "θ = 1 − 0.25, on version 0"
+    assert [step_from(one, 2, 0.125) for one in (literal, usual)] == [0.625, 0.125], (
+        "on the newest there is no difference"
+    )
+
+
+def test_a_step_on_a_base_that_is_not_kept_counts_as_it_is() -> None:
+    literal = begun(msgspec.structs.replace(SGD, merge="rda-row-literal"))
+    for version in range(OLD + 1):
+        step_from(literal, version, 0.125)
+    theta = step_from(literal, 1, 0.0)
+    assert theta == 1 - 0.125, "the oldest that is kept"
+    assert step_from(literal, 1, 0.25) == theta - 0.25
+
+
+@pytest.mark.parametrize("event", ["term", "cut", "rule"])
+def test_bases_are_forgotten_in_a_new_term_with_a_cut_and_under_another_rule(event: str) -> None:
+    """So that a replay, which begins with the same, makes the same of a step."""
+    outer = msgspec.structs.replace(SGD, merge="rda-row-literal")
+    literal = begun(outer)
+    step_from(literal, 0, 0.5)
+    if event == "term":
+        literal.begin_term()
+    elif event == "rule":
+        literal.change_outer(SGD)
+        literal.change_outer(outer)
+    else:
+        arrays, digests = literal.hold_arrays(), literal.known_digests()
+        literal.load_cut({name: values.view(np.uint8) for name, values in arrays.items()}, digests, [1, 0], [0, -1])
+    assert step_from(literal, 0, 0.25) == 0.25
 
 
 def test_digests_of_versions_are_known_without_another_look_at_them() -> None:

@@ -1,7 +1,7 @@
 """Many contributions into one outer gradient.
 
 The rules are the modules of merges/. All of them keep this:
-- embeddings always use the mean;
+- embeddings use the mean, but for a rule that says otherwise (`MERGES_EMBEDDINGS`);
 - buffers use the mean too, or (rule "first") are those of the first contribution that weighs anything;
 - what the filter leaves out of a piece is as if it had not been given there; factors of 1 change no bit;
 - one contribution comes out as itself, bit for bit; one of weight 0 is as if it were not there;
@@ -99,9 +99,13 @@ def _cut_piece(number: int, piece: Piece, values: slice, apart: bool) -> list[Cu
     ]
 
 
+def _takes_mean(piece: Piece, by: Any) -> bool:
+    embedding = piece.tensor.embedding and not getattr(by, "MERGES_EMBEDDINGS", False)
+    return bool(embedding or piece.tensor.buffer_rule)
+
+
 def _merges_rows_apart(piece: Piece, by: Any) -> bool:
-    mean = bool(piece.tensor.embedding or piece.tensor.buffer_rule)
-    return mean or bool(by.merges_rows_apart(piece))
+    return _takes_mean(piece, by) or bool(by.merges_rows_apart(piece))
 
 
 def _filtered_terms(
@@ -152,10 +156,15 @@ def _scaled(values: FloatArray, factor: np.float32) -> FloatArray:
 def _merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray, by: Any) -> None:
     if piece.tensor.buffer_rule == "first":
         np.copyto(out, deltas[0])
-    elif piece.tensor.embedding or piece.tensor.buffer_rule:
+    elif _takes_mean(piece, by):
         take_mean(deltas, shares, out)
     else:
         by.merge_piece(piece, deltas, shares, out)
+
+
+def subtracts_from_newest(rule: str) -> bool:
+    """Whether this rule wants Δ = Θ − θ of the newest Θ."""
+    return bool(getattr(MERGE.load(rule), "SUBTRACTS_FROM_NEWEST", False))
 
 
 def take_mean(deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:

@@ -7,6 +7,8 @@
 - A committed version is never written to: the outer step writes into another buffer, and a commit exchanges the two.
 - A buffer that a learner reads or a cut is written from is not reused before its readers let go. Outer state that a cut
   is written from is copied before the next step changes it.
+- For a merge rule that takes Δ = Θ − θ, OLD versions before the committed one are held like those that are read. They
+  are forgotten in every new term: a replay has the same ones.
 - A version is hashed once, when it is made or has arrived: whoever serves it or writes it to a cut uses that digest.
 - What is called on the event loop copies and hashes nothing large.
 """
@@ -23,10 +25,10 @@ from atoll.config import Outer
 from atoll.digests import DigestInParts, compute_digest
 from atoll.fabric.handlers import ServedFragment
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.compiled import in_parts, read_only, thread_count
+from atoll.numerics.compiled import PART, in_parts, read_only, thread_count
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.kernels import check_bits
-from atoll.numerics.merge import Cut, cut_fragment, merge
+from atoll.numerics.merge import Cut, cut_fragment, merge, subtracts_from_newest
 from atoll.numerics.outer import cut_state, lacks_momentum, starts_momentum, take_piece_step
 from atoll.numerics.updates import (
     WHOLE,
@@ -155,6 +157,8 @@ class Parameters:
         self._updates: dict[int, StagedUpdate] = {}
         self._steps: list[deque[EncodedStep]] = [deque(maxlen=MOST_STEPS) for _ in plan.fragments]
         """Per fragment the newest ones: together fewer bytes than the whole of it."""
+        self._bases: list[deque[tuple[Buffer, Reader]]] = [deque() for _ in plan.fragments]
+        """Per fragment the versions before the committed one, for a merge rule that needs them."""
         self._without_feedback: set[int] = set()
         """Fragments whose feedback is not known: bytes of the journal were applied to them."""
 
@@ -191,14 +195,25 @@ class Parameters:
         """Merge and take the outer step into a spare buffer. Returns the digest; ValueError: the round is void.
 
         `bases`: the version that each contribution was made on. Steps of parameters add up, whatever their base. Model
-        buffers do not: a variance that two learners saw fall from the same version must not fall twice.
+        buffers do not: a variance that two learners saw fall from the same version must not fall twice. A rule that
+        takes Δ = Θ − θ changes the deltas in place.
         """
         part = self.plan.fragments[fragment]
+        if subtracts_from_newest(self._rule):
+            self._subtract_from_newest(fragment, deltas, bases)
         if part.buffers.stop > 0:
             current = self._committed[fragment].version
             paired = zip(deltas, bases, strict=True)
             deltas = [delta if base == current else _without(delta, part.buffers) for delta, base in paired]
         return self._stage_step(fragment, deltas, weights, factors)
+
+    def _subtract_from_newest(self, fragment: int, deltas: Sequence[FloatArray], bases: Sequence[int]) -> None:
+        """Δ ← Δ + (Θ − base) = Θ − θ. What was made on a base that is not kept stays as it is."""
+        newest = self._committed[fragment].values
+        kept = {buffer.version: buffer.values for buffer, _ in self._bases[fragment]}
+        for delta, base in zip(deltas, bases, strict=True):
+            if base in kept:
+                _add_difference(delta, newest, kept[base], self.threads)
 
     def momentum(self, fragment: int) -> FloatArray | None:
         """The outer momentum, where it is off the last gradient; None: this optimizer keeps neither, or no step was
@@ -309,10 +324,11 @@ class Parameters:
             slot.fill(0.0)
         self._without_feedback.discard(fragment)
 
-    def restart_feedback(self) -> None:
-        """A new term begins: nothing was left out before it."""
+    def begin_term(self) -> None:
+        """A new term begins: nothing was left out before it, and no base of before it is kept."""
         for fragment in range(len(self._committed)):
             self._set_feedback(fragment, None)
+            self._keep_bases(fragment, 0)
         self._without_feedback.clear()
 
     def knows_feedback(self, fragment: int) -> bool:
@@ -335,6 +351,9 @@ class Parameters:
     def change_outer(self, outer: Outer) -> None:
         """Use other outer settings from the next round on; the state stays, but momentum begins at zero."""
         self._rule, before, self._optimizer = outer.merge, self._optimizer, outer.make()
+        if not subtracts_from_newest(self._rule):
+            for fragment in range(len(self._committed)):
+                self._keep_bases(fragment, 0)
         if starts_momentum(before, self._optimizer):
             for fragment in range(len(self._committed)):
                 for slot in before.slots():
@@ -347,9 +366,17 @@ class Parameters:
         new.version, new.round = version, round
         self._keep_feedback(fragment, update)
         self._keep_step(fragment, version, update)
-        self._spare[fragment].append(self._committed[fragment])
+        self._spare[fragment].append(before := self._committed[fragment])
         self._committed[fragment] = new
+        if subtracts_from_newest(self._rule):
+            self._bases[fragment].append((before, Reader(before)))
+            self._keep_bases(fragment, OLD)
         self._disconnect_slow_readers(fragment)
+
+    def _keep_bases(self, fragment: int, count: int) -> None:
+        """The newest ones; the others are let go."""
+        while len(self._bases[fragment]) > count:
+            self._bases[fragment].popleft()[1].release()
 
     def _keep_step(self, fragment: int, version: int, update: StagedUpdate | None) -> None:
         """A rollback is no step: whoever holds an older version takes the new one whole."""
@@ -489,6 +516,7 @@ class Parameters:
         if not self.has_feedback and any(name.startswith(f"{FEEDBACK}-") for name in arrays):
             raise ValueError("it holds the feedback of another version_codec")
         for index, part in enumerate(self.plan.fragments):
+            self._keep_bases(index, 0)
             theta = f"theta-{index:03d}"
             self._committed[index] = buffer = Buffer(_array_of(arrays, theta, part.size))
             buffer.version, buffer.round, buffer.digest = versions[index], rounds[index], digests[theta]
@@ -520,6 +548,15 @@ class Parameters:
     def tensors_by_name(self) -> dict[str, FloatArray]:
         """The whole committed model, by the names of its tensors."""
         return assemble_tensors(self.plan, [buffer.values for buffer in self._committed])
+
+
+def _add_difference(delta: FloatArray, newest: FloatArray, base: FloatArray, threads: int) -> None:
+    """Δ ← Δ + (Θ − base), in place and without an array of its size."""
+
+    def work(first: int, last: int) -> None:
+        delta[first:last] += newest[first:last] - base[first:last]
+
+    in_parts(work, delta.size, PART, threads)
 
 
 def _without(delta: FloatArray, part: slice) -> FloatArray:

@@ -149,7 +149,7 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
             if given != marks:
                 raise BadCut(f"the journal does not give again what the run was rolled back to at round {at}")
         case records.TermRecord():
-            found.parameters.restart_feedback()
+            found.parameters.begin_term()
         case records.ResetRecord(fragment):
             found.parameters.reset_outer_state(fragment)
         case records.ChangedRecord(outer=outer):

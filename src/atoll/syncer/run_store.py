@@ -92,7 +92,7 @@ class RunStore:
             for line in lines:
                 history.apply(line)
             if self.found_on_disk.parameters is not None:
-                self.found_on_disk.parameters.restart_feedback()  # as its TermRecord says
+                self.found_on_disk.parameters.begin_term()  # as its TermRecord says
             if self.found_on_disk.cut is not None:
                 self._kept.append(self.found_on_disk.kept)
 

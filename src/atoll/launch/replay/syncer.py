@@ -310,7 +310,7 @@ class ReplaySyncer:
                 if not self._restore_state(decision):
                     return False
             case TermRecord():
-                self._parameters.restart_feedback()
+                self._parameters.begin_term()
             case ResetRecord(fragment):
                 self._parameters.reset_outer_state(fragment)
             case ChangedRecord(outer=outer):

@@ -4,4 +4,7 @@ A module has `merge_piece(piece, deltas, shares, out)`: the contributions to one
 the fragment holds), each flat, and their shares w / Σ w, into `out`. merge.py calls it for two contributions or more,
 and not for embeddings and buffers. `merges_rows_apart(piece)` says whether it gives the same bits for a piece and for
 runs of its rows, one after the other.
+
+Two more names are for rules that differ from the others, and need not be there. `MERGES_EMBEDDINGS = True`: embeddings
+are merged by it too. `SUBTRACTS_FROM_NEWEST = True`: it is given Δ = Θ − θ of the newest Θ, in place of base − θ.
 """
