@@ -17,7 +17,7 @@ from tests.store.written import WrittenRun, cut_run, everything, flip
 
 from atoll import __version__, cli
 from atoll.choices import CODEC, MERGE
-from atoll.cli import train
+from atoll.cli import look, train
 from atoll.cli.runs import state_of
 from atoll.cli.shared import close, where
 from atoll.launch.local import Kill, LocalRun
@@ -78,6 +78,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ("train --kill learner-9@0.5", "there is no such learner; they are learner-0 to learner-3"),
         ("train --kill one@2", "--kill one@2 is not understood: write it as learner-2@0.4"),
+        ("train --algorithm data-parallel --warm-start 0.2", "so it has no phases: leave --warm-start and phases out"),
+        ("train --set synchronous=true --tokens 9 --warm-start 0.2", "phases of a synchronous run follow its steps"),
         ("train script.py --algorithm data-parallel", "trains the built-in workload only: leave script.py out"),
         ("train --port 70000", "port = 70000 is not between 0 and 65535"),
         ("train --seed -1", "seed = -1 is below 0"),
@@ -579,7 +581,7 @@ def test_settings_go_to_the_syncer_of_the_run(
         asked.append((url, words))
         return answer
 
-    monkeypatch.setattr(cli.look, "post_settings", post)
+    monkeypatch.setattr(look, "post_settings", post)
     (folder / "old" / "syncer.url").write_text("http://127.0.0.1:7077")
     assert atoll(monkeypatch, "set", "old", "quorum=2", "outer_lr=0.5") == 0
     assert asked == [("http://127.0.0.1:7077", ["quorum=2", "outer_lr=0.5"])]

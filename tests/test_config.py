@@ -60,7 +60,6 @@ def test_a_wrong_type_is_named_with_its_place(text: str, said: str) -> None:
             "[protocol]\nlearners = 2\nquorum = 3",
             "quorum = 3 can never be reached by 2 learners: set quorum to 2 or less",
         ),
-        ("[protocol]\nfragments = 9\nsync_every = 4", "fragments = 9 is more than sync_every = 4"),
         ("[protocol]\nblend = 1.5", "blend = 1.5 is not between 0 and 1"),
         ("[outer]\nnorm_limit = 0.5", "norm_limit = 0.5 must be above 1"),
         ("[outer]\nlr = -1.0", "outer learning rate -1.0 must be a number above 0"),

@@ -123,10 +123,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         VERSION_CODEC.check(self.protocol.version_codec)
         if self.protocol.phases and self.protocol.warm_start:
             raise ConfigError("warm_start is a phase of its own: leave it out, or leave [[phases]] out")
-        for phase in self.protocol.phases:
-            for choice, name in ((ADOPT, phase.adopt), (MERGE, phase.merge)):
-                if name is not None:
-                    choice.check(name)
+        check_phases(self.protocol.phases)
         if self.protocol.version_codec != Settings().version_codec:
             from atoll.numerics.updates import check_version_codec  # brings NumPy, as above
 
@@ -135,6 +132,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)
         return tomli_w.dumps(_without_none(document)).encode()
+
+
+def check_phases(phases: Sequence[TrainingPhase]) -> None:
+    """ConfigError: one names an adoption or a merge that is not known."""
+    for phase in phases:
+        for choice, name in ((ADOPT, phase.adopt), (MERGE, phase.merge)):
+            if name is not None:
+                choice.check(name)
 
 
 def parse(text: str, origin: str) -> Config:

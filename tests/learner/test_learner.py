@@ -26,6 +26,7 @@ from atoll.mailbox.channel import (
     HoldOrder,
     MailboxReady,
     RunProgress,
+    SettingsTold,
     Start,
     StepReport,
     StopOrder,
@@ -522,7 +523,7 @@ class TestLeaving:
         assert bye.reason.startswith("it was drained: the operator asked")  # type: ignore[attr-defined]
 
     def test_a_drain_in_a_later_phase_has_the_time_of_its_cycles(self, joined: Joined) -> None:
-        """It was welcomed in a phase of a small H, and nobody tells the training process of the next."""
+        """It was welcomed in a phase of a small H; later an operator asks for a larger one."""
         warm = Settings(steps=1000, warm_start=0.1).resolved(1000)
         with joined.learner as learner:
             learner.step(tokens=1)
@@ -530,6 +531,9 @@ class TestLeaving:
             assert joined.stay.shared.boundary is not None
             joined.stay.shared.boundary.settings = warm.in_phase(1, warm)
             assert joined.stay._patience_s() == 2 * 24 * 30.0
+            joined.courier.waiting.append(SettingsTold(msgspec.structs.replace(warm, sync_every=50)))
+            joined.stay._listen()
+            assert joined.stay._patience_s() == 2 * 50 * 30.0
 
     def test_one_that_is_drained_before_it_has_joined_leaves_at_once(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

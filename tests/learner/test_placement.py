@@ -81,6 +81,10 @@ def test_a_welcome_makes_the_memory_and_one_line(capsys: pytest.CaptureFixture[s
     [ready] = courier.told()
     assert isinstance(ready, MailboxReady) and ready.on_device
     assert not shared.apply_welcome(Welcomed(settings, plan.fingerprint, 2)), "the same run: nothing is made anew"
+    set_since = msgspec.structs.replace(settings, sync_every=3, overlap=2, adopt="blend")
+    assert not shared.apply_welcome(Welcomed(set_since, plan.fingerprint, 2)), "steps would be lost with the memory"
+    shared.hand_to_courier(Stepped(0, (), ()))
+    assert courier.told()[-1] == ready, "a new courier finds its slots by what the memory was made for"
     assert capsys.readouterr().err.count("atoll: placement device (as asked)") == 1
     carries = msgspec.structs.replace(settings, adopt="carry")
     assert shared.apply_welcome(Welcomed(carries, plan.fingerprint, 1)), "another run, which carries"

@@ -17,16 +17,16 @@ def estimates(quorum_s: float, sync_s: float) -> Estimates:
 
 def test_the_formula_by_hand() -> None:
     """τ = 2, ξ_step = 1: slack = 2 − (0.3 + 0.5) = 1.2, half of it 0.6."""
-    assert grace_s(1.0, estimates(0.3, 0.5), Settings(overlap=2)) == pytest.approx(0.6)
+    assert grace_s(1.0, estimates(0.3, 0.5), Settings(overlap=2).resolved(24)) == pytest.approx(0.6)
 
 
 def test_it_is_capped_at_one_step() -> None:
-    assert grace_s(1.0, estimates(0.0, 0.0), Settings(overlap=8)) == 1.0
+    assert grace_s(1.0, estimates(0.0, 0.0), Settings(overlap=8).resolved(24)) == 1.0
 
 
 def test_no_slack_no_window() -> None:
-    assert grace_s(1.0, estimates(1.5, 1.0), Settings(overlap=2)) == 0.0
-    assert grace_s(1.0, estimates(0.0, 0.0), Settings(overlap=0)) == 0.0
+    assert grace_s(1.0, estimates(1.5, 1.0), Settings(overlap=2).resolved(24)) == 0.0
+    assert grace_s(1.0, estimates(0.0, 0.0), Settings(overlap=0).resolved(24)) == 0.0
 
 
 def test_the_quorum_policy_says_how_long_a_round_waits() -> None:

@@ -10,12 +10,14 @@ import msgspec
 import pytest
 from tests.protocol.world import SimulatedLearner, SimulatedSyncer, World
 
-from atoll.protocol import records
+from atoll.protocol import records, schedule
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.phases import TrainingPhase, due_phase, warm_start
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as syncer_fx
+from atoll.syncer.changes import parse_changes
 
 P, H, STEPS = 4, 8, 80
 WARM = TrainingPhase(until=0.25, sync_every=2, overlap=1, adopt="carry", merge="mean", outer_lr=1.0, outer_momentum=0.0)
@@ -51,7 +53,7 @@ class PhasedWorld(World):
 
 def run(**settings: Any) -> PhasedWorld:
     world = PhasedWorld(**settings)
-    world.run_until(seconds=2.0 * settings.get("steps", STEPS))
+    world.run_until(seconds=3.0 * settings.get("steps", STEPS))
     assert world.syncer.phase == "finished", world.story()
     return world
 
@@ -173,6 +175,178 @@ def test_what_an_operator_sets_stays_unless_phases_change_it() -> None:
     assert own.outer == {**begun, "robust": True, "norm_limit": 5.0}, "the outer step alone is as the run began"
 
 
+# ---- synchronous ----------------------------------------------------------------------------------------------------
+
+THREE = (
+    TrainingPhase(until=0.2, sync_every=2, overlap=1, adopt="carry"),
+    TrainingPhase(until=0.5, sync_every=12, overlap=3),
+    TrainingPhase(until=0.7, sync_every=3, overlap=0),
+)
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.3])
+@pytest.mark.parametrize("phases", [(WARM,), THREE], ids=["warm start", "three"])
+def test_a_synchronous_run_has_phases_and_every_learner_in_every_round(
+    phases: tuple[TrainingPhase, ...], latency_s: float
+) -> None:
+    world = run(phases=phases, synchronous=True, latency_s=latency_s, step_s=[1.0, 0.5, 1.7], pull_floor_s=2.0)
+    begins = [rounds for rounds, _ in world.changes()]
+    asked = [record.settings.sync_every for _, record in world.changes()]
+    assert asked == [*(one.sync_every for one in phases), H]
+    paced = [one for one in world.merged() if one.step < STEPS]
+    assert all(len(one.members) == 3 for one in paced) and not world.said("passed")
+    for first, last, every in zip(begins, [*begins[1:], len(paced)], asked, strict=True):
+        assert world.effective_h([one for one in paced if first <= one.round < last]) == every
+    rules = [one.settings.adopt for _, one in world.changes()]
+    for one in world.adoptions[9:]:
+        if one.round >= 0 and one.rule != "overwrite":
+            assert one.rule == rules[sum(first <= one.round for first in begins) - 1]
+
+
+def test_the_first_reading_of_a_phase_comes_after_the_last_adoption_before_it() -> None:
+    settings = Settings(fragments=P, sync_every=H, steps=STEPS, synchronous=True, phases=THREE).resolved(1000)
+    rounds = range(100)
+    for earlier, later in pairwise(rounds):
+        assert schedule.adopt_step(earlier, settings) <= schedule.adopt_step(later, settings)
+        assert schedule.read_step(earlier, settings) <= schedule.read_step(later, settings)
+    for number in rounds[P:]:  # a learner copies before it adopts at the same step
+        assert schedule.read_step(number, settings) > schedule.adopt_step(number - P, settings)
+
+
+def test_a_synchronous_newcomer_falls_into_step_in_a_later_phase() -> None:
+    world = PhasedWorld(phases=THREE, synchronous=True, present=2, assemble_s=1.0)
+    world.run_until(seconds=30.0)
+    assert world.syncer.history.training_phase == 2
+    world.join("learner-2")
+    finish(world)
+    late = [one for one in world.merged() if 0.6 * STEPS < one.step < STEPS]
+    assert late and all(len(one.members) == 3 for one in late)
+
+
+def test_a_synchronous_run_goes_on_in_its_phase_after_a_crash() -> None:
+    world = PhasedWorld(phases=THREE, synchronous=True, latency_s=0.1)
+    world.run_until(seconds=20.0)
+    world.crash_syncer()
+    finish(world)
+    assert [record.training_phase for _, record in world.changes()] == [1, 2, 3, 4]
+
+
+# ---- changed while the run goes on ----------------------------------------------------------------------------------
+
+
+def ask(world: PhasedWorld, *words: str) -> None:
+    """`atoll set`."""
+    before = world.syncer.next_settings
+    asked = parse_changes(world.syncer.history, words, before=before)
+    assert asked is not None
+    world.deliver(world.simulated_syncer, asked)
+
+
+def in_warm_start() -> PhasedWorld:
+    """In its first phase, with a round under way."""
+    world = PhasedWorld(latency_s=0.3)
+    world.run_until(seconds=8.0)
+    while not world.syncer.state.has_frozen_rounds():
+        world.step()
+    assert world.syncer.history.training_phase == 1
+    return world
+
+
+def finish(world: PhasedWorld) -> None:
+    world.run_until(seconds=3.0 * STEPS)
+    assert world.syncer.phase == "finished", world.story()
+    again = History(world.syncer.history.begun)
+    for record in world.journal:
+        again.apply(record)
+    assert (again.settings, again.outer) == (world.syncer.history.settings, world.syncer.history.outer)
+
+
+def test_an_h_set_by_hand_holds_until_the_next_phase_begins() -> None:
+    world = in_warm_start()
+    ask(world, "sync_every=4", "outer_lr=0.5")
+    assert len(world.changes()) == 1, "rounds under way are committed first"
+    finish(world)
+    [_, (first, asked), (second, own)] = world.changes()
+    assert (asked.training_phase, asked.settings.sync_every, asked.outer["lr"]) == (0, 4, 0.5)
+    assert asked.what.endswith("(until phase 2 of 2 begins, at 0.25 of the run)")
+    assert (own.training_phase, own.settings.sync_every) == (2, H) and "lr" not in own.outer, "as the run began"
+    by_hand = [one for one in world.merged() if first <= one.round < second]
+    assert world.effective_h(by_hand) == 4
+    assert {learner.machine.settings.sync_every for learner in world.learners.values()} == {H}
+
+
+def test_the_rule_of_adoption_changes_between_rounds_and_each_version_has_that_of_its_round() -> None:
+    world = in_warm_start()
+    ask(world, "adopt=blend")
+    finish(world)
+    [_, (first, _), (second, _)] = world.changes()
+    rules = {(one.round >= first) + (one.round >= second): one.rule for one in world.adoptions[9:] if one.round >= 0}
+    assert rules == {0: "carry", 1: "blend", 2: "overwrite"}
+
+
+def test_other_phases_begin_at_once_with_the_one_that_is_due() -> None:
+    world = in_warm_start()
+    ask(world, "phases=[{until = 0.05, sync_every = 2, overlap = 1}, {until = 0.6, sync_every = 5, overlap = 1}]")
+    finish(world)
+    [_, (_, asked), (first, begun), (second, own)] = world.changes()
+    assert asked.training_phase == 0 and asked.settings.sync_every == 2, "rounds under way stay as they were frozen"
+    assert (begun.training_phase, begun.settings.sync_every, begun.settings.adopt) == (2, 5, "overwrite")
+    assert (own.training_phase, own.settings.sync_every) == (3, H)
+    assert world.effective_h([one for one in world.merged() if first <= one.round < second]) == 5
+    assert world.merged()[second].step == pytest.approx(0.6 * STEPS, abs=3)
+
+
+def test_phases_that_are_taken_away_leave_the_runs_own_settings() -> None:
+    world = in_warm_start()
+    ask(world, "phases=[]")
+    finish(world)
+    [_, _, (_, own)] = world.changes()
+    assert own.settings.phased_values == {"sync_every": H, "overlap": 2, "adopt": "overwrite"}
+    assert "lr" not in own.outer, "as the run began"
+
+
+def test_a_run_without_phases_may_be_given_some() -> None:
+    world = in_a_run_of_its_own()
+    ask(world, "phases=[{until = 0.5, sync_every = 4, overlap = 1}]")
+    finish(world)
+    [_, (_, begun), (_, own)] = world.changes()
+    assert (begun.settings.sync_every, own.settings.sync_every) == (4, H)
+
+
+def in_a_run_of_its_own() -> PhasedWorld:
+    world = PhasedWorld(phases=())
+    world.run_until(seconds=8.0)
+    return world
+
+
+def test_two_changes_that_wait_for_the_same_rounds_are_both_made() -> None:
+    world = in_warm_start()
+    ask(world, "sync_every=4")
+    ask(world, "quorum=2")
+    finish(world)
+    [_, (_, asked), _] = world.changes()
+    assert (asked.settings.sync_every, asked.settings.quorum) == (4, 2)
+
+
+def test_a_syncer_that_dies_while_a_change_waits_has_made_none_of_it() -> None:
+    world = in_warm_start()
+    ask(world, "sync_every=4")
+    world.crash_syncer()
+    finish(world)
+    assert [record.training_phase for _, record in world.changes()] == [1, 2]
+
+
+def test_a_new_term_goes_on_with_what_was_set() -> None:
+    world = in_warm_start()
+    ask(world, "sync_every=4")
+    while len(world.changes()) < 2:
+        world.step()
+    world.crash_syncer()
+    world.run_until(seconds=2.0)
+    assert world.syncer.settings.sync_every == 4 and world.syncer.history.training_phase == 1
+    finish(world)
+
+
 def test_as_many_phases_as_may_be_are_read_again() -> None:
     phases = tuple(TrainingPhase(until=number / 100) for number in range(1, 64))
     whole = Settings(steps=1000, phases=phases).resolved(1000)
@@ -203,7 +377,7 @@ def test_a_warm_start_is_a_phase() -> None:
     [
         ({"phases": (WARM,)}, "needs a budget"),
         ({"steps": 10, "phases": (WARM, WARM)}, "one after the other"),
-        ({"steps": 10, "phases": (WARM,), "synchronous": True}, "a synchronous run has no phases"),
+        ({"tokens": 10, "phases": (WARM,), "synchronous": True}, "phases of a synchronous run follow its steps"),
         ({"steps": 10, "phases": (TrainingPhase(until=0.5, sync_every=2),)}, "overlap = 2 is not below sync_every = 2"),
         ({"steps": 10, "warm_start": 1.5}, "no share of the run"),
     ],

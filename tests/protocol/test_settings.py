@@ -33,7 +33,6 @@ def test_p_and_h_follow_from_the_model(asked: dict[str, int], tensors: int, p: i
     ("asked", "words"),
     [
         ({"quorum": 5}, "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
-        ({"fragments": 9, "sync_every": 8}, "set fragments to 8 or less"),
         ({"blend": 1.5}, "blend = 1.5 is not between 0 and 1"),
         ({"learners": 0}, "learners = 0 is too small: the least is 1"),
         ({"heartbeat_s": 0.0}, "heartbeat_s = 0.0 must be above 0 seconds"),

@@ -18,7 +18,8 @@ def equal(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fragments", "every", "overlap"), [(1, 4, 0), (2, 6, 1), (4, 4, 2), (4, 4, 3), (3, 7, 2), (6, 6, 0)]
+    ("fragments", "every", "overlap"),
+    [(1, 4, 0), (2, 6, 1), (4, 4, 2), (4, 4, 3), (3, 7, 2), (6, 6, 0), (6, 2, 1), (7, 3, 0)],
 )
 @pytest.mark.parametrize("latency_s", [0.0, 0.3])
 def test_every_round_has_every_learner(fragments: int, every: int, overlap: int, latency_s: float) -> None:
@@ -30,6 +31,7 @@ def test_every_round_has_every_learner(fragments: int, every: int, overlap: int,
         synchronous=True,
         step_s=[1.0, 0.5, 1.7],
         latency_s=latency_s,
+        pull_floor_s=2.0,
     ).run_until(round=20)
     assert all(world.members(number) == set(world.learners) for number in range(20))
     assert not world.said("passed")

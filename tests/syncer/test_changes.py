@@ -9,6 +9,7 @@ from tests.syncer.conftest import TENSORS
 from atoll.config import Outer
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
+from atoll.protocol.phases import TrainingPhase
 from atoll.protocol.records import BegunRecord, ChangedRecord
 from atoll.protocol.settings import Settings
 from atoll.syncer.changes import RULES, parse_changes
@@ -36,7 +37,9 @@ def test_words_become_settings_and_the_rest_stays() -> None:
 @pytest.mark.parametrize("key", RULES)
 def test_every_rule_that_may_change_is_a_setting_of_its_kind(key: str) -> None:
     before = history()
-    value = {"quorum": "3", "quorum_policy": "minimum", "grace_share": "0.25", "guard": "rollback"}.get(key, "7")
+    words = {"quorum": "3", "quorum_policy": "minimum", "grace_share": "0.25", "guard": "rollback", "adopt": "blend"}
+    value = {**words, "phases": "[{until = 0.5}]"}.get(key, "7")
+    before.settings = msgspec.structs.replace(before.settings, steps=100)  # without a budget no phases
     asked = parse_changes(before, [f"{key}={value}"])
     assert asked is not None
     now, was = msgspec.to_builtins(asked.settings), msgspec.to_builtins(before.settings)
@@ -145,3 +148,87 @@ def test_a_mistake_changes_nothing_at_all() -> None:
     with pytest.raises(ConfigError):
         parse_changes(run, ["quorum=2", "fragments=3"])
     assert run.state() == before
+
+
+# ---- H, τ, adoption and phases --------------------------------------------------------------------------------------
+
+WARM = TrainingPhase(until=0.5, sync_every=2, overlap=1, adopt="carry", outer_lr=1.0)
+
+
+def phased(*phases: TrainingPhase, **settings: object) -> History:
+    asked = {"learners": 4, "fragments": 4, "sync_every": 8, "steps": 100, "phases": phases, **settings}
+    rules = msgspec.convert(asked, Settings, from_attributes=True).resolved(len(TENSORS))
+    return History(BegunRecord("run", rules, msgspec.to_builtins(Outer()), TENSORS, "plan"))
+
+
+def in_first_phase() -> History:
+    run = phased(WARM)
+    settings = run.settings.in_phase(1, run.begun.settings)
+    run.apply(ChangedRecord(settings, {**run.outer, "lr": 1.0}, "phase 1", training_phase=1))
+    return run
+
+
+@pytest.mark.parametrize(
+    "word", ["sync_every=4", "overlap=0", "adopt=blend", "outer_lr=0.5", "merge=mean", "cut_every=3"]
+)
+def test_what_a_phase_governs_is_said_to_hold_until_the_next(word: str) -> None:
+    asked = parse_changes(in_first_phase(), [word])
+    assert asked is not None and asked.what == f"{word} (until phase 2 of 2 begins, at 0.5 of the run)"
+    last = parse_changes(phased(), [word])
+    assert last is not None and last.what == word, "without phases it holds to the end"
+
+
+def test_other_settings_are_of_no_phase() -> None:
+    asked = parse_changes(in_first_phase(), ["quorum=2"])
+    assert asked is not None and asked.what == "quorum=2"
+
+
+def test_new_phases_take_the_place_of_all_and_the_runs_own_settings_are_as_it_began() -> None:
+    run = in_first_phase()
+    asked = parse_changes(run, ["phases=[{until = 0.7, sync_every = 3, overlap = 1}]"])
+    assert asked is not None
+    assert [(one.until, one.sync_every, one.adopt) for one in asked.settings.phases] == [
+        (0.7, 3, "overwrite"),
+        (1.0, 8, "overwrite"),
+    ]
+    assert asked.settings.phased_values == run.settings.phased_values, "those of the phase hold until the next begins"
+    run.apply(ChangedRecord(asked.settings, asked.outer, asked.what))
+    assert run.training_phase == 0, "of the new ones none has begun"
+
+
+def test_without_any_phase_the_runs_own_settings_hold() -> None:
+    asked = parse_changes(in_first_phase(), ["phases=[]"])
+    assert asked is not None
+    [one] = asked.settings.phases
+    assert (one.until, one.sync_every, one.overlap, one.adopt) == (1.0, 8, 2, "overwrite")
+
+
+def test_a_change_that_waits_is_not_lost_by_the_next() -> None:
+    run = phased()
+    first = parse_changes(run, ["sync_every=4"])
+    assert first is not None
+    second = parse_changes(run, ["quorum=2"], before=first)
+    assert second is not None
+    both = second.behind(first)
+    assert (both.settings.sync_every, both.settings.quorum, both.what) == (4, 2, "sync_every=4 quorum=2")
+
+
+@pytest.mark.parametrize(
+    ("run", "words", "said"),
+    [
+        (phased(), ["adopt=carry"], "adopt = carry cannot be new to a run that goes on"),
+        (phased(), ["adopt=nonsense"], "adopt = 'nonsense' is not known"),
+        (phased(), ["phases=[{until = 0.5, adopt = 'carry'}]"], "adopt = carry cannot be new"),
+        (phased(), ["phases=[{until = 0.5, merge = 'nonsense'}]"], "merge = 'nonsense' is not known"),
+        (phased(), ["phases=[{until = 0.5, sync_every = 2}]"], "overlap = 2 is not below sync_every = 2"),
+        (phased(steps=0), ["phases=[{until = 0.5}]"], "needs a budget"),
+        (phased(), ["sync_every=2"], "overlap = 2 is not below sync_every = 2"),
+        (phased(), ["phases=[{until = 0.5}]", "outer_lr=0.5"], "outer_lr and phases at once"),
+        (phased(), ["warm_start=0.5"], "'warm_start' cannot change while a run goes on"),
+        (phased(synchronous=True), ["sync_every=4"], "sync_every of a synchronous run cannot change"),
+        (phased(synchronous=True), ["phases=[{until = 0.5}]"], "phases of a synchronous run cannot change"),
+    ],
+)
+def test_what_cannot_change_is_refused_with_its_reason(run: History, words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_changes(run, words)

@@ -26,11 +26,15 @@ def phases(events: list[Event]) -> list[int]:
 def test_kills_in_a_warm_start_cost_nothing_and_the_run_is_repeated(run: Run) -> None:
     run.train(*WARM)
     run.until(lambda events: len(members(events)) == 2)
+    said = run.ask("set", run.out, "sync_every=3", "outer_lr=0.9").stdout
+    assert "sync_every=3 outer_lr=0.9 (until phase 2 of 2 begins, at 0.5 of the run)" in said
     os.kill(run.pid("learner-1"), signal.SIGKILL)
     run.until(lambda events: ("learner-1", 2) in members(events))
     os.kill(run.pid("syncer"), signal.SIGKILL)
     run.until(lambda events: phases(events) == [1, 2])
     run.ended()
+    [changed] = run.events("changed")
+    assert changed["at"] < run.events("phase")[1]["at"]
     rounds = run.events("round")
     begins = run.events("phase")[1]["at"]
     warm = [one for one in rounds if one["at"] < begins]

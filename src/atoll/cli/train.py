@@ -101,6 +101,11 @@ def train(
     settings = _budgeted(convert(said, str(config or "the command line")), script)
     settings.protocol.check_budget()
     _check_at_home(settings)
+    if algorithm == "data-parallel" and (settings.protocol.phases or settings.protocol.warm_start):
+        raise ConfigError(
+            "--algorithm data-parallel averages gradients at every step, so it has no phases: "
+            "leave --warm-start and phases out"
+        )
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
     elif algorithm == "data-parallel":

@@ -21,7 +21,7 @@ from atoll.courier.body import FragmentTransfers, load_kernels
 from atoll.courier.states import StateEffect, StateTransfers
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.tasks import lasting
-from atoll.mailbox.box import Layout, Mailbox, same_layout
+from atoll.mailbox.box import Layout, Mailbox, serves
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
@@ -34,6 +34,7 @@ from atoll.mailbox.channel import (
     MailboxReady,
     ReadOrder,
     RunProgress,
+    SettingsTold,
     SlotFreed,
     Start,
     StateCopyMade,
@@ -51,7 +52,7 @@ from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
-from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, Welcome
+from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, SettingsChanged, Welcome
 from atoll.protocol.settings import Settings
 from atoll.protocol.succession import Holder
 
@@ -74,7 +75,8 @@ class Courier:
         self._bodies: FragmentTransfers | None = None
         self._states: StateTransfers | None = None
         self._plan: FragmentPlan | None = None
-        self._settings: Settings | None = None
+        self._made_for: Settings | None = None
+        """The settings that the shared memory was made for."""
         """Those that the shared memory was laid out by."""
         self._held: deque[FromSyncer] = deque(maxlen=4096)
         """Messages that wait for the shared memory."""
@@ -204,7 +206,7 @@ class Courier:
         fd = self._channel.take_descriptor()
         if self._bodies is not None:
             self._bodies.retire()
-        self._settings = frame.settings
+        self._made_for = frame.settings
         self._machine.keeps_feedback = make_codec(frame.settings.codec).needs_feedback
         self._plan = make_plan(self._start.tensors, frame.settings.fragments, frame.settings.plan)
         layout = Layout.of(self._plan, frame.settings, on_device=frame.on_device)
@@ -292,13 +294,15 @@ class Courier:
             self._box.set_count("term", message.term)
         elif isinstance(message, Recover) and self._box is not None:
             self._box.set_count("incarnation", message.incarnation)
+        elif isinstance(message, SettingsChanged):
+            self._channel.send(SettingsTold(message.settings))
 
     def _fits(self, welcome: Welcome) -> bool:
-        """Whether the shared memory is laid out as this run asks. If not, the training process makes it anew."""
-        if self._box is None or self._plan is None or self._settings is None:
+        """Whether the shared memory serves this run. If not, the training process makes it anew."""
+        if self._box is None or self._plan is None or self._made_for is None:
             return False
         same_plan = self._plan.fingerprint == welcome.fingerprint
-        return same_plan and same_layout(self._plan, self._settings, welcome.settings)
+        return same_plan and serves(self._made_for, welcome.settings)
 
     def _lost(self, reason: str) -> None:
         self._held.clear()

@@ -34,7 +34,7 @@ from atoll.learner.offload import DeviceCopy, Offload, find_device, make_offload
 from atoll.learner.placement import PlacementWish, choose_placement, free_bytes
 from atoll.learner.saved_state import fill_box, settings_of
 from atoll.learner.script import say
-from atoll.mailbox.box import Mailbox, same_layout
+from atoll.mailbox.box import Mailbox, serves
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
@@ -342,7 +342,8 @@ class SharedMailbox:
         placement: PlacementWish = "auto",
     ) -> None:
         self._model, self._courier, self._tape, self._buffers = model, courier, tape, buffers
-        self._wish = placement
+        self._wish, self._made_for = placement, Settings()
+        """Where it is to encode; and the settings that the shared memory was made for."""
         self.tensors: tuple[TensorSpec, ...] = ()
         self.box: Mailbox | None = None
         self.boundary: Boundary | None = None
@@ -364,7 +365,7 @@ class SharedMailbox:
             raise PlanError("the run cuts its model another way than this version of Atoll: install the same version")
         if self.box is not None and self.boundary is not None:
             same_plan = self.box.plan.fingerprint == plan.fingerprint
-            if same_plan and same_layout(plan, self.boundary.settings, frame.settings):
+            if same_plan and serves(self._made_for, frame.settings):
                 self.boundary.settings = frame.settings
                 return False
             self.close()
@@ -386,7 +387,7 @@ class SharedMailbox:
         placement = choose_placement(self._wish, device, plan, settings, free_bytes(device), replays=replays)
         if placement.text:
             say(placement.text)
-        self.box = Mailbox.create(plan, settings, on_device=placement.on_device)
+        self.box, self._made_for = Mailbox.create(plan, settings, on_device=placement.on_device), settings
         self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape)
         return self.box, self.boundary
 
@@ -394,7 +395,7 @@ class SharedMailbox:
         """To the courier, if there is anything yet."""
         if self.box is not None and self.boundary is not None:
             on_device = self.box.layout.on_device
-            ready = MailboxReady(self.boundary.settings, stepped, sure, waits=waits, on_device=on_device)
+            ready = MailboxReady(self._made_for, stepped, sure, waits=waits, on_device=on_device)
             self._courier.send(ready, self.box.fd)
 
     def has_parameters(self) -> bool:

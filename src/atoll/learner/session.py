@@ -37,6 +37,7 @@ from atoll.mailbox.channel import (
     Goodbye,
     GoOrder,
     RunProgress,
+    SettingsTold,
     Start,
     StepReport,
     StopOrder,
@@ -391,6 +392,9 @@ class RunSession:
                 self._unmerged.compare(frame.frozen)
                 if self.shared.apply_welcome(frame):
                     self.shared.hand_to_courier(self._counted())
+            case SettingsTold(settings):
+                if (boundary := self.shared.boundary) is not None:
+                    boundary.settings = settings
             case RunProgress():
                 self._told = frame
             case DialFailed(reason):
@@ -485,7 +489,6 @@ class RunSession:
     def _patience_s(self) -> float:
         cycle_s, tally = None, self._tally
         if (boundary := self.shared.boundary) is not None and tally.t > 0:
-            # A phase may have begun since the last welcome: this process is not told.
             longest = max(one.sync_every for one in boundary.settings.in_all_phases)
             cycle_s = longest * tally.busy_s / tally.t
         return patience_s(cycle_s, hurried=self._preemption.hurried)

@@ -311,10 +311,11 @@ class Mailbox:
         return self.memory[start : start + 4 * size].view(np.float32)
 
 
-def same_layout(plan: FragmentPlan, one: Settings, other: Settings) -> bool:
-    """Whether shared memory made for one setting serves the other. Which placement it is made for goes by `adopt`."""
-    names = [(settings.codec, settings.version_codec, settings.adopts) for settings in (one, other)]
-    return names[0] == names[1] and Layout.of(plan, one) == Layout.of(plan, other)
+def serves(made_for: Settings, settings: Settings) -> bool:
+    """Whether shared memory made for some settings serves others of the same plan. H, τ and phases may change during a
+    run, and slots are reserved by need; but where it was not made for carry, it may be of placement device."""
+    same = (made_for.codec, made_for.version_codec) == (settings.codec, settings.version_codec)
+    return same and ("carry" in made_for.adopts or "carry" not in settings.adopts)
 
 
 def available_bytes() -> int | None:

@@ -3,8 +3,8 @@
     training process → courier    Start  MailboxReady  StepReport  CopyMade  VersionTaken  SlotFreed  StateCopyMade
                                   Goodbye
                                   and the events Told, Registered, Saved, Taken
-    courier → training process    Welcomed  RunProgress  DialFailed  ReadOrder  HoldOrder  AdoptOrder  ForgetOrder
-                                  TakeOrder  GoOrder  StopOrder
+    courier → training process    Welcomed  SettingsTold  RunProgress  DialFailed  ReadOrder  HoldOrder  AdoptOrder
+                                  ForgetOrder  TakeOrder  GoOrder  StopOrder
                                   and the effects CancelRead, LetGo, Own, Supply, Save, Capture, Await, Begin,
                                   AskToLeave
 
@@ -144,6 +144,12 @@ class Welcomed(Frame, frozen=True):
     run: str = ""
 
 
+class SettingsTold(Frame, frozen=True):
+    """H, τ or adoption of the run have changed."""
+
+    settings: Settings
+
+
 class RunProgress(Frame, frozen=True):
     """How far the run is. These values belong to one moment of the run, so they travel in one frame: in shared memory a
     reader could see some of them from before and some from after an announcement."""
@@ -235,6 +241,7 @@ ToCourier = (
 )
 ToTraining = (
     Welcomed
+    | SettingsTold
     | RunProgress
     | ReadOrder
     | fx.CancelRead

@@ -73,7 +73,7 @@ class NormScreen:
         self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, FragmentPlan) else list(plan)
         self._buffers = [part.buffers for part in plan.fragments] if isinstance(plan, FragmentPlan) else []
         self.limit = limit
-        self._least, self._most_steps = least, most_steps
+        self._least, self.most_steps = least, most_steps
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
         self._steps: list[deque[int]] = [deque(maxlen=window if feedback else 0) for _ in self._sizes]
         """Per fragment, the steps of the contributions that had these norms: the feedback may be of as many."""
@@ -106,7 +106,7 @@ class NormScreen:
             if refusal is not None:
                 return refusal
             norm = math.hypot(_norm(delta[: buffers.start]), _norm(delta[buffers.stop :]))
-        own = min(max(steps, 1), self._most_steps)
+        own = min(max(steps, 1), self.most_steps)
         held = max([own, *self._steps[fragment]])
         refusal = self._judge_norm(fragment, norm / held, "norm" if held == 1 else "norm per step")
         if refusal is None:
@@ -136,7 +136,7 @@ class NormScreen:
             for kept, row in zip(self._norms, known.recent, strict=True):
                 kept.extend(row)
             for held, steps in zip(self._steps, known.steps, strict=False):  # an earlier syncer kept none
-                held.extend(min(one, self._most_steps) for one in steps)
+                held.extend(min(one, self.most_steps) for one in steps)
 
     def forget_norm(self, key: Hashable) -> None:
         """The contribution of this key is discarded, or merged already."""

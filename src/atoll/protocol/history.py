@@ -207,6 +207,8 @@ class History:
             case GoneRecord():
                 self._gone(record)
             case ChangedRecord(settings, outer, _, reopen, training_phase):
+                if settings.phases != self.settings.phases:  # of the new ones none has begun
+                    self.training_phase = 0
                 self.settings, self.outer = settings, dict(outer)
                 self.training_phase = training_phase or self.training_phase
                 if reopen:

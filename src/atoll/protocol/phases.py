@@ -57,10 +57,10 @@ WARM_H = 2
 """Of a warm start. The shorter the better, and bandwidth decides what comes of it (docs/algorithm.md)."""
 
 
-def warm_start(share: float) -> TrainingPhase:
+def warm_start(share: float, overlap: int = 1) -> TrainingPhase:
     """The first part of a run at a small H with plain averaging, nothing dropped."""
     return TrainingPhase(
-        until=share, sync_every=WARM_H, overlap=1, adopt="carry", merge="mean", outer_lr=1.0, outer_momentum=0.0
+        until=share, sync_every=WARM_H, overlap=overlap, adopt="carry", merge="mean", outer_lr=1.0, outer_momentum=0.0
     )
 
 

@@ -3,11 +3,17 @@
 Round n takes fragment n mod P, and there is one round per H/P learner steps: round n belongs to learner step
 ⌈(n + 1)·H/P⌉. Synchronous learners read its fragment τ steps before that and adopt the new version there; where τ
 leaves no step before the first reading, the whole schedule is shifted until there is one.
+
+With phases of training (phases.py) each phase of a synchronous run has so many rounds, and is counted from its first
+one on. It is shifted until its first reading comes after the last adoption of the phase before. Learners know all of it
+from the settings, so they wait for no message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
+from typing import NamedTuple
 
 from atoll.protocol.settings import Settings
 
@@ -21,21 +27,69 @@ def interval(settings: Settings) -> float:
     return settings.sync_every / settings.fragments
 
 
+class Span(NamedTuple):
+    """The rounds of one phase of a synchronous run, or of all of it."""
+
+    number: int
+    """Of the phase; 0: there are none."""
+    first: int
+    """Its first round …"""
+    begins: int
+    """… and the run's step then, in 1/P steps."""
+    sync_every: int
+    overlap: int
+    shift: int
+    """Nominal learner steps by which all of it comes later."""
+
+
+def spans(settings: Settings) -> Iterator[Span]:
+    first = begins = shift = 0
+    if not settings.phases:
+        shift = _shift_behind(shift, begins, settings.sync_every, settings.overlap, settings.fragments)
+        yield Span(0, first, begins, settings.sync_every, settings.overlap, shift)
+    for number, phase in enumerate(settings.phases, 1):
+        assert phase.sync_every is not None and phase.overlap is not None, "phases are resolved"
+        shift = _shift_behind(shift, begins, phase.sync_every, phase.overlap, settings.fragments)
+        yield Span(number, first, begins, phase.sync_every, phase.overlap, shift)
+        rounds = ceil((phase.until * settings.steps * settings.fragments - begins) / phase.sync_every - 1e-9)
+        first, begins = first + max(0, rounds), begins + max(0, rounds) * phase.sync_every
+
+
+def _shift_behind(shift: int, begins: int, sync_every: int, overlap: int, fragments: int) -> int:
+    """So that the first reading comes at least a step after the last adoption before it."""
+    steps = -(-(begins + sync_every) // fragments) - -(-begins // fragments)
+    return max(0, shift + overlap + 1 - steps)
+
+
+def span_of(round: int, settings: Settings) -> Span:
+    """Behind the end of the last phase its schedule goes on."""
+    return [one for one in spans(settings) if one.first <= max(0, round)][-1]
+
+
 def adopt_step(round: int, settings: Settings) -> int:
     """The nominal learner step at which the round's new version is taken."""
-    first = -(-settings.sync_every // settings.fragments)
-    shift = max(0, settings.overlap + 1 - first)
-    return -(-(round + 1) * settings.sync_every // settings.fragments) + shift
+    span = span_of(round, settings)
+    behind = span.begins + (round - span.first + 1) * span.sync_every
+    return -(-behind // settings.fragments) + span.shift
 
 
 def read_step(round: int, settings: Settings) -> int:
     """The nominal learner step after which a synchronous learner copies the round's fragment."""
-    return adopt_step(round, settings) - settings.overlap
+    return adopt_step(round, settings) - span_of(round, settings).overlap
+
+
+def first_read_with(round: int, settings: Settings) -> int:
+    """The first of the rounds whose fragments are copied at the same step: with H below P there are several."""
+    first = round
+    while first > 0 and read_step(first - 1, settings) == read_step(round, settings):
+        first -= 1
+    return first
 
 
 def least_flights(settings: Settings) -> int:
-    """Rounds that may always be between freezing and commit: ⌈τP/H⌉, at least one. Synchronous runs have no more."""
-    return max(1, min(settings.fragments, -(-settings.overlap * settings.fragments // settings.sync_every)))
+    """Rounds that may always be between freezing and commit: ⌈max(1, τ)·P/H⌉. Synchronous runs have no more."""
+    steps = max(1, settings.overlap)
+    return min(settings.fragments, -(-steps * settings.fragments // settings.sync_every))
 
 
 def most_flights(settings: Settings) -> int:
@@ -65,8 +119,7 @@ def affordable_flights(budget: int, bytes_each: int, learners: int, settings: Se
 def step_after(step: float, rounds: int, settings: Settings) -> float:
     """Synchronous: the run's step when so many more rounds are behind it than at `step`.
 
-    A sum of H/P would drift. The rounds that `step` stands for are a whole number, and what comes out is again the one
-    float next to a whole number times H/P: the same in one term and in many, and never short of a budget by rounding.
+    A sum of H/P would drift. The steps that `step` stands for are a whole number of 1/P, and what comes out is again
+    the one float next to such a number: the same in one term and in many, and never short of a budget by rounding.
     """
-    behind = round(step * settings.fragments / settings.sync_every)
-    return (behind + rounds) * settings.sync_every / settings.fragments
+    return (round(step * settings.fragments) + rounds * settings.sync_every) / settings.fragments

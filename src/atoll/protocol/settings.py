@@ -117,12 +117,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if not 0.0 <= self.warm_start < 1.0:
             raise ConfigError(f"warm_start = {self.warm_start} is no share of the run: 0.15 is 15 % of it, 0 is none")
         self._check_phases()
-        if self.fragments and self.sync_every and self.fragments > self.sync_every and not self.phases:
-            raise ConfigError(
-                f"fragments = {self.fragments} is more than sync_every = {self.sync_every}, so one round per step "
-                f"would not be enough: set fragments to {self.sync_every} or less, "
-                f"or sync_every to {self.fragments} or more"
-            )
         if not 0.0 <= self.blend <= 1.0:
             raise ConfigError(
                 f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps"
@@ -163,8 +157,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def _check_phases(self) -> None:
         check_order(self.phases)
-        if self.synchronous and (self.phases or self.warm_start):
-            raise ConfigError("a synchronous run has no phases: its learners' steps follow one schedule")
         if len(self.phases) > MOST_PHASES - 1 and self.phases[-1].until < 1.0:
             raise ConfigError(f"{len(self.phases)} phases and the run's own behind them are more than {MOST_PHASES}")
         for phase in self.phases:
@@ -179,6 +171,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """ConfigError: phases follow the run's progress, and nothing says how long it is."""
         if (self.phases or self.warm_start) and not self.steps and not self.tokens:
             raise ConfigError("phases follow the run's progress, so it needs a budget: set steps or tokens")
+        if (self.phases or self.warm_start) and self.synchronous and not self.steps:
+            raise ConfigError("phases of a synchronous run follow its steps, so it needs a budget of them: set steps")
 
     @property
     def resolved_sync_every(self) -> int:
@@ -202,24 +196,35 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def _with_whole_phases(self) -> Settings:
         """Every phase names H, τ and adoption, and behind the last one are the run's own: so each of them says what all
         will ask of the memory that a learner shares with its courier."""
-        phases = self.phases or ((warm_start(self.warm_start),) if self.warm_start else ())
+        overlap = min(1, self.overlap) if self.synchronous else 1
+        phases = self.phases or ((warm_start(self.warm_start, overlap),) if self.warm_start else ())
         if not phases:
             return self
         self.check_budget()
         last = () if phases[-1].until == 1.0 else (TrainingPhase(until=1.0),)
-        own, whole = {key: getattr(self, key) for key in PHASED}, []
+        own, whole = self.phased_values, []
         for phase in (*phases, *last):
             named = {key: getattr(phase, key) for key in PHASED if getattr(phase, key) is not None}
             whole.append(msgspec.structs.replace(phase, **{**own, **named}))
         return msgspec.structs.replace(self, phases=tuple(whole))
 
+    def with_phases(self, phases: tuple[TrainingPhase, ...], own: Settings) -> Settings:
+        """With other phases from now on, in a run that began with `own`. None: its own settings hold to its end."""
+        asked = msgspec.structs.replace(
+            own, phases=phases or (TrainingPhase(until=1.0),), steps=self.steps, tokens=self.tokens
+        )
+        return msgspec.structs.replace(self, phases=asked._with_whole_phases().phases)
+
     def in_phase(self, number: int, own: Settings) -> Settings:
         """These settings in phase `number`, 1 being the first; `own`: as the run began. A cut comes as often by learner
         steps, not by rounds."""
         named: dict[str, Any] = {key: getattr(self.phases[number - 1], key) for key in PHASED}
-        last: Any = own.phases[-1].sync_every
-        cut_every = own.cut_every and max(1, round(own.cut_every * last / named["sync_every"]))
+        cut_every = own.cut_every and max(1, round(own.cut_every * own.sync_every / named["sync_every"]))
         return msgspec.structs.replace(self, **named, cut_every=cut_every)
+
+    @property
+    def phased_values(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in PHASED}
 
     @property
     def adopts(self) -> set[str]:
@@ -228,10 +233,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def in_all_phases(self) -> tuple[Settings, ...]:
-        """One for each phase; without phases, these."""
-        if not self.phases:
-            return (self,)
-        return tuple(msgspec.structs.replace(self, **{key: getattr(one, key) for key in PHASED}) for one in self.phases)
+        """These, and one for each phase."""
+        phases = [{key: getattr(one, key) for key in PHASED} for one in self.phases]
+        return (self, *(msgspec.structs.replace(self, **named) for named in phases))
 
 
 def _least(name: str, value: int, least: int) -> None:

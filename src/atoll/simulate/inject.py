@@ -371,7 +371,7 @@ def _disk_slow(world: World, fault: Fault) -> None:
 
 def _set(world: World, fault: Fault) -> None:
     """`atoll set`, while it runs."""
-    settings, pick = world.syncer.settings, fault.number % 6
+    settings, pick = world.syncer.next_settings.settings, fault.number % 6
     changes = (
         {"quorum": 1},
         {"quorum": settings.learners},
@@ -386,7 +386,7 @@ def _set(world: World, fault: Fault) -> None:
 
 def _rollback(world: World, fault: Fault) -> None:
     """The operator lets the run be rolled back; it has a good score, and after a while one that is not finite."""
-    settings = msgspec.structs.replace(world.syncer.settings, guard="rollback")
+    settings = msgspec.structs.replace(world.syncer.next_settings.settings, guard="rollback")
     world.deliver(world.simulated_syncer, fx.ChangeAsked(settings, {}, "guard=rollback"))
     world.deliver(world.simulated_syncer, fx.Scored(world.syncer.committed, 1.0))
     mend_later(world, fault, lambda: world.deliver(world.simulated_syncer, fx.Scored(world.syncer.committed, None)))

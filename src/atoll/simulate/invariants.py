@@ -288,8 +288,6 @@ class Invariants:
                     self._check_member(data["fragment"], data["version"], member)
                 self.timing.watch_commit(syncer, data)
                 self._check_member_count(syncer, len(data["members"]), data)
-            case "phase":
-                self.timing.watch_phase(syncer)
             case "passed" | "again":
                 if not data["reason"].strip():
                     raise Violation("quorum", f"{note.text} gives no reason")

@@ -53,9 +53,9 @@ class Timing:
         self._cut: tuple[int, float, set[str]] = (0, 0.0, set())
         """The open cut, when it was first seen, and who was to be in it."""
         self._steps: deque[float] = deque(maxlen=SAMPLES)
-        self._phase_h = 0
-        """H of the present phase of training; 0: there are none."""
-        self._between_phases = 0
+        self._h = 0
+        """H when the last round was committed; 0: none was."""
+        self._of_another_h = 0
         """Rounds whose fragments were synced last under another H."""
 
     def watch_syncer(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
@@ -200,28 +200,27 @@ class Timing:
         window_s = 0.0 if ready >= awaited else gathering.window_s(round_)
         under_way = sum(other.stage != "gathering" for other in syncer.machine.state.open_rounds.values())
         waits = under_way >= rounds.flights.allowed and round_.attempt == 1
-        waits = waits or (under_way > 0 and gathering.state.changing_phase)
+        waits = waits or (under_way > 0 and gathering.state.changing_rounds)
         if not waits and now >= since + window_s:
             late = f"{now - since:.2f} s after its quorum"
             said = f"round {round_.number} gathers with {ready} of {awaited} learners, {late}"
             raise Violation("no round waits without need", said, fragment=round_.fragment)
-
-    def watch_phase(self, syncer: SimulatedSyncer) -> None:
-        """Another phase of training begins."""
-        self._steps.clear()
-        self._phase_h, self._between_phases = syncer.machine.settings.sync_every, syncer.machine.settings.fragments
 
     def watch_commit(self, syncer: SimulatedSyncer, data: Any) -> None:
         """Of a round's note: steps between two syncs."""
         machine = syncer.machine
         if machine.state.draining or machine.settings.synchronous or machine.phase != "running":
             return
-        if self._between_phases or (machine.settings.phases and not self._phase_h):  # a syncer died before it told it
-            self._between_phases = max(0, self._between_phases - 1)
+        asked = machine.settings.sync_every
+        if self._h not in (0, asked):
+            self._steps.clear()
+            self._of_another_h = machine.settings.fragments
+        self._h = asked
+        if self._of_another_h:
+            self._of_another_h -= 1
             return
         if since := [member["since"] for member in data["members"] if member["since"] is not None]:
             self._steps.append(median(since))  # of the round: with two learners each speed would be half of the samples
-        asked = self._phase_h or machine.settings.sync_every
         if len(self._steps) == SAMPLES and (effective := median(self._steps)) < HONEST * asked:
             said = f"a fragment is synced every {effective:g} steps, not every {asked}"
             raise Violation("H is honest", said, fragment=data["fragment"])

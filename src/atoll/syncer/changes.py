@@ -1,6 +1,9 @@
 """Settings that may change during a run, as an operator writes them: `quorum=2 outer_lr=0.5`.
 
 `weight_limit.NAME=8` allows one learner more than the others' `weight_limit`.
+
+In a run with phases of training (protocol/phases.py) a value that phases govern holds until the next phase begins.
+`phases=[…]` replaces all of them: the one that the run's progress is in begins at once, with what it says.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from atoll.choices import QUORUM_POLICY
-from atoll.config import ONE_WEIGHT, Outer, merged, parse_settings
+from atoll.choices import ADOPT, QUORUM_POLICY
+from atoll.config import ONE_WEIGHT, Outer, check_phases, merged, parse_settings
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
+from atoll.protocol.phases import TrainingPhase
+from atoll.protocol.settings import PHASED, Settings
 from atoll.protocol.syncer.effects import ChangeAsked
 
 RULES = (
@@ -33,20 +38,68 @@ RULES = (
     "guard",
     "cut_every",
     "cut_wait_s",
+    *PHASED,
+    "phases",
 )
 OUTER = ("outer_lr", "outer_momentum", "merge", "norm_limit", "robust")
 
 
-def parse_changes(history: History, words: Sequence[str], *, reopen: bool = False) -> ChangeAsked | None:
-    """What the words come to; None when everything is like that already. ConfigError names the word and the fix."""
+GOVERNED = (*PHASED, "outer_lr", "outer_momentum", "merge", "cut_every")
+"""What a phase of training has of its own."""
+
+
+def parse_changes(
+    history: History, words: Sequence[str], *, reopen: bool = False, before: History | ChangeAsked | None = None
+) -> ChangeAsked | None:
+    """What the words come to; None when everything is like that already. ConfigError names the word and the fix.
+    `before`: what they change, where that is not the history: a change that still waits."""
     check_changeable(words)
-    said = merged({"protocol": msgspec.to_builtins(history.settings), "outer": history.outer}, parse_settings(words))
-    settings = msgspec.convert(said["protocol"], type(history.settings)).resolved(history.settings.fragments)
+    now = before or history
+    said = merged({"protocol": msgspec.to_builtins(now.settings), "outer": now.outer}, parse_settings(words))
+    phases = said["protocol"].pop("phases")
+    settings = msgspec.convert(said["protocol"], Settings).resolved(now.settings.fragments)
+    settings = _with_phases(settings, msgspec.convert(phases, tuple[TrainingPhase, ...]), now.settings, history)
     QUORUM_POLICY.check(settings.quorum_policy)
     outer = msgspec.to_builtins(msgspec.convert(said["outer"], Outer))
-    if settings == history.settings and outer == history.outer and not reopen:
+    if settings == now.settings and outer == now.outer and not reopen:
         return None
-    return ChangeAsked(settings, outer, " ".join(words) or "the run goes on", reopen)
+    keys = [word.partition("=")[0] for word in words]
+    _check_rounds(now.settings, settings, keys)
+    what = " ".join(words) or "the run goes on"
+    return ChangeAsked(settings, outer, f"{what}{_until_when(history, settings, keys)}", reopen)
+
+
+def _with_phases(settings: Settings, phases: tuple[TrainingPhase, ...], before: Settings, history: History) -> Settings:
+    if phases == before.phases:
+        return msgspec.structs.replace(settings, phases=phases)
+    return settings.with_phases(phases, history.begun.settings)
+
+
+def _check_rounds(before: Settings, settings: Settings, keys: Sequence[str]) -> None:
+    """ConfigError: H, τ, adoption or phases cannot change like that."""
+    ADOPT.check(settings.adopt)
+    check_phases(settings.phases)
+    differ = [key for key in (*PHASED, "phases") if getattr(before, key) != getattr(settings, key)]
+    if settings.synchronous and differ:
+        raise ConfigError(f"{differ[0]} of a synchronous run cannot change: its learners' steps follow one schedule")
+    if settings.synchronous and settings.phases and settings.steps != before.steps:
+        raise ConfigError("steps of a synchronous run with phases cannot change: its learners' schedule follows them")
+    if "carry" in settings.adopts - before.adopts:
+        raise ConfigError(
+            "adopt = carry cannot be new to a run that goes on: learners choose where they encode when they join. "
+            "Start a new run with it, or with a phase that has it"
+        )
+    if "phases" in keys and (own := [key for key in keys if key in GOVERNED]):
+        raise ConfigError(f"{own[0]} and phases at once: a phase begins with its own {own[0]}, so name it in the phase")
+
+
+def _until_when(history: History, settings: Settings, keys: Sequence[str]) -> str:
+    """How long what phases govern holds; empty: to the end of the run, or none of that is changed."""
+    phase = history.training_phase
+    if not set(keys) & set(GOVERNED) or not 0 < phase < len(settings.phases):
+        return ""
+    ends = settings.phases[phase - 1].until
+    return f" (until phase {phase + 1} of {len(settings.phases)} begins, at {ends:.3g} of the run)"
 
 
 def check_changeable(words: Sequence[str]) -> None:

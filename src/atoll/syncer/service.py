@@ -39,6 +39,7 @@ from atoll.protocol import schedule
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
+from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.rundir import facts_of_model
@@ -231,7 +232,7 @@ class SyncerService:
             limit=outer_of(history).norm_limit,
             window=2 * few,
             least=few,
-            most_steps=MOST_CYCLES * max(one.sync_every for one in settings.in_all_phases),
+            most_steps=_most_steps(settings),
             feedback=codec.needs_feedback,
         )
         robust = outer_of(history).robust
@@ -265,7 +266,8 @@ class SyncerService:
         if self._machine is None:
             raise PeerError("the run has not begun: settings can change once its first learner is there")
         try:
-            asked = parse_changes(self._machine.history, words, reopen=reopen)
+            before = self._machine.next_settings
+            asked = parse_changes(self._machine.history, words, reopen=reopen, before=before)
         except ConfigError as error:
             raise PeerError(str(error)) from None
         if asked is None:
@@ -489,6 +491,7 @@ class SyncerService:
     def _retune(self, outer: Outer) -> None:
         self._parameters.change_outer(outer)
         self._screen.limit, self._merging.robust = outer.norm_limit, outer.robust
+        self._screen.most_steps = _most_steps(self._begun().settings)
 
     def _payload(self, persist: fx.Persist) -> memoryview | None:
         """What the journal keeps beside the records of a round, or of a rollback."""
@@ -503,6 +506,11 @@ class SyncerService:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
         self._tasks.create_task(work)
+
+
+def _most_steps(settings: Settings) -> int:
+    """That a contribution may claim."""
+    return MOST_CYCLES * max(one.sync_every for one in settings.in_all_phases)
 
 
 def _refuse(channel: ControlChannel, reason: str) -> None:

@@ -15,6 +15,7 @@ name makes it forget what it held, and so does an incarnation that changed while
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Literal
 
 import msgspec
@@ -31,6 +32,8 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.succession import Holder
 from atoll.protocol.tape import Spoken
 
+MOST_RULES = 16
+"""Changes of settings that versions on their way may be from before."""
 Phase = Literal["out", "joining", "training", "ending", "finished"]
 
 
@@ -55,8 +58,8 @@ class LearnerMachine:
         self._holder = holder or Holder(session)
         self.phase: Phase = "out"
         self.settings = Settings()
-        self._changed = (0, self.settings)
-        """The first round under these settings, and what held before: another phase of training has begun."""
+        self._rules: deque[tuple[int, str]] = deque(maxlen=MOST_RULES)
+        """Until which round versions were adopted by which rule; those behind go by the settings."""
         self.keeps_feedback = False
         """Whether what answers leave out is kept, as the run's codec needs it: then it says what became of them."""
         self.wake_at: float | None = None
@@ -271,7 +274,7 @@ class LearnerMachine:
         self._connection.connected = True
         self._connection.tape.welcomed(welcome.taped)
         self.settings = self._orders.settings = welcome.settings
-        self._changed = (0, welcome.settings)
+        self._rules.clear()
         new_run = self.run != welcome.run or len(self.versions) != len(welcome.versions)
         if new_run:
             self._change_run(now, welcome)
@@ -414,11 +417,10 @@ class LearnerMachine:
 
     def _rule_of(self, number: int) -> str:
         """How the version of a round is adopted: by the settings that it was frozen under."""
-        since, earlier = self._changed
-        return earlier.adopt if number < since else self.settings.adopt
+        return next((rule for until, rule in self._rules if number < until), self.settings.adopt)
 
     def _change_settings(self, changed: msg.SettingsChanged) -> None:
-        self._changed = (changed.since, self.settings)
+        self._rules.append((changed.since, self.settings.adopt))
         self.settings = self._orders.settings = changed.settings
 
     def _before_adoption(self, fragment: int, number: int) -> None:

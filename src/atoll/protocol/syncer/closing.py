@@ -327,7 +327,7 @@ def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> f
     if step_s is None or quorum_s is None or sync_s is None:
         return settings.startup_s
     slack = settings.overlap * step_s - (quorum_s + sync_s)
-    share = min(1.0, schedule.interval(settings)) if settings.phases else 1.0
+    share = min(1.0, schedule.interval(settings))
     return share * max(0.0, min(settings.grace_share * slack, settings.grace_cap_steps * step_s))
 
 

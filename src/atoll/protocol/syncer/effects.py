@@ -137,6 +137,13 @@ class ChangeAsked(Fact, frozen=True):
     what: str
     reopen: bool = False
 
+    def behind(self, earlier: ChangeAsked | None) -> ChangeAsked:
+        """One record for both, where an earlier one still waits; this one was made with it in view."""
+        if earlier is None:
+            return self
+        what, reopen = f"{earlier.what} {self.what}", earlier.reopen or self.reopen
+        return ChangeAsked(self.settings, self.outer, what, reopen)
+
 
 class DrainAsked(Fact, frozen=True):
     """Event: the operator wants one learner to leave in good order; the run goes on."""

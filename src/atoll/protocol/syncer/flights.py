@@ -2,7 +2,7 @@
 
 There is to be one round per H/P learner steps. If a round takes nine steps from freezing to commit, nine of them have
 to be under way for that. The syncer measures what a round takes and lets as many rounds start as are needed
-(`schedule.needed_flights`), from ⌈τP/H⌉ to P − 1, within the memory that the settings allow.
+(`schedule.needed_flights`), from ⌈max(1, τ)·P/H⌉ to P − 1, within the memory that the settings allow.
 
 More rounds under way help only as long as they do not wait for each other. Where a link, the merging or the disk is
 too slow, each of n rounds takes n times as long, as many are committed as with one, and all that has changed is that

@@ -23,11 +23,12 @@ from __future__ import annotations
 from math import inf
 
 from atoll.protocol import messages as msg
+from atoll.protocol import schedule
 from atoll.protocol.effects import Tick
 from atoll.protocol.history import History
 from atoll.protocol.phases import due_phase, outer_in
 from atoll.protocol.records import BegunRecord, ChangedRecord, ResetRecord
-from atoll.protocol.settings import PHASED, Settings
+from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Spread
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.accounts import Accounts
@@ -50,7 +51,7 @@ class Syncer:
         assert history.settings.fragments > 0 and history.settings.sync_every > 0, "settings must be resolved"
         self.wake_at: float | None = None
         self._asked: fx.ChangeAsked | None = None
-        """A change of settings that waits for the merge under way."""
+        """A change of settings that waits for a merge, or for the rounds under way."""
         self._only_counted = False
         """The report just taken in moved counters and nothing else."""
         self.state = state = SyncerState(history)
@@ -131,6 +132,11 @@ class Syncer:
     def last_reason(self) -> str:
         return self.rounds.last_reason
 
+    @property
+    def next_settings(self) -> History | fx.ChangeAsked:
+        """What holds once a change that was asked for is made: the next one begins with it."""
+        return self._asked or self.history
+
     # ---- what happens -----------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
@@ -172,7 +178,7 @@ class Syncer:
             case fx.RelayWanted(ticket, offset):
                 self.peers.ask_for_stream(ticket, offset)
             case fx.ChangeAsked():
-                self._asked = event
+                self._asked = event.behind(self._asked)
             case fx.EndAsked(reason):
                 self.end.begin_ending(now, reason)
             case fx.Over():
@@ -276,8 +282,7 @@ class Syncer:
         wakes: list[float] = []
         while moved:
             wakes.clear()
-            if self._asked is not None:
-                self._change_settings(self._asked)
+            self._change_settings()
             self._enter_due_phase()
             self.run_start.start_if_ready(now, wakes)
             for silent in self.liveness.find_silent(now, wakes):
@@ -307,35 +312,52 @@ class Syncer:
         history, phases = self.state.history, self.settings.phases
         if not phases or self.phase != "running":
             return
-        due = due_phase(phases, self.progress)
-        self.state.changing_phase = due > history.training_phase
-        if not self.state.changing_phase or any(r.stage != "gathering" for r in self.state.open_rounds.values()):
+        due = self._find_due_phase()
+        self.state.changing_rounds |= due > history.training_phase
+        if due <= history.training_phase or self.state.has_frozen_rounds():
             return
         settings = self.settings.in_phase(due, history.begun.settings)
         outer = outer_in(phases[due - 1], history.begun.outer, history.outer)
         what = f"phase {due} of {len(phases)}: {phases[due - 1].describe()}"
         self._apply_change(ChangedRecord(settings, outer, what, training_phase=due))
-        self.state.changing_phase = False
-        self.rounds.follow_settings()
-        for learner in self.members.connected_learners():
-            self.state.out.send(learner.name, msg.SettingsChanged(settings=settings, since=self.state.committed))
-        named = {key: getattr(settings, key) for key in PHASED}
-        self.state.out.note("phase", what, training_phase=due, **named)
+        self._tell_changed_rounds()
+        self.state.out.note("phase", what, training_phase=due, **settings.phased_values)
+
+    def _find_due_phase(self) -> int:
+        """By the run's progress. In a synchronous run by its rounds, as its learners count (schedule.py)."""
+        if self.settings.synchronous:
+            return schedule.span_of(self.state.committed, self.settings).number
+        return due_phase(self.settings.phases, self.progress)
+
+    def _change_settings(self) -> None:
+        """The operator's settings hold from now on, written down like a round. H, τ and adoption change as with a
+        phase: between rounds."""
+        self.state.changing_rounds = False
+        if (asked := self._asked) is None:
+            return
+        self.state.changing_rounds = other_rounds = asked.settings.phased_values != self.settings.phased_values
+        if self.state.is_merging() or (other_rounds and self.state.has_frozen_rounds()):
+            return
+        self._asked = None
+        differ = (asked.settings, asked.outer) != (self.state.settings, self.state.history.outer)
+        self._apply_change(ChangedRecord(asked.settings, asked.outer, asked.what, asked.reopen))
+        if other_rounds:
+            self._tell_changed_rounds()
+        if asked.reopen:
+            self.end.reopen_run()
+            self.assembly.expect_everybody()
+        if differ or not asked.reopen:  # a run may be opened again as it is
+            self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
 
     def _apply_change(self, record: ChangedRecord) -> None:
         self.state.out.persist(record)
         self.state.out.add_effect(fx.Retune(record.outer))
         self.state.change_settings()
 
-    def _change_settings(self, asked: fx.ChangeAsked) -> None:
-        """Other settings from now on, written down like a round."""
-        if self.state.is_merging():
-            return
-        self._asked = None
-        differ = (asked.settings, asked.outer) != (self.state.settings, self.state.history.outer)
-        self._apply_change(ChangedRecord(asked.settings, asked.outer, asked.what, asked.reopen))
-        if asked.reopen:
-            self.end.reopen_run()
-            self.assembly.expect_everybody()
-        if differ or not asked.reopen:  # a run may be opened again as it is
-            self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
+    def _tell_changed_rounds(self) -> None:
+        """H, τ or adoption are others from the next round on."""
+        self.state.changing_rounds = False
+        self.rounds.follow_settings()
+        told = msg.SettingsChanged(settings=self.settings, since=self.state.committed)
+        for learner in self.members.connected_learners():
+            self.state.out.send(learner.name, told)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
+from atoll.protocol import schedule
 from atoll.protocol.history import Life
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
@@ -274,7 +275,9 @@ class Membership:
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
         if offer > learner.offer + 1 or learner.offer < 0:
-            learner.offers_from = offer
+            first = schedule.first_read_with(offer, self.settings) if self.settings.synchronous else offer
+            if learner.offer < 0 or first > learner.offer + 1:
+                learner.offers_from = first
         learner.t, learner.steps, learner.tokens = progress.t, progress.steps, progress.tokens
         learner.versions, learner.offer, learner.aims = progress.versions, offer, aims
         learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s

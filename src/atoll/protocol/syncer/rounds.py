@@ -82,19 +82,21 @@ class Rounds:
         )
 
     def follow_settings(self) -> None:
-        """Another phase of training has begun: H and τ may be others, and nothing is measured under them yet."""
+        """H, τ or adoption are others: nothing is measured under them yet."""
         self._since, self._overlaps = RecentSamples(RECENT), RecentSamples(RECENT)
         self.closing.pace.change_interval(schedule.interval(self.state.settings))
         self.flights.start_anew()
 
     def _follow_overlap(self) -> None:
-        """In a phase of a small H a fragment is read again only after its last version was adopted. So it is synced
-        once in overlap + 1 steps at the most: a round that comes earlier would find hardly anybody ready. But no phase
-        is synced less often than the run's own H says, however long some versions take."""
+        """With a small H a fragment is read again only after its last version was adopted. So it is synced once in
+        overlap + 1 steps at the most: a round that comes earlier would find hardly anybody ready. But there is a round
+        per step, and no phase is synced less often than the last one, however long some versions take."""
         settings, away = self.state.settings, self.overlap.p95
-        if settings.phases and away is not None:
-            own = settings.phases[-1].sync_every or settings.sync_every
-            self.closing.pace.interval = max(settings.sync_every, min(away + 1, own)) / settings.fragments
+        last = settings.phases[-1].sync_every if settings.phases else settings.sync_every
+        assert last is not None, "phases are resolved"
+        most = max(last, settings.fragments)
+        if away is not None and settings.sync_every < most:
+            self.closing.pace.interval = max(settings.sync_every, min(away + 1, most)) / settings.fragments
 
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class Rounds:
             if verdict.until is not None:
                 wakes.append(verdict.until)
             return False
-        if self.state.changing_phase and not self.state.draining:
+        if not self.state.draining and (self.state.changing_rounds or self._is_of_later_phase(round_)):
             return False
         under_way = sum(other.stage != "gathering" for other in self.state.open_rounds.values())
         if under_way >= self.flights.allowed and round_.attempt == 1:
@@ -173,6 +175,13 @@ class Rounds:
             return False
         self._freeze_members(now, round_, ready, verdict.reason)
         return True
+
+    def _is_of_later_phase(self, round_: Round) -> bool:
+        """Synchronous: learners have copied it for a phase that begins once the rounds before are committed."""
+        settings = self.state.settings
+        if not settings.synchronous or not settings.phases:
+            return False
+        return schedule.span_of(round_.number, settings).number > self.state.history.training_phase
 
     def _freeze_members(self, now: float, round_: Round, ready: list[KnownLearner], reason: str) -> None:
         self.closing.note_frozen(now, round_)

@@ -153,8 +153,8 @@ class SyncerState:
         """By number, in order."""
         self.draining = False
         """The run ends: the last steps are collected, unpaced."""
-        self.changing_phase = False
-        """Another phase of training begins once no round is under way: none is frozen until then."""
+        self.changing_rounds = False
+        """H, τ or adoption change once no round is under way: none is frozen until then."""
 
     @property
     def settings(self) -> Settings:
@@ -185,6 +185,10 @@ class SyncerState:
         """No learner can have copied, or order, a fragment for a round past this one: a synchronous one orders what is
         due while it waits for a round, and each fragment is under way once."""
         return self.next_round + 2 * self.settings.fragments
+
+    def has_frozen_rounds(self) -> bool:
+        """Whether rounds are between freezing and commit."""
+        return any(round_.stage != "gathering" for round_ in self.open_rounds.values())
 
     def is_merging(self) -> bool:
         return any(round_.stage == "merging" for round_ in self.open_rounds.values())
