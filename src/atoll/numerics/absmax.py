@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -35,6 +34,7 @@ from atoll.protocol.errors import PeerError
 class TensorBlocks(NamedTuple):
     """One tensor's rows, and where its values and its bytes are."""
 
+    number: int
     values: slice
     data: slice
     width: int
@@ -66,43 +66,56 @@ class Absmax(msgspec.Struct, frozen=True):
     def encode_delta(self, delta: Delta, rows: Rows, out: ByteArray) -> None:
         base, theta, feedback, rest = delta.as_inputs()
         assert base.size == count_values(rows) and out.size == self.nbytes(rows), "arrays and rows are of one fragment"
-        for values, data, width, row_bytes, blocks in self._segments(rows):
-            part = (base[values], theta[values], feedback[values], rest[values], out[data], width, row_bytes, self.bits)
-            self._run(partial(codec_kernels.absmax_encode, *part), blocks)
+
+        def work(of: TensorBlocks, first: int, last: int) -> None:
+            given = (base[of.values], theta[of.values], feedback[of.values], rest[of.values])
+            codec_kernels.absmax_encode(*given, out[of.data], of.width, of.row_bytes, self.bits, first, last)
+
+        self._run(work, rows)
 
     def check(self, data: ByteArray, rows: Rows) -> None:
         check_length(self, data, rows)
         given = read_only(data)
-        for number, segment in enumerate(self._segments(rows)):
-            wrong = self._find_fault(given, segment)
-            if wrong >= 0:
-                what = (
-                    "a code that is reserved" if wrong % 2 else "a scale that is not finite, negative or out of range"
-                )
-                raise PeerError(f"block {wrong // 2} of tensor {number} has {what} ({self.name})")
+        faults: list[tuple[int, int]] = []
 
-    def _find_fault(self, data: ByteArray, segment: TensorBlocks) -> int:
-        found: list[int] = []
-        part = (data[segment.data], segment.width, segment.row_bytes, self.bits)
-        self._run(lambda first, last: found.append(codec_kernels.absmax_check(*part, first, last)), segment.blocks)
-        return min((one for one in found if one >= 0), default=-1)
+        def work(of: TensorBlocks, first: int, last: int) -> None:
+            wrong = codec_kernels.absmax_check(given[of.data], of.width, of.row_bytes, self.bits, first, last)
+            if wrong >= 0:
+                faults.append((of.number, wrong))
+
+        self._run(work, rows)
+        if faults:
+            number, wrong = min(faults)
+            what = "a code that is reserved" if wrong % 2 else "a scale that is not finite, negative or out of range"
+            raise PeerError(f"block {wrong // 2} of tensor {number} has {what} ({self.name})")
 
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
         assert out.size == count_values(rows) and data.size == self.nbytes(rows), "it was checked"
         given = read_only(data)
-        for values, place, width, row_bytes, blocks in self._segments(rows):
-            self._run(
-                partial(codec_kernels.absmax_decode, given[place], out[values], width, row_bytes, self.bits), blocks
-            )
 
-    def _run(self, work: Callable[[int, int], None], blocks: int) -> None:
-        in_parts(work, blocks, PART // ABSMAX_BLOCK, self.threads)
+        def work(of: TensorBlocks, first: int, last: int) -> None:
+            place, values = given[of.data], out[of.values]
+            codec_kernels.absmax_decode(place, values, of.width, of.row_bytes, self.bits, first, last)
+
+        self._run(work, rows)
+
+    def _run(self, work: Callable[[TensorBlocks, int, int], None], rows: Rows) -> None:
+        """Over blocks `first` to `last` of each tensor: threads share the runs of all tensors, not of one at a time."""
+        each = PART // ABSMAX_BLOCK
+        runs = [(one, first) for one in self._segments(rows) for first in range(0, one.blocks, each)]
+
+        def work_on(begin: int, end: int) -> None:
+            for one, first in runs[begin:end]:
+                work(one, first, min(first + each, one.blocks))
+
+        in_parts(work_on, len(runs), 1, self.threads)
 
     def _segments(self, rows: Rows) -> Iterator[TensorBlocks]:
         value = byte = 0
-        for count, width in rows:
+        for number, (count, width) in enumerate(rows):
             values, data, per_row = count * width, count * self.row_bytes(width), -(-width // ABSMAX_BLOCK)
             yield TensorBlocks(
+                number,
                 slice(value, value + values),
                 slice(byte, byte + data),
                 width,
