@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -26,44 +26,64 @@ COMMON = 0.3
 """Of what honest learners give, in the direction that they share: cosines of about 0.08."""
 
 SECRET = 5
-LARGE = make_plan([TensorSpec("a", (400, 400), "float32"), TensorSpec("b", (300, 500), "float32")], 2)
-SAMPLED = 12_000
+LARGE = make_plan([TensorSpec("a", (250, 320), "float32"), TensorSpec("b", (200, 375), "float32")], 2)
+SAMPLED = 6_000
 """Values that a sample of a fragment of it holds, about, one in 13."""
 
+Verdicts = dict[str, FilterVerdict]
 Attack = Callable[[FloatArray, FloatArray | None, np.random.Generator], FloatArray]
 
 
 def noise(delta: FloatArray, _: FloatArray | None, dice: np.random.Generator) -> FloatArray:
-    return dice.standard_normal(delta.size).astype(np.float32)
+    return dice.standard_normal(delta.size, dtype=np.float32)
 
 
-def play(
+def draw_rounds(
+    attack: Attack | None, attackers: int, rounds: int, learners: int, seed: int, plan: FragmentPlan
+) -> Iterator[list[FloatArray]]:
+    """What `learners` give, the last of which attack; fragments take turns."""
+    dice, first = np.random.default_rng(seed), {}
+    for number in range(rounds):
+        fragment = number % 2
+        size = plan.fragments[fragment].size
+        common = COMMON * dice.standard_normal(size, dtype=np.float32)
+        deltas = [common + dice.standard_normal(size, dtype=np.float32) for _ in range(learners)]
+        for i in range(learners - attackers, learners) if attack is not None else ():
+            deltas[i] = attack(deltas[i], first.get((i, fragment)), dice)
+            first.setdefault((i, fragment), deltas[i])
+        yield deltas
+
+
+def play_both(
     attack: Attack | None,
     attackers: int = 1,
     rounds: int = 40,
     learners: int = 8,
     seed: int = 0,
     plan: FragmentPlan = PLAN,
-    sampled: bool = False,
-) -> list[dict[str, FilterVerdict]]:
-    """Rounds of `learners`, the last of which attack."""
-    dice, filter_, first = np.random.default_rng(seed), Filter(plan, secret=SECRET), {}
-    told = []
-    for number in range(rounds):
+) -> tuple[list[Verdicts], list[Verdicts]]:
+    """The same rounds before a filter that sees all of each contribution, and before one that sees samples."""
+    exact, sampling = Filter(plan, secret=SECRET), Filter(plan, secret=SECRET)
+    names = [f"l{i}" for i in range(learners)]
+    told: tuple[list[Verdicts], list[Verdicts]] = ([], [])
+    for number, deltas in enumerate(draw_rounds(attack, attackers, rounds, learners, seed, plan)):
         fragment = number % 2
-        size = plan.fragments[fragment].size
-        common = dice.standard_normal(size)
-        deltas = [(COMMON * common + dice.standard_normal(size)).astype(np.float32) for _ in range(learners)]
-        for i in range(learners - attackers, learners) if attack is not None else ():
-            deltas[i] = attack(deltas[i], first.get((i, fragment)), dice)
-            first.setdefault((i, fragment), deltas[i])
-        names = [f"l{i}" for i in range(learners)]
-        judged = filter_.judge(fragment, names, deltas, sample_for=number if sampled else None)
-        told.append(dict(zip(names, judged, strict=True)))
+        told[0].append(dict(zip(names, exact.judge(fragment, names, deltas), strict=True)))
+        told[1].append(dict(zip(names, sampling.judge(fragment, names, deltas, sample_for=number), strict=True)))
     return told
 
 
-def suspects(told: list[dict[str, FilterVerdict]]) -> set[str]:
+def play(
+    attack: Attack | None, attackers: int = 1, rounds: int = 40, learners: int = 8, seed: int = 0
+) -> list[Verdicts]:
+    filter_, names = Filter(PLAN, secret=SECRET), [f"l{i}" for i in range(learners)]
+    return [
+        dict(zip(names, filter_.judge(number % 2, names, deltas), strict=True))
+        for number, deltas in enumerate(draw_rounds(attack, attackers, rounds, learners, seed, PLAN))
+    ]
+
+
+def suspects(told: list[Verdicts]) -> set[str]:
     return {name for one in told for name, judged in one.items() if judged.suspect}
 
 
@@ -231,7 +251,7 @@ def _small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "LEAST", SAMPLED)
 
 
-def first_named(told: list[dict[str, FilterVerdict]], name: str) -> int:
+def first_named(told: list[Verdicts], name: str) -> int:
     return next(number for number, one in enumerate(told) if one[name].suspect)
 
 
@@ -239,7 +259,7 @@ def first_named(told: list[dict[str, FilterVerdict]], name: str) -> int:
 @pytest.mark.parametrize("attackers", [1, 2])
 @pytest.mark.parametrize("attack", list(ATTACKS))
 def test_by_samples_an_attacker_is_named_as_soon_and_nobody_else_is(attack: str, attackers: int) -> None:
-    exact, sampled = (play(ATTACKS[attack], attackers, 24, plan=LARGE, sampled=by) for by in (False, True))
+    exact, sampled = play_both(ATTACKS[attack], attackers, 24, plan=LARGE)
     hostile = {f"l{i}" for i in range(8 - attackers, 8)}
     assert suspects(sampled) == hostile
     for name in hostile:
@@ -247,9 +267,9 @@ def test_by_samples_an_attacker_is_named_as_soon_and_nobody_else_is(attack: str,
 
 
 @pytest.mark.usefixtures("_small_samples")
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(2, 12))])
 def test_by_samples_honest_learners_are_not_suspect_and_agree_as_much(seed: int) -> None:
-    exact, sampled = (play(None, rounds=24, seed=seed, plan=LARGE, sampled=by) for by in (False, True))
+    exact, sampled = play_both(None, rounds=24, seed=seed, plan=LARGE)
     assert suspects(sampled) == set()
     errors = [
         one[name].agreement - judged.agreement
@@ -281,7 +301,7 @@ def test_who_does_well_in_the_samples_of_another_secret_is_named() -> None:
 
 
 def test_small_fragments_are_judged_in_full_where_a_sample_would_do() -> None:
-    exact, sampled = (play(ATTACKS["x5"], sampled=by) for by in (False, True))
+    exact, sampled = play_both(ATTACKS["x5"])
     for left, right in zip(exact, sampled, strict=True):
         for name, judged in left.items():
             assert judged.factors.tobytes() == right[name].factors.tobytes()
