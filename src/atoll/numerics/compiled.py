@@ -54,7 +54,7 @@ class Kernel(Generic[P, R]):
         """By which numba knows a kernel that another one calls."""
         import numba
 
-        return numba.typeof(self.compiled)  # type: ignore[no-untyped-call]
+        return numba.typeof(self.compiled)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = self.compiled(*args, **kwargs)
