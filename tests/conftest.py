@@ -35,6 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("system") is None)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+    # For the processes that tests start, not for these: workers of xdist have started by now.
+    if session.config.option.markexpr != "faults":
+        os.environ["ATOLL_TEST_KERNELS"] = "plain"

@@ -30,19 +30,8 @@ from atoll.telemetry.status import RunStatus
 pytestmark = pytest.mark.system
 
 
-COLD = """
-import sys
-from atoll.numerics import kernels
-kernels.warm = lambda: None
-from atoll.syncer.__main__ import main
-sys.exit(main())
-"""
-"""A syncer that loads no kernels: nobody ever joins it, so it merges nothing."""
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_run, "SYNCER", ["-P", "-c", COLD])
     monkeypatch.setattr(local_run, "Child", partial(Child, waits_s=(0.01,) * children.LIMIT))
 
 

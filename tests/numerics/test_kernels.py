@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import plain_loops
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.numerics import compiled, kernels
+from atoll.numerics import codec_kernels, compiled, kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import read_only
 from atoll.numerics.kernels import BLOCK, GROUP, LANES
@@ -210,8 +211,81 @@ assert kinds() == before, kinds()
 """
 
 
-def test_real_use_needs_no_kernel_that_warm_has_not_met() -> None:
+def test_real_use_needs_no_kernel_that_warm_has_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATOLL_TEST_KERNELS", raising=False)
     subprocess.run([sys.executable, "-c", REAL_USE], check=True, timeout=100)
+
+
+def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tuple[object, ...]]]:
+    """Every kernel that is called from outside, on values of all magnitudes; by the seed, one is not finite."""
+    x, y, z, rest = (draw(size, 4 * seed + i) for i in range(4))
+    x[size // 2] = (x[0], math.nan, math.inf, 0.0, 1e-45)[seed % 5]
+    given, mean, rows = read_only(x), np.float32(0.3), np.float32([0.25])
+    halves, bits, none = np.zeros(size, np.uint16), x.view(np.uint32), x[:0]
+    found: list[tuple[compiled.Kernel[..., object], tuple[object, ...]]] = [
+        (kernels.accumulate, (y, (given,) * GROUP, draw(GROUP).reshape(1, -1), GROUP, seed % 2 == 0)),
+        (kernels.square_norms, (given, np.empty(1))),
+        (kernels.block_dots, (given, read_only(z), 5, np.empty(-(-size // 5)))),
+        (kernels.sketch, (given, np.zeros(16))),
+        (kernels.check_bits, (read_only(bits),)),
+        (kernels.scale_rows, (y, read_only(rows))),
+        (kernels.nesterov, (y, z, given, mean, mean)),
+        (kernels.sgd, (y, given, mean)),
+        (kernels.nesterov_update, (read_only(z), given, y, mean, mean)),
+        (kernels.nesterov_advance, (z, given, mean, mean, mean)),
+        (codec_kernels.bf16_encode, (given, halves)),
+        (codec_kernels.bf16_encode_delta, (given, read_only(y), halves)),
+        (codec_kernels.bf16_decode, (read_only(bits.astype(np.uint16)), y.view(np.uint32))),
+        (codec_kernels.bf16_round, (bits,)),
+    ]
+    rng, blocks = np.random.default_rng(seed), -(-size // codec_kernels.ABSMAX_BLOCK)
+    noise, other = (rng.integers(0, 256, 4 * size + 200).astype(np.uint8) for _ in range(2))
+    for width in (4, 8):
+        head = (size, 3 * blocks + size, width, 0, blocks)
+        found += [
+            (codec_kernels.absmax_encode, (given, read_only(y), read_only(z), rest, noise, *head)),
+            (codec_kernels.absmax_encode, (given, none, none, rest[:0], noise, *head)),
+            (codec_kernels.absmax_check, (read_only(other), *head)),
+            (codec_kernels.absmax_check, (read_only(other % 8), *head)),
+            (codec_kernels.absmax_decode, (read_only(other), y, *head)),
+        ]
+    return [
+        *found,
+        (codec_kernels.topk_encode, (given, read_only(y), read_only(z), rest, noise, 0, 1)),
+        (codec_kernels.topk_check, (read_only(other), size)),
+        (codec_kernels.topk_check, (read_only(other // 8), size)),
+        (codec_kernels.topk_decode, (read_only(other), y, 0, 1)),
+    ]
+
+
+def copied(arguments: tuple[object, ...]) -> tuple[object, ...]:
+    """Arrays of their own, as read-only as they were; what shares memory in a call does so no more."""
+
+    def copy(one: object) -> object:
+        if not isinstance(one, np.ndarray):
+            return tuple(map(copy, one)) if isinstance(one, tuple) else one
+        return one.copy() if one.flags.writeable else read_only(one.copy())
+
+    return tuple(map(copy, arguments))
+
+
+@pytest.mark.parametrize("size", [1, 7, 65, plain_loops.MOST])
+@pytest.mark.parametrize("seed", range(5))
+def test_as_plain_python_a_kernel_gives_the_bits_that_it_gives_compiled(
+    size: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most processes of tests run them so: tests/startup/plain_loops.py."""
+    monkeypatch.setattr(compiled.Kernel, "__call__", plain_loops.run_plain)  # also for those that others call
+    made = calls(size, seed)
+    outside = {kernel for kernel, _ in made}
+    inside = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count"}
+    assert {kernel.__name__ for kernel in compiled._KERNELS if kernel not in outside} == inside
+    for kernel, arguments in made:
+        one, other = copied(arguments), copied(arguments)
+        assert plain_loops.run_plain(kernel, *one) == kernel.compiled(*other), kernel.__name__
+        for left, right in zip(one, other, strict=True):
+            if isinstance(left, np.ndarray):
+                assert left.tobytes() == right.tobytes(), kernel.__name__
 
 
 def test_read_only_is_the_same_memory_and_leaves_the_original_writable() -> None:

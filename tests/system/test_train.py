@@ -23,8 +23,9 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("replayed", [False, pytest.param(True, marks=pytest.mark.faults)])
-def test_two_learners_train_the_built_in_model(run: Run, replayed: bool) -> None:
-    """test_chaos.py has the replay that is in every run of the tests."""
+def test_two_learners_train_the_built_in_model(run: Run, replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users start it, kernels compiled. test_chaos.py has the replay that is in every run of the tests."""
+    monkeypatch.delenv("ATOLL_TEST_KERNELS", raising=False)
     # Five cycles, at a pace that a busy machine keeps: else it merges some fragments once, and there is no effective H.
     cycles = ("--set", "fragments=8", "--set", "sync_every=8", "--set", "workload.pace_s=0.15")
     run.train("--learners", "2", "--steps", "40", *TINY, *cycles, replayed=replayed).ended()

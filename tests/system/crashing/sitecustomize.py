@@ -9,8 +9,11 @@ import os
 import sys
 
 import lean_torch
+import plain_loops
 
-lean_torch.install()  # what tests/startup does, whose place this file takes
+# What tests/startup does, whose place this file takes.
+lean_torch.install()
+plain_loops.install()
 if "ATOLL_CRASH_AT" in os.environ and "atoll.syncer" in sys.orig_argv:
     import deadly
 
