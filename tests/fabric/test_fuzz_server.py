@@ -122,7 +122,7 @@ async def weather(place: Place, caplog: pytest.LogCaptureFixture, count: int, se
 
 
 async def test_no_bytes_disturb_a_server(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    await weather(place, caplog, 1500, seed=1)
+    await weather(place, caplog, 800, seed=1)
 
 
 @pytest.mark.faults

@@ -61,19 +61,19 @@ def usual_world(**differs: Any) -> World:
     ("step_s", "body_s", "round_s"), [(0.05, 0.42, 0.45), pytest.param(0.5, 5.9, 5.95, marks=pytest.mark.faults)]
 )
 def test_h_stays_what_was_asked_when_a_round_takes_many_steps(step_s: float, body_s: float, round_s: float) -> None:
-    world = usual_world(step_s=step_s, body_s=body_s).run_until(seconds=600 * step_s)
+    world = usual_world(step_s=step_s, body_s=body_s).run_until(seconds=300 * step_s)
     flights = world.syncer.rounds.flights
     assert flights.round_s.value == pytest.approx(round_s, rel=0.03), "a round takes 9 or 12 steps to its commit"
     assert (world.syncer.steps_between_syncs.median or 99) <= 25
     assert not flights.is_short and flights.allowed < 23
-    world.run_until(seconds=600 * step_s)  # the samples of the beginning are gone
+    world.run_until(seconds=350 * step_s)  # the samples of the beginning are gone
     steps = world.syncer.steps_between_syncs
     assert (steps.median or 99) <= 25 and (steps.p95 or 99) <= 25 and (steps.mean or 99) < 25.6
 
 
 def test_more_rounds_are_not_started_where_they_would_only_wait_for_each_other() -> None:
     """A tenth more work than fits: H gets a tenth longer, and contributions do not get old in a queue."""
-    world = usual_world(step_s=0.5, merge_s=0.55).run_until(seconds=300)
+    world = usual_world(step_s=0.5, merge_s=0.55).run_until(seconds=200)
     flights = world.syncer.rounds.flights
     assert flights.is_short and flights.gap_s == pytest.approx(0.55, rel=0.02)
     assert flights.wanted <= 7 and (flights.round_s.value or 99) < 3.5
@@ -81,10 +81,10 @@ def test_more_rounds_are_not_started_where_they_would_only_wait_for_each_other()
 
 
 def test_a_run_that_was_short_of_bandwidth_finds_out_when_it_is_not_any_more() -> None:
-    world = usual_world(step_s=0.5, body_s=2.0, merge_s=0.7).run_until(seconds=300)
+    world = usual_world(step_s=0.5, body_s=2.0, merge_s=0.7).run_until(seconds=150)
     assert world.syncer.rounds.flights.is_short
     world.merge_s = 0.0
-    world.run_until(seconds=300)
+    world.run_until(seconds=200)
     assert not world.syncer.rounds.flights.is_short
     assert world.syncer.steps_between_syncs.median == pytest.approx(24, abs=1)
 
@@ -94,7 +94,7 @@ def test_memory_that_is_allowed_limits_the_rounds_and_is_named() -> None:
     flights = world.syncer.rounds.flights
     flights.contribution_bytes, flights.budget_bytes = 10, 80
     most = 0
-    for _ in range(300):
+    for _ in range(150):
         world.run_until(seconds=0.1)
         rounds = world.syncer.state.open_rounds.values()
         most = max(most, sum(one.stage != "gathering" for one in rounds))
@@ -103,7 +103,7 @@ def test_memory_that_is_allowed_limits_the_rounds_and_is_named() -> None:
 
 
 def test_a_step_that_becomes_slower_needs_fewer_rounds_under_way() -> None:
-    world = usual_world(step_s=0.05, body_s=0.42).run_until(seconds=30)
+    world = usual_world(step_s=0.05, body_s=0.42).run_until(seconds=15)
     before = world.syncer.rounds.flights.allowed
     for learner in world.learners.values():
         learner.step_s = 1.0
@@ -115,7 +115,7 @@ def test_a_step_that_becomes_slower_needs_fewer_rounds_under_way() -> None:
 def test_the_overlap_is_measured_from_reading_to_adoption() -> None:
     near = World(2, fragments=4, sync_every=8).run_until(seconds=60)
     assert near.syncer.overlap.median == 1, "read at one boundary, adopted at the next"
-    far = usual_world(step_s=0.5, body_s=2.0).run_until(seconds=300)
+    far = usual_world(step_s=0.5, body_s=2.0).run_until(seconds=150)
     assert far.syncer.overlap.median == pytest.approx(9, abs=1), "2 s up and 2 s down are eight steps and one boundary"
     told = [member["overlap"] for _, note in far.notes if note.kind == "round" for member in note.data["members"]]
     assert set(told[-20:]) <= {8, 9, 10} and told[0] is None

@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
         {"kind": "blackhole", "target": "learner-0", "at_s": 1.0, "for_s": 1.0},
         {"kind": "syncer-kill", "at_s": 3.0},
     ]
-    plan.write_text(tomli_w.dumps({"seconds": 10.0, "fault": faults, "verdict": {"syncer_back_s": 30.0}}))
+    plan.write_text(tomli_w.dumps({"seconds": 7.0, "fault": faults, "verdict": {"syncer_back_s": 30.0}}))
     run.train(*LEASED, "--learners", "2", "--breakable", "--json", "--", "--pace", "0.05")
     run.until(lambda events: len({name for name, _ in members(events)}) == 2)
     done = run.ask("chaos", plan, "--run", run.folder / "nothing")
