@@ -65,7 +65,13 @@ ROWS = {
     "m8-dp": Row(method="data-parallel", learners=8, against="m8-dp"),
     "m8-default": Row(learners=8, against="m8-dp"),
     "m8-h4": Row(learners=8, adopt="carry", phases=H4, against="m8-dp"),
+    "m8-h2": Row(learners=8, adopt="carry", phases=H2, against="m8-dp"),
     "m8-h2-moments": vary(WARM, learners=8, against="m8-dp"),
+    # M = 16
+    "m16-dp": Row(method="data-parallel", learners=16, against="m16-dp"),
+    "m16-default": Row(learners=16, against="m16-dp"),
+    "m16-mean": Row(learners=16, merge="mean", against="m16-dp"),
+    "m16-rda": Row(learners=16, merge="rda", against="m16-dp"),
     # each side's own best learning rate
     "dp-5e-4": Row(method="data-parallel", lr=5e-4),
     "dp-2e-3": Row(method="data-parallel", lr=2e-3),
@@ -74,6 +80,9 @@ ROWS = {
     # what moments may cost, and what else there is
     "h2-moments-int8": vary(WARM, moments="int8"),
     "h2-moments-int8-int4": vary(WARM, moments="int8", up="int4"),
+    "h2-int4": Row(adopt="carry", phases=H2, up="int4"),
+    "topk": Row(up="topk"),
+    "h2-topk": Row(adopt="carry", phases=H2, up="topk"),
     "diloco": Row(fragments=1, overlap=0, merge="mean", outer_lr=0.7, outer_momentum=0.9),
     "alone": Row(method="alone"),
     # merge rules beside the default, and learners that miss a quarter of the rounds
