@@ -89,7 +89,8 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Memory that contributions to rounds under way may take in the syncer. It limits how many rounds are under way,
     down to those that `overlap` asks for."""
     evaluate_every: int = 100
-    """Rounds between two scores of the global model. 0: it is not scored."""
+    """Rounds between two scores of the global model; in a phase with another H, those of the same learner steps. 0: it
+    is not scored."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -23,6 +23,27 @@ def test_the_effective_h_stays_at_h(fragments: int, every: int, step_s: list[flo
     assert world.syncer.steps_between_syncs.median == pytest.approx(every, abs=max(1.0, 0.15 * every))
 
 
+def test_with_more_fragments_than_h_every_fragment_is_synced_every_h_steps() -> None:
+    """Twelve rounds belong to a step: all of them freeze in it, with everybody, and none is held back as a burst."""
+    world = World(3, fragments=24, sync_every=2, overlap=1, latency_s=0.05).run_until(seconds=30)
+    spread = world.syncer.steps_between_syncs
+    assert (spread.median, spread.p95) == (2, 2)
+    rounds = [note.data for note in world.said("round")]
+    assert len(rounds) >= 12 * 25 and all(len(one["members"]) == 3 for one in rounds[24:])
+    assert not world.said("passed")
+
+
+def test_with_more_fragments_than_h_a_run_that_fell_behind_makes_up_for_one_step() -> None:
+    pace = Pace(interval=2 / 24)
+    pace.set_members({"a": 0})
+    pace.move_learner("a", 50)
+    rounds = 0
+    while pace.is_due():
+        pace.use_turn()
+        rounds += 1
+    assert 12 <= rounds <= 2 * 12 + 2, "those of this step, and of the last"
+
+
 def test_a_single_learner_on_a_network_without_latency_keeps_h() -> None:
     world = World(1, fragments=6, sync_every=12, quorum=1, quorum_policy="minimum").run_until(seconds=400)
     assert world.syncer.steps_between_syncs.median == 12

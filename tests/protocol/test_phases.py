@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from tests.protocol.world import SimulatedLearner, SimulatedSyncer, World
 
+from atoll.learner.evaluator import ScoreClock
 from atoll.protocol import records, schedule
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
@@ -173,6 +174,31 @@ def test_what_an_operator_sets_stays_unless_phases_change_it() -> None:
     assert asked.training_phase == 0 and asked.outer["lr"] == 0.3
     begun = world.syncer.state.history.begun.outer
     assert own.outer == {**begun, "robust": True, "norm_limit": 5.0}, "the outer step alone is as the run began"
+
+
+def test_cuts_are_as_many_steps_apart_across_a_change_of_phase() -> None:
+    """Six steps are spent of the 16 between two cuts when the phase ends: the next comes after ten more."""
+    world = run(cut_every=8, phases=(msgspec.structs.replace(WARM, until=22 / STEPS),))
+    steps = [one.step for one in world.journal if isinstance(one, records.MergedRecord | records.PassedRecord)]
+    taken = [effect.cut for _, effect in world.log if isinstance(effect, syncer_fx.TakeCut) and effect.cut]
+    assert [steps[cut - 1] for cut in taken if cut <= len(steps)][:4] == pytest.approx([16, 32, 48, 64], abs=1.0)
+
+
+def test_the_model_is_scored_as_often_by_steps_in_every_phase() -> None:
+    """As the evaluator does, which looks at the run's status from time to time."""
+    world, clock, scored = PhasedWorld(), ScoreClock(), []
+    while not world.finished and world.syncer.phase != "finished":
+        world.run_until(seconds=0.5)
+        if clock.is_due(world.syncer.global_step):
+            scored.append(world.syncer.global_step)
+            clock.note_score(world.syncer.global_step, every=5 * H / P)  # evaluate_every = 5
+    assert scored == list(range(0, STEPS + 1, 5 * H // P)), "in the first quarter there are four times as many rounds"
+
+
+def test_an_h_set_by_hand_leaves_cuts_as_many_steps_apart() -> None:
+    world = in_a_run_of_its_own()
+    ask(world, "sync_every=4")
+    assert (world.syncer.next_settings.settings.cut_every, world.settings.cut_every) == (20 * P, 10 * P)
 
 
 # ---- synchronous ----------------------------------------------------------------------------------------------------

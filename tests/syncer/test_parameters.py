@@ -148,6 +148,18 @@ def test_a_rollback_takes_its_values_over_without_a_copy() -> None:
         one.take_state(packed[4:], (3, 1), 7)
 
 
+def test_momentum_is_zero_at_the_first_round_of_a_phase_that_has_it() -> None:
+    """Its array held the last gradient of the phase without: one step more in that direction would follow."""
+    warm = Outer(merge="mean", optimizer="nesterov", lr=1.0, momentum=0.0)
+    parameters = begun(warm)
+    commit(parameters, 1, 0.5)
+    parameters.change_outer(msgspec.structs.replace(warm, momentum=0.5))
+    assert parameters.momentum(0) is None, "of zeros"
+    commit(parameters, 2, 0.25)
+    after_both = 1.0 - 0.5 - 0.25 * (1 + 0.5)
+    assert set(read(parameters.serve_fragment(0).data)) == {after_both}
+
+
 def test_a_rollback_to_where_momentum_was_off_begins_with_none() -> None:
     """Without momentum its array holds the last gradient of then."""
     outer = Outer(merge="mean", optimizer="nesterov", lr=1.0, momentum=0.0)

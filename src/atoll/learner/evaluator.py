@@ -162,6 +162,20 @@ def name_scorer(score: Callable[..., object]) -> str:
     return f"the scorer {score.__qualname__} (line {code.co_firstlineno} of {Path(code.co_filename).name})"
 
 
+class ScoreClock:
+    """When the model is scored next: by learner steps, so a phase of a small H is scored no more often."""
+
+    def __init__(self) -> None:
+        self._due = 0.0
+
+    def is_due(self, step: int) -> bool:
+        return step >= self._due
+
+    def note_score(self, step: int, every: float) -> None:
+        """`every`: learner steps between two scores."""
+        self._due = (step // every + 1) * every
+
+
 class Evaluator:
     def __init__(
         self,
@@ -182,7 +196,7 @@ class Evaluator:
         self._cpu_s = 0.0
 
     async def run(self) -> None:
-        due, run, heard_at = 0, "", time.monotonic()
+        clock, run, heard_at = ScoreClock(), "", time.monotonic()
         while True:
             try:
                 status = msgspec.convert(await get_json(self._url, "/v1/status"), RunStatus)
@@ -193,22 +207,22 @@ class Evaluator:
                 continue
             heard_at = time.monotonic()
             if status.run != run:
-                due, run = 0, status.run
+                clock, run = ScoreClock(), status.run
                 say(f"joined run {run} as its evaluator")
             final = status.phase == "finished"
-            if status.phase != "waiting" and (final or status.round >= due):
+            if status.phase != "waiting" and (final or clock.is_due(status.global_step)):
                 try:
                     every = await self._once(status.round, final)
                 except Unreachable:  # the syncer went in the middle of it: look whether it comes back
                     await asyncio.sleep(POLL_S)
                     continue
-                due = (status.round // every + 1) * every
+                clock.note_score(status.global_step, every)
             if final:
                 return
             await asyncio.sleep(POLL_S)
 
-    async def _once(self, round: int, final: bool) -> int:
-        """Score the model as it is now; how many rounds lie between two scores."""
+    async def _once(self, round: int, final: bool) -> float:
+        """Score the model as it is now; how many learner steps lie between two scores."""
         manifest: Any = await get_json(self._url, "/v1/manifest")
         plan = msgspec.convert(manifest["plan"], FragmentPlan)
         if not self._checked:
@@ -234,7 +248,7 @@ class Evaluator:
             await asyncio.to_thread(self._best.keep, figure, fetched)
         await post_score(self._url, score)
         say(f"scored round {round}: {found.describe()}")
-        return max(1, int(manifest["evaluate_every"]))
+        return float(manifest["evaluate_steps"])
 
     def _check(self, plan: FragmentPlan, frozen: str) -> None:
         run = plan.tensors

@@ -106,6 +106,7 @@ class State(msgspec.Struct, array_like=True):
     rolled_back: list[tuple[int, int]] = []
     good_cut: int = 0
     training_phase: int = 0
+    cuts_from: int = 0
 
 
 class History:
@@ -145,6 +146,8 @@ class History:
         """The newest cut that is no newer than the last good score."""
         self.training_phase = 0
         """Which phase of training the run is in (phases.py); 0: none has begun."""
+        self.cuts_from = 0
+        """Cuts are taken every `cut_every` rounds, counted from this one; 0 unless H has changed."""
 
     @property
     def run(self) -> str:
@@ -209,6 +212,7 @@ class History:
             case ChangedRecord(settings, outer, _, reopen, training_phase):
                 if settings.phases != self.settings.phases:  # of the new ones none has begun
                     self.training_phase = 0
+                self._keep_steps_since_cut(settings)
                 self.settings, self.outer = settings, dict(outer)
                 self.training_phase = training_phase or self.training_phase
                 if reopen:
@@ -219,6 +223,14 @@ class History:
             case EndedRecord(reason, final, step, progress):
                 self.ended, self.finished, self.step = reason, final, max(self.step, step)
                 self.progress = progress if progress >= 0.0 else self.progress
+
+    def _keep_steps_since_cut(self, settings: Settings) -> None:
+        """Where H changes, the rounds since the last cut count for as many as make the same learner steps now."""
+        before = self.settings
+        if settings.sync_every != before.sync_every and before.cut_every and settings.cut_every:
+            since = (self.committed - self.cuts_from) % before.cut_every
+            since = min(round(since * before.sync_every / settings.sync_every), settings.cut_every - 1)
+            self.cuts_from = self.committed - since
 
     def _joined(self, record: JoinedRecord) -> None:
         known = self.lives.get(record.learner)
@@ -298,6 +310,7 @@ class History:
             list(self.rolled_back),
             self.good_cut,
             self.training_phase,
+            self.cuts_from,
         )
 
     @classmethod
@@ -311,7 +324,7 @@ class History:
         history.progress, history.owners = state.progress, dict(state.owners)
         history.step, history.global_step = state.step, state.global_step
         history.trend, history.good_cut = state.trend, state.good_cut
-        history.training_phase = state.training_phase
+        history.training_phase, history.cuts_from = state.training_phase, state.cuts_from
         history.least = list(state.least) or history.least
         history.rolled_back = list(state.rolled_back)
         history.ledger = Ledger.restore(state.ledger)

@@ -216,11 +216,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.structs.replace(self, phases=asked._with_whole_phases().phases)
 
     def in_phase(self, number: int, own: Settings) -> Settings:
-        """These settings in phase `number`, 1 being the first; `own`: as the run began. A cut comes as often by learner
-        steps, not by rounds."""
+        """These settings in phase `number`, 1 being the first; `own`: as the run began."""
         named: dict[str, Any] = {key: getattr(self.phases[number - 1], key) for key in PHASED}
-        cut_every = own.cut_every and max(1, round(own.cut_every * own.sync_every / named["sync_every"]))
-        return msgspec.structs.replace(self, **named, cut_every=cut_every)
+        return msgspec.structs.replace(self, **named, cut_every=own.cuts_at(named["sync_every"]))
+
+    def cuts_at(self, sync_every: int) -> int:
+        """`cut_every` with another H, so that a cut comes after as many learner steps."""
+        return self.cut_every and max(1, round(self.cut_every * self.sync_every / sync_every))
 
     @property
     def phased_values(self) -> dict[str, Any]:

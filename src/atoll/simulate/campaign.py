@@ -1,6 +1,6 @@
 """One seed: a world is drawn, faults happen to it, they stop, and the run comes to its end.
 
-Invariants hold all the while. Afterwards: every live learner is current within H rounds, the run can end, and an end in
+Invariants hold all the while. Afterwards: every live learner is current within a cycle, the run can end, and an end in
 peace loses nothing.
 """
 
@@ -289,28 +289,37 @@ def end_faults(world: World) -> None:
 
 
 def _becomes_current(world: World) -> None:
-    """Once everybody is back, within H rounds (or RECOVERY_S) all hold what was committed then; and rounds go on."""
-    settings = world.settings
+    """Once everybody is back, within a cycle (or RECOVERY_S) all hold what was committed then; and rounds go on."""
+    settings = world.syncer.settings
     versions, first, since = list(world.syncer.versions), world.syncer.committed, world.now
     slowest = max(learner.step_s for learner in world.learners.values())
     steps = settings.sync_every * settings.sync_every / settings.fragments
     least_s, most_s = RECOVERY_S + 2 * slowest, 2 * slowest * (steps + settings.sync_every) + CALM_S
     most_s += 8 * settings.sync_every * world.network.longest_s
+    rounds, is_checked = max(settings.sync_every, settings.fragments), False
     while _is_running(world) and world.now < since + most_s:
-        if world.syncer.committed >= first + settings.sync_every and world.now >= since + least_s:
+        behind, in_time = world.syncer.committed - first, world.now >= since + least_s
+        if behind >= settings.fragments and in_time and not is_checked:
+            _check_all_hold(world, versions)
+            is_checked = True
+        if behind >= rounds and in_time:
             break
         _until(world, world.now + LOOK_S)
     if not _is_running(world):
         return
     world.invariants.drains.check_all_left()
-    if world.syncer.committed < first + settings.sync_every and not _all_stopped(world):
-        said = f"{world.syncer.committed - first} rounds since the faults stopped, not {settings.sync_every}"
-        raise Violation("current within H rounds", said)
+    if world.syncer.committed < first + rounds and not _all_stopped(world):
+        said = f"{world.syncer.committed - first} rounds since the faults stopped, not {rounds}"
+        raise Violation("current within a cycle", said)
+    _check_all_hold(world, versions)
+
+
+def _check_all_hold(world: World, versions: list[int]) -> None:
     for name, learner in world.learners.items():
         for fragment, version in enumerate(versions):
             if learner.alive and learner.adopted[fragment] < version:
                 said = f"{name} holds version {learner.adopted[fragment]} of fragment {fragment}, not {version}"
-                raise Violation("current within H rounds", said, name, fragment)
+                raise Violation("current within a cycle", said, name, fragment)
 
 
 def _all_stopped(world: World) -> bool:

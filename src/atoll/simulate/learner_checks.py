@@ -204,7 +204,8 @@ class Drains:
             return False
         slowest_s = max(one.step_s for one in self._learners.values())
         trips_s = 8 * settings.fragments * self._trip_s
-        needs_s = (settings.sync_every + 2) * slowest_s + settings.patience_s + settings.startup_s + trips_s
+        longest = max(one.sync_every for one in (settings, *self._newest.machine.settings.in_all_phases))
+        needs_s = (longest + 2) * slowest_s + settings.patience_s + settings.startup_s + trips_s
         return learner.leaving.waits_s >= needs_s
 
     def watch_closed_account(self, gone: GoneRecord) -> None:

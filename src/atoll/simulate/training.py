@@ -43,6 +43,9 @@ class TrainingWorld(Protocol):
     @property
     def now(self) -> float: ...
 
+    @property
+    def longest_h(self) -> int: ...
+
     def step_s(self, learner: Training) -> float: ...
 
     def on_step(self, learner: Training) -> None: ...
@@ -128,7 +131,7 @@ class Leaving:
 
     def begin(self, now: float, one: Training) -> float:
         """Its loop has ended. How long it waits from here."""
-        cycle_s = one.world.settings.sync_every * one.step_s
+        cycle_s = one.world.longest_h * one.step_s
         self.waits_s = DRAIN_S if self.hurried else max(DRAIN_S, CYCLES * cycle_s)
         self.until = now + self.waits_s
         return self.waits_s

@@ -107,6 +107,11 @@ class World:
     def syncer(self) -> Syncer:
         return self.simulated_syncer.machine
 
+    @property
+    def longest_h(self) -> int:
+        """Of all phases, and as the run began."""
+        return max(one.sync_every for one in (self.settings, *self.syncer.settings.in_all_phases))
+
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:

@@ -58,12 +58,14 @@ def parse_changes(
     said = merged({"protocol": msgspec.to_builtins(now.settings), "outer": now.outer}, parse_settings(words))
     phases = said["protocol"].pop("phases")
     settings = msgspec.convert(said["protocol"], Settings).resolved(now.settings.fragments)
+    keys = [word.partition("=")[0] for word in words]
+    if "cut_every" not in keys:
+        settings = msgspec.structs.replace(settings, cut_every=now.settings.cuts_at(settings.sync_every))
     settings = _with_phases(settings, msgspec.convert(phases, tuple[TrainingPhase, ...]), now.settings, history)
     QUORUM_POLICY.check(settings.quorum_policy)
     outer = msgspec.to_builtins(msgspec.convert(said["outer"], Outer))
     if settings == now.settings and outer == now.outer and not reopen:
         return None
-    keys = [word.partition("=")[0] for word in words]
     _check_rounds(now.settings, settings, keys)
     what = " ".join(words) or "the run goes on"
     return ChangeAsked(settings, outer, f"{what}{_until_when(history, settings, keys)}", reopen)

@@ -14,6 +14,7 @@ import msgspec
 from atoll.config import Config
 from atoll.fabric.wire import ScoreReport, one_line
 from atoll.numerics.fragments import FragmentPlan
+from atoll.protocol import schedule
 from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import participation, spread
 from atoll.protocol.syncer.machine import Syncer
@@ -296,7 +297,7 @@ def manifest(machine: Syncer, plan: FragmentPlan, evaluate_every: int) -> bytes:
             "phase": machine.phase,
             "round": machine.committed,
             "plan": plan,
-            "evaluate_every": evaluate_every,
+            "evaluate_steps": max(1, evaluate_every) * schedule.interval(machine.history.begun.settings),
             "frozen": machine.history.begun.frozen,
         }
     )

@@ -1,9 +1,9 @@
 """Cuts: consistent snapshots of the whole run (Chandy and Lamport), taken while it goes on.
 
-Every `cut_every` rounds the syncer records its state right behind a commit. From then on every message it sends names
-the open cut; the first such message is the marker for a learner, which then saves its own state in the background and
-says so. Nothing has to be recorded on the wire: a sender keeps what was in flight (a copy is kept until its fragment is
-adopted).
+Every `cut_every` rounds (of another H as many as make the same learner steps) the syncer records its state right behind
+a commit. From then on every message it sends names the open cut; the first such message is the marker for a learner,
+which then saves its own state in the background and says so. Nothing has to be recorded on the wire: a sender keeps
+what was in flight (a copy is kept until its fragment is adopted).
 
 Rules kept here, each with its test:
 - a cut never waits for dead learners, nor for anybody past its deadline; the manifest names those left out, and why;
@@ -59,7 +59,7 @@ class Cuts:
     def take_if_due(self, now: float, rounds: int) -> None:
         """So many rounds are behind the run: take a cut if one is due. Called before the last of them is announced."""
         every = self.state.settings.cut_every
-        if self.open is not None or not every or rounds % every:
+        if self.open is not None or not every or (rounds - self.state.history.cuts_from) % every:
             return
         if now < self._rests_until:
             self._rests_until = -inf  # the next one is taken
