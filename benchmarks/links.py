@@ -53,8 +53,8 @@ WAIT_S = 600.0
 class Links:
     """A relay for each learner, all with the same rate and delay."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.rate, self.delay_s = options.mbit * 1e6 / 8, options.delay
+    def __init__(self, options: argparse.Namespace, learners: int = LEARNERS) -> None:
+        self.rate, self.delay_s, self.learners = options.mbit * 1e6 / 8, options.delay, learners
         self.lines: list[TcpRelay] = []
         self.counted: list[tuple[int, float, float]] = []
         """The run's round, and the bytes that a line had carried by then on average: up, and down."""
@@ -72,7 +72,7 @@ class Links:
         address = urlsplit(url)
         assert address.hostname is not None and address.port is not None
         secrets = published_secrets(address.hostname, address.port)
-        for _ in range(LEARNERS):
+        for _ in range(self.learners):
             line = await self.open(address.hostname, address.port)
             publish_secrets(line.host, line.port, secrets)
         return {f"learner-{number}": line.url for number, line in enumerate(self.lines)}

@@ -205,6 +205,14 @@ def test_what_became_of_the_work_is_plain(status: Status) -> None:
     assert "88 %" in row
 
 
+def test_the_phase_of_training_is_shown_and_which_h_those_before_got(status: Status) -> None:
+    screen = LiveScreen(console(80))
+    screen.update(status(training_phase=2, training_phases=3, phase_until=0.4, earlier_h=((2, 7.0),)))
+    assert "phase 2 of 3, until 40 % · before: H 2 got 7.0" in " ".join(text_of(screen, 80).split())
+    screen.update(status())
+    assert "before" not in text_of(screen, 80)
+
+
 def test_a_learner_whose_work_is_thrown_away_is_an_alarm(status: Status) -> None:
     screen, now = LiveScreen(console(80, height=24)), status(learners=8)
     told = "only 31 % of learner-3's last work was merged, 91 % of the others'"

@@ -28,6 +28,7 @@ BY_HAND: dict[str, Any] = {
     "effective_h": 4.0,  # of 4, 5, 3; the 6, 2, 3 of the drain do not count
     "effective_h_mean": 4.0,
     "effective_h_p95": 5.0,
+    "phases": [],
     "overlap": 2.0,  # of 2, 3, 1; the others are of the drain, or nothing was measured
     "overlap_mean": 2.0,
     "overlap_p95": 3.0,
@@ -124,6 +125,20 @@ def test_effective_h_is_that_of_the_last_phase_of_training(events: list[Event], 
     assert (summary["effective_h"], summary["overlap"]) == (3.0, 1.0), "of the one round that came later"
     assert (summary["settings"]["sync_every"], summary["settings"]["overlap"]) == (3, 2)
     assert not any("were asked for" in line for line in story(summary, events))
+    told = [(one["phase"], one["by_hand"], one["sync_every"], one["effective_h"]) for one in summary["phases"]]
+    assert told == [(1, False, 2, 4.5), (2, False, 3, 3.0)]
+    assert "phase 2: 3 and 3.0 (1 rounds)." in " ".join(story(summary, events))
+
+
+def test_an_h_set_by_hand_has_figures_of_its_own(events: list[Event], say: Say) -> None:
+    changes = [
+        say(2.5, "phase", training_phase=1, sync_every=2, overlap=1, adopt="carry"),
+        say(9.5, "changed", what="sync_every=3", sync_every=3, overlap=1, adopt="carry"),
+        say(9.6, "changed", what="quorum=2"),
+    ]
+    summary = summarise([*events, *changes])
+    assert summary["settings"]["sync_every"] == 3
+    assert [(one["phase"], one["by_hand"]) for one in summary["phases"]] == [(1, False), (1, True)]
 
 
 def test_uptime_leaves_out_the_time_without_any_learner(say: Say) -> None:

@@ -75,6 +75,7 @@ def test_a_phase_has_its_own_h_and_the_run_goes_on_with_its_own() -> None:
 def test_what_is_shown_of_late_is_of_the_present_phase() -> None:
     world = run()
     assert world.syncer.steps_between_syncs.median == H
+    assert list(world.syncer.rounds.earlier_h) == [(H, None), (2, 2)], "asked and got, in the phases before"
     [_, note] = world.said("phase")
     told = {"training_phase": 2, "sync_every": H, "overlap": 2, "adopt": "overwrite"}
     assert note.data == {**note.data, **told}

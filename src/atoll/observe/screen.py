@@ -241,6 +241,8 @@ def _last_round(status: RunStatus, committed: int | None) -> Table:
     members = f"{len(status.members)}: {plain(listing(status.members, 5))}" if status.members else NONE
     if status.effective_h_mean is not None:
         grid.add_row("steps a sync", Text(_steps_between(status)))
+    if status.training_phases or status.earlier_h:
+        grid.add_row("phase", Text(_phase(status)))
     if status.overlap_steps is not None:
         grid.add_row("overlap", Text(_overlap(status)))
     if status.outer_step is not None:
@@ -277,6 +279,14 @@ def _effective_h(status: RunStatus) -> Text:
 def _steps_between(status: RunStatus) -> str:
     median, mean = decimal(status.effective_h, 1), decimal(status.effective_h_mean, 1)
     return f"median {median} · mean {mean} · p95 {decimal(status.effective_h_p95, 0)}"
+
+
+def _phase(status: RunStatus) -> str:
+    """Which phase of training it is in, and which H those before got."""
+    ends = f", until {percent(status.phase_until)}" if status.phase_until < 1.0 else ""
+    now = [f"{status.training_phase} of {status.training_phases}{ends}"] if status.training_phases else []
+    before = ", ".join(f"H {asked} got {decimal(got, 1)}" for asked, got in status.earlier_h[-3:])
+    return " · ".join([*now, *([f"before: {before}"] if before else [])])
 
 
 def _overlap(status: RunStatus) -> str:

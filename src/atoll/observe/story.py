@@ -35,7 +35,7 @@ ADVICE = "Advice: "
 
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
-    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary)]
+    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary), _phases(summary)]
     told += [_merging(summary, events), _training(summary), _validation(summary), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
     told += [f"{ADVICE}{advice}" for advice in advise(summary)]
@@ -66,6 +66,17 @@ def _resumes(summary: Summary) -> str:
     if not ways:
         return ""
     return f"It was {' and '.join(ways)}{', and resumed each time' if after.total() > 1 else ' and resumed'}."
+
+
+def _phases(summary: Summary) -> str:
+    """Which H each phase of training got."""
+    found = [one for one in summary.get("phases") or () if one["rounds"]]
+    told = [f"{'by hand' if one['by_hand'] else 'phase ' + str(one['phase'])}: {_h_of(one)}" for one in found]
+    return f"H of each phase of training, asked for and effective: {'; '.join(told)}." if told else ""
+
+
+def _h_of(one: dict[str, Any]) -> str:
+    return f"{one['sync_every']} and {decimal(one['effective_h'], 1)} ({one['rounds']:,} rounds)"
 
 
 def _times(number: int) -> str:

@@ -14,6 +14,7 @@ overlap and the settings beside them are those of the last phase.
 | liveness | mean share of the M learners alive (joined, and not gone) |
 | participation | mean over rounds of members over learners alive and recovered at that moment, the muted included |
 | effective_h, _mean, _p95 | learner steps between two syncs of a fragment: median, mean, 95th percentile |
+| phases | of each phase of training, and each H set by hand: H as asked for and as it was, rounds; empty: one H |
 | overlap, _mean, _p95 | learner steps from reading a contribution to adopting the version that holds it |
 | rho, outer_step | autocorrelation of merged gradients, effective outer step: means over the last phase |
 | rounds, rounds_closed | committed rounds; all, also those in which nothing was merged (`round` on the screen) |
@@ -45,6 +46,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from statistics import fmean, median
 from typing import Any
 
@@ -86,7 +88,8 @@ def summarise(events: Iterable[Event]) -> Summary:
     timeline = remove_idle_time(sorted(events, key=lambda event: float(event["at"])))
     header = first_of_kind(timeline, "run") or {}
     plan = first_of_kind(timeline, "plan") or {}
-    phase = next(iter(select_kinds(timeline, "phase")[-1:]), {"at": 0.0})
+    changes = [event for event in select_kinds(timeline, "phase", "changed") if "sync_every" in event]
+    phase = changes[-1] if changes else {"at": 0.0}
     settings: dict[str, Any] = {
         **(header.get("settings") or {}),
         **(plan.get("settings") or {}),  # with P and H as the model made them
@@ -120,6 +123,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         "effective_h": steps.median,
         "effective_h_mean": _round(steps.mean),
         "effective_h_p95": steps.p95,
+        "phases": h_by_phase(changes, paced),
         "overlap": overlap.median,
         "overlap_mean": _round(overlap.mean),
         "overlap_p95": overlap.p95,
@@ -325,6 +329,18 @@ def _merged_fragment_tokens(rounds: Iterable[Event]) -> int:
 
 def steps_between_syncs(paced: Iterable[Event]) -> Spread:
     return spread([m["since"] for r in paced for m in r["members"] if m.get("since") is not None])
+
+
+def h_by_phase(changes: Sequence[Event], paced: Sequence[Event]) -> list[dict[str, Any]]:
+    """For each phase of training, and each H set by hand: what was asked for, and what came of it."""
+    found, number = [], 0
+    for change, later in pairwise([*changes, {"at": inf}]):
+        rounds = [event for event in paced if change["at"] <= event["at"] < later["at"]]
+        steps, number = steps_between_syncs(rounds), change.get("training_phase") or number
+        by_hand = change["kind"] == "changed"
+        told = {"phase": number, "by_hand": by_hand, "sync_every": change["sync_every"], "rounds": len(rounds)}
+        found.append({**told, "effective_h": steps.median, "effective_h_mean": _round(steps.mean)})
+    return found
 
 
 def steps_to_adoption(paced: Iterable[Event]) -> Spread:

@@ -149,6 +149,7 @@ class Meter:
             effective_h=steps.median,
             effective_h_mean=steps.mean,
             effective_h_p95=steps.p95,
+            **_training_phase(machine),
             grace_s=machine.grace_s if machine else 0.0,
             participation=sum(self._shares) / len(self._shares) if self._shares else None,
             goodput=self._goodput(machine, elapsed) if machine and elapsed > 0 else None,
@@ -287,6 +288,20 @@ def awaited_learners(machine: Syncer | None) -> str:
     settings = machine.settings
     some = f"{awaited} more of {settings.learners} learners"
     return f"Waiting for {some}, up to {settings.wait_for_learners_s:g} s; then training begins."
+
+
+def _training_phase(machine: Syncer | None) -> dict[str, Any]:
+    if machine is None:
+        return {}
+    phase, phases = machine.history.training_phase, machine.settings.phases
+    ends = phases[phase - 1].until if phase else 1.0
+    told = [(asked, got) for asked, got in machine.rounds.earlier_h if got is not None]
+    return {
+        "training_phase": phase,
+        "training_phases": len(phases),
+        "phase_until": ends,
+        "earlier_h": tuple(told),
+    }
 
 
 def manifest(machine: Syncer, plan: FragmentPlan, evaluate_every: int) -> bytes:

@@ -92,6 +92,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… their mean …"""
     effective_h_p95: float | None = None
     """… and what 95 % of them do not exceed."""
+    training_phase: int = 0
+    """Which phase of training it is in, from 1 on …"""
+    training_phases: int = 0
+    """… of how many; 0: none …"""
+    phase_until: float = 1.0
+    """… and at which share of the run that one ends."""
+    earlier_h: tuple[tuple[int, float | None], ...] = ()
+    """Asked and effective H before the present one, in this term."""
     versions: tuple[int, ...] = ()
     """Of every fragment."""
     codec: str = "bf16"

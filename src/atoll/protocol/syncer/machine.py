@@ -347,7 +347,8 @@ class Syncer:
             self.end.reopen_run()
             self.assembly.expect_everybody()
         if differ or not asked.reopen:  # a run may be opened again as it is
-            self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
+            named = self.settings.phased_values if other_rounds else {}
+            self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what, **named)
 
     def _apply_change(self, record: ChangedRecord) -> None:
         self.state.out.persist(record)

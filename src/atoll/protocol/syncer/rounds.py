@@ -14,10 +14,12 @@ Rules kept here, each with its test:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from atoll.protocol import records, schedule
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
+from atoll.protocol.settings import MOST_PHASES
 from atoll.protocol.statistics import RecentSamples, Spread
 from atoll.protocol.syncer.closing import OWN_STEPS, RoundClosing
 from atoll.protocol.syncer.cuts import Cuts
@@ -44,6 +46,9 @@ class Rounds:
         self.last_reason = ""
         self._since = RecentSamples(RECENT)
         self._overlaps = RecentSamples(RECENT)
+        self._asked_h = state.settings.sync_every
+        self.earlier_h: deque[tuple[int, float | None]] = deque(maxlen=MOST_PHASES)
+        """Asked, and got at the end, of each H before the present one in this term."""
 
     @property
     def steps_between_syncs(self) -> Spread:
@@ -83,6 +88,8 @@ class Rounds:
 
     def follow_settings(self) -> None:
         """H, τ or adoption are others: nothing is measured under them yet."""
+        self.earlier_h.append((self._asked_h, self.steps_between_syncs.median))
+        self._asked_h = self.state.settings.sync_every
         self._since, self._overlaps = RecentSamples(RECENT), RecentSamples(RECENT)
         self.closing.pace.change_interval(schedule.interval(self.state.settings))
         self.flights.start_anew()
