@@ -397,6 +397,8 @@ def test_which_phase_is_due() -> None:
 def test_a_warm_start_is_a_phase() -> None:
     settings = Settings(steps=100, warm_start=0.15).resolved(1000)
     assert settings.phases[0] == warm_start(0.15) and settings.phases[1].sync_every == 24
+    by_hand = msgspec.structs.replace(settings, sync_every=7)
+    assert [one.sync_every for one in by_hand.in_all_phases] == [2, 24, 7], "the first phase is the first of them"
 
 
 @pytest.mark.parametrize(

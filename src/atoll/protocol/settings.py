@@ -235,9 +235,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def in_all_phases(self) -> tuple[Settings, ...]:
-        """These, and one for each phase."""
+        """One for each phase, and behind them these."""
         phases = [{key: getattr(one, key) for key in PHASED} for one in self.phases]
-        return (self, *(msgspec.structs.replace(self, **named) for named in phases))
+        return (*(msgspec.structs.replace(self, **named) for named in phases), self)
 
 
 def _least(name: str, value: int, least: int) -> None:
