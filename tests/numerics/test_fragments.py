@@ -9,7 +9,7 @@ from math import prod
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.numerics.arrays import FloatArray
@@ -61,7 +61,6 @@ def drawn_plan(tensors: list[TensorSpec], data: st.DataObject) -> FragmentPlan:
 
 
 @given(models, st.data())
-@settings(max_examples=150, deadline=None)
 def test_pieces_tile_every_tensor_exactly_once_and_no_fragment_is_empty(
     tensors: list[TensorSpec], data: st.DataObject
 ) -> None:
@@ -85,7 +84,6 @@ def test_pieces_tile_every_tensor_exactly_once_and_no_fragment_is_empty(
 
 
 @given(models, st.data())
-@settings(max_examples=100, deadline=None)
 def test_pieces_lie_one_after_the_other(tensors: list[TensorSpec], data: st.DataObject) -> None:
     plan = drawn_plan(tensors, data)
     for index, (fragment, start) in enumerate(zip(plan.fragments, plan.starts, strict=True)):
@@ -97,7 +95,6 @@ def test_pieces_lie_one_after_the_other(tensors: list[TensorSpec], data: st.Data
 
 
 @given(models, st.data())
-@settings(max_examples=300, deadline=None)
 def test_no_fragment_is_above_the_mean_by_a_tenth_or_by_a_row(tensors: list[TensorSpec], data: st.DataObject) -> None:
     plan = drawn_plan(tensors, data)
     mean = plan.size / len(plan.fragments)
@@ -107,7 +104,6 @@ def test_no_fragment_is_above_the_mean_by_a_tenth_or_by_a_row(tensors: list[Tens
 
 
 @given(models, st.data())
-@settings(max_examples=150, deadline=None)
 def test_a_split_ends_its_fragment(tensors: list[TensorSpec], data: st.DataObject) -> None:
     """So there are few of them, and what a fragment holds of a tensor is one piece."""
     plan = drawn_plan(tensors, data)
@@ -117,7 +113,6 @@ def test_a_split_ends_its_fragment(tensors: list[TensorSpec], data: st.DataObjec
 
 
 @given(models, st.data())
-@settings(max_examples=100, deadline=None)
 def test_tensors_are_assembled_from_their_pieces(tensors: list[TensorSpec], data: st.DataObject) -> None:
     """What two sides put into the fragments, piece by piece, comes out as it was."""
     plan = drawn_plan(tensors, data)
@@ -164,7 +159,6 @@ def test_what_is_balanced_without_splits_is_not_split() -> None:
 
 
 @given(models, st.randoms())
-@settings(max_examples=100, deadline=None)
 def test_the_order_of_the_model_does_not_matter(tensors: list[TensorSpec], shuffle: random.Random) -> None:
     shuffled = list(tensors)
     shuffle.shuffle(shuffled)

@@ -26,7 +26,7 @@ DIARY = (SCRIPTS / "diary.py", "--set", "evaluate_every=0", "--set", "overlap=1"
 WIDE = ("--", "--width", "600")
 """Its larger fragment is decoded, merged and stepped beside the event loop."""
 
-SAMPLE = ("half:segment.write:15", "before:Commit:15", "after:manifest.json:2")
+SAMPLE = ("half:segment.write:15", "before:Commit:15", "after:manifest.json:1")
 MATRIX = [
     ("before:Send.Pull:30", "after:Send.Pull:30", "before:Merge:30", "after:Merge:30"),
     ("before:Persist:30", "after:Persist:30", "before:Commit:30", "after:Commit:30"),
