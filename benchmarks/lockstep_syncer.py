@@ -34,10 +34,14 @@ class HostSyncer:
     def change_outer(self, outer: Outer) -> None:
         self._parameters.change_outer(outer)
 
-    def merge(self, part: Fragment, deltas: list[torch.Tensor], bases: list[int]) -> torch.Tensor:
-        """The next version becomes the committed one. Returns the outer gradient. `bases`: the version of each."""
+    def merge(
+        self, part: Fragment, deltas: list[torch.Tensor], bases: list[int], weights: list[float] | None = None
+    ) -> torch.Tensor:
+        """The next version becomes the committed one. Returns the outer gradient. `bases`: the version of each.
+        `weights`: None for equal ones."""
         held, index = self._parameters, part.index
-        held.stage_merge(index, [delta.cpu().numpy().copy() for delta in deltas], [1.0] * len(deltas), bases=bases)
+        equal = [1.0] * len(deltas)
+        held.stage_merge(index, [delta.cpu().numpy().copy() for delta in deltas], weights or equal, bases=bases)
         gradient = torch.from_numpy(held.outer_gradient(index).copy())
         self.sent += len(held.round_payload(index))
         before = held.committed_buffers()[index]
