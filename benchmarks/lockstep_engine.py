@@ -9,7 +9,8 @@ adopted τ steps later. So there is no system, no failure and no waiting in it: 
 - A fragment is read again only after its last version was adopted: so H is at least τ + 1.
 - A row may have learners that miss rounds. Who misses one gives nothing to it and does not get its version, so that the
   next contribution is of an older base; the product sends every version to all, and this is for links that do not.
-- After the last step a cycle without training collects what is left. Scores are those of Θ.
+- After the last step a cycle without training collects what is left. Scores are those of Θ; of a row with a tail the
+  last one is that of the mean of its last versions, as `tail_average` writes it.
 - The batches of a seed are the same for every row; data-parallel takes those of all learners as one batch.
 - On a GPU every learner's step is a CUDA graph on a stream of its own, so that learners step side by side: one of them
   does not fill it. With Muon, which needs its learning rate on the host, only forward and backward are in the graph.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple
 
@@ -62,6 +64,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     lr: float = 1e-3
     misses: float = 0.0
     """The share of rounds that a learner misses, drawn by the seed. All have equal weights all the same."""
+    tail: int = 0
+    """Its loss is that of the mean of the last so many versions of every fragment; 0: of the newest."""
     against: str = "dp"
     """The row that its loss is compared with."""
 
@@ -162,6 +166,8 @@ class Decoupled:
         """By learner, then fragment."""
         self._dice = np.random.default_rng([seed, 1])
         assert not (row.misses and self._moments), "moments are shared among all learners"
+        self._last = [deque[torch.Tensor](maxlen=row.tail) for _ in first]
+        """By fragment, the versions of its tail."""
         self._flights: list[Flight] = []
         self._trace, self._whole = OuterTrace(), 0
 
@@ -210,6 +216,7 @@ class Decoupled:
         moments = {} if self._moments is None else self._moments.average(part, self._learners)
         gradient = self._syncer.merge(part, deltas, [base.version for base in bases])
         self._trace.add_gradient(part.index, self._phase, gradient)
+        self._last[part.index].append(self._syncer.versions[part.index])
         adopt_at = self._step + settings.overlap
         self._flights.append(Flight(part, members, self._step, adopt_at, settings.adopt, read, moments))
         self._round += 1
@@ -236,8 +243,14 @@ class Decoupled:
 
     def current_model(self) -> Gpt:
         """Θ."""
+        return self._fill_model(self._syncer.versions)
+
+    def averaged_model(self) -> Gpt:
+        return self._fill_model([torch.stack([*last]).double().mean(0).float() for last in self._last])
+
+    def _fill_model(self, fragments: list[torch.Tensor]) -> Gpt:
         named = dict(self._model.named_parameters())
-        for part, values in zip(self._plan.fragments, self._syncer.versions, strict=True):
+        for part, values in zip(self._plan.fragments, fragments, strict=True):
             own = cut_out(named, part)
             torch._foreach_copy_(own, shape_like(values, own))
         return self._model
@@ -318,9 +331,12 @@ def train(
         if (step + 1) % every == 0 and step + 1 < steps:
             curve.append([step + 1, validation_loss(method.current_model(), text, settings.eval_windows)])
     method.finish()
-    loss = validation_loss(method.current_model(), text, settings.eval_windows)
+    loss = newest = validation_loss(method.current_model(), text, settings.eval_windows)
+    if row.tail and isinstance(method, Decoupled):
+        loss = validation_loss(method.averaged_model(), text, settings.eval_windows)
     return {
         "loss": loss,
+        **({"newest_loss": newest} if row.tail else {}),
         "curve": [*curve, [steps, loss]],
         **method.describe(),
         "numerics": "device" if on_device else "host",

@@ -89,6 +89,9 @@ ROWS = {
     "embeddings": Row(merge="rda-row-embeddings"),
     "late": Row(misses=0.25),
     "late-literal": Row(misses=0.25, merge="rda-row-literal"),
+    # the mean of the last versions
+    "tail": Row(tail=4),
+    "h2-tail": Row(adopt="carry", phases=H2, tail=4),
 }
 REFERENCE = {"depth": 10, "block": 256, "batch": 16, "steps": 2100}
 MOST_TEXT_BYTES = 96 << 20

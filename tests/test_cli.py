@@ -567,6 +567,10 @@ def test_weights_are_exported_with_the_moment_they_are_of(
     assert (folder / "model.safetensors").stat().st_size > 0
     assert atoll(monkeypatch, "export", "run", "model.safetensors", "--cut", 2, "--force") == 0
     assert capsys.readouterr().out == "run small after 2 rounds (cut 2) is in model.safetensors\n"
+    assert atoll(monkeypatch, "export", "run", "model.safetensors", "--tail", 2, "--force") == 0
+    assert capsys.readouterr().out.endswith("the mean of its last 2 cycles is in model-tail.safetensors\n")
+    assert atoll(monkeypatch, "export", "run", "model.safetensors", "--tail", 2, "--best") == 2
+    assert "--tail averages the newest versions: give it without --best and --cut" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

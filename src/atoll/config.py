@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from atoll.numerics.outer import OuterOptimizer
 
 T = TypeVar("T", bound=msgspec.Struct)
+TAIL_CUTS = 3
+"""With `tail_average`, outer gradients are kept back to this cut: the last is taken at the end, perhaps right behind
+the one before it."""
 
 
 class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,12 +94,16 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     evaluate_every: int = 100
     """Rounds between two scores of the global model; in a phase with another H, those of the same learner steps. 0: it
     is not scored."""
+    tail_average: int = 0
+    """At the end of the run, the mean of the last so many versions of every fragment is written too. 0: it is not."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} is not between 0 and 65535; 0 takes any free one")
         if self.round_memory_mib < 0:
             raise ConfigError(f"round_memory_mib = {self.round_memory_mib} is below 0: 0 allows what τ asks for")
+        if self.tail_average < 0 or self.tail_average == 1:
+            raise ConfigError(f"tail_average = {self.tail_average} averages nothing: 0 leaves it, 2 is the least")
         if self.evaluate_every < 0:
             raise ConfigError(f"evaluate_every = {self.evaluate_every} is below 0; 0 leaves the model unscored")
 
@@ -122,6 +129,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ADOPT.check(self.protocol.adopt)
         QUORUM_POLICY.check(self.protocol.quorum_policy)
         VERSION_CODEC.check(self.protocol.version_codec)
+        if self.service.tail_average and self.protocol.keep_cuts < TAIL_CUTS:
+            raise ConfigError(
+                f"tail_average needs the outer gradients behind the last {TAIL_CUTS} cuts: "
+                f"keep_cuts = {self.protocol.keep_cuts} is too few"
+            )
         if self.protocol.phases and self.protocol.warm_start:
             raise ConfigError("warm_start is a phase of its own: leave it out, or leave [[phases]] out")
         check_phases(self.protocol.phases)

@@ -167,6 +167,15 @@ def test_the_literal_rule_differs_only_where_learners_miss_rounds() -> None:
     assert abs(late[0] - late[1]) > 1e-6 and late[0] != never[0]["loss"]
 
 
+def test_the_loss_of_a_tail_is_that_of_the_mean_of_the_last_versions() -> None:
+    plain, tail = (train(shrink(name), 0, SMALL, 60, TEXT, scores=2) for name in ("default", "tail"))
+    assert tail["newest_loss"] == plain["loss"] or torch.cuda.is_available(), "a GPU adds in any order"
+    assert tail["curve"][:-1] == plain["curve"][:-1] or torch.cuda.is_available()
+    assert np.isfinite(tail["loss"]) and tail["loss"] != tail["newest_loss"]
+    one = train(msgspec.structs.replace(shrink("tail"), tail=1), 0, SMALL, 60, TEXT, scores=1)
+    assert one["loss"] == one["newest_loss"], "the newest version is the mean of itself"
+
+
 def test_where_learners_miss_rounds_both_numerics_agree_and_the_loss_falls() -> None:
     runs = [train(shrink("late-literal"), 1, SMALL, 40, TEXT, numerics=one, scores=2) for one in ("host", "device")]
     assert np.allclose(runs[0]["curve"], runs[1]["curve"], rtol=1e-3)

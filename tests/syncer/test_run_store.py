@@ -270,6 +270,21 @@ def test_payloads_are_kept_back_to_the_cut_before_the_newest(tmp_path: Path) -> 
     assert reign.payloads() == ["payload-000001-0003.bin", "payload-000001-0004.bin"]
 
 
+def test_for_a_mean_of_the_last_versions_they_are_kept_back_to_one_cut_more(tmp_path: Path) -> None:
+    """The last cut of a run may come right behind the one before it."""
+    reign = Reigning(tmp_path / "run", payload_cuts=3).start().round(2)
+    for _ in range(2):
+        reign.whole_cut()
+        reign.round(6)
+    reign.whole_cut()
+    reign.round(1)
+    reign.whole_cut()
+    reign.write(EndedRecord("enough"))
+    tail = reign.run_store.average_tail(3)
+    assert [last - first for first, last in zip(tail.record.first, tail.record.last, strict=True)] == [2, 2]
+    assert reign.payloads() == ["payload-000001-0003.bin", "payload-000001-0004.bin"], "of the second cut and the third"
+
+
 def test_with_the_newest_cut_damaged_the_one_before_it_gives_the_same(tmp_path: Path) -> None:
     reign = Reigning(tmp_path / "run").start()
     for _ in range(4):

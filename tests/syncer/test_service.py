@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 
 from atoll.digests import compute_digest
@@ -32,6 +33,10 @@ from atoll.protocol.messages import (
     TensorSpec,
     Welcome,
 )
+from atoll.protocol.records import TailRecord
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import read
+from atoll.store.verify import verify_run
 from atoll.syncer.parameters import OLD
 
 
@@ -388,6 +393,27 @@ async def test_the_end_saves_the_model_and_says_why(stage: Stage) -> None:
     finished = stage.events("finished")[0]
     assert finished["reason"] == "the test is over"
     assert finished["bytes_in"] > 0 and finished["learners"][0]["learner"] == "a"
+
+
+async def test_the_end_writes_the_mean_of_the_last_versions_behind_its_record(stage: Stage) -> None:
+    learner, pull = await one_at_work(stage, service={"tail_average": 3})
+    for number, delta in enumerate((0.5, 0.5, 0.25, 0.25, 0.125, 0.125)):
+        await learner.contribute(pull, delta=delta)
+        await stage.until("round", number + 1)
+        pull = await next_pull(learner, after=pull)
+    await stage.end()
+    *_, record = (one for _, one in read(stage.out.journal, disk=LocalDisk()) if isinstance(one, TailRecord))
+    assert (record.cycles, record.first, record.last) == (3, (1, 1), (3, 3))
+    assert (load_file(stage.out.tail_model)["two"] == np.float32((0.5 + 0.25 + 0.125) / 3)).all()
+    assert stage.events("closing")[-1]["text"] == "the mean of the last 3 cycles is in model-tail.safetensors"
+    assert verify_run(stage.out.path).ok
+
+
+async def test_where_there_is_no_mean_to_be_had_the_run_ends_all_the_same(stage: Stage) -> None:
+    await one_at_work(stage, service={"tail_average": 3})
+    await stage.end()
+    assert stage.saved is not None and not stage.out.tail_model.exists()
+    assert "no averaged model is written: no fragment of" in stage.events("warning")[-1]["text"]
 
 
 async def test_an_end_before_any_learner_saves_nothing(stage: Stage) -> None:

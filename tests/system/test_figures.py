@@ -17,7 +17,7 @@ pytestmark = pytest.mark.system
 @pytest.mark.faults
 def test_a_run_of_a_users_own_script_is_told_in_its_own_words(run: Run) -> None:
     words = ("--learners", "2", "--steps", "200", "--set", "evaluate_every=4", "--set", "wait_for_learners_s=55")
-    run.train(SCRIPTS / "scored.py", *words).ended()
+    run.train(SCRIPTS / "scored.py", *words, "--set", "tail_average=3").ended()
     summary = run.summary
     accuracy = summary["metrics"]["accuracy"]
     assert accuracy["direction"] == "max" and accuracy["best"] >= accuracy["end"] > accuracy["start"]
@@ -27,6 +27,11 @@ def test_a_run_of_a_users_own_script_is_told_in_its_own_words(run: Run) -> None:
     assert max(one["at"] for one in run.events("joined")) <= run.events("initial")[0]["at"], "the run waited for both"
 
     assert run.command("verify", run.out).returncode == 0
+    assert run.command("export", run.out, "tail.safetensors", "--tail", "3").returncode == 0
+    kept, made = load_file(run.out / "model-tail.safetensors"), load_file(run.folder / "tail-tail.safetensors")
+    assert kept.keys() == made.keys() and all(kept[name].equal(made[name]) for name in kept)
+    assert {"rho", "outer_step"} <= run.events("round")[-1].keys()
+
     done = run.command("export", run.out, "best.safetensors", "--best")
     assert done.returncode == 0, done.stderr
     script = runpy.run_path(str(SCRIPTS / "scored.py"))

@@ -162,8 +162,10 @@ def verify(run: Path, json_: bool) -> None:
         raise RunFailed(report.problem)
 
 
-def export(run: Path, out: Path, cut: int | None, best: bool, force: bool, whole: bool) -> None:
+def export(run: Path, out: Path, cut: int | None, best: bool, tail: int | None, force: bool, whole: bool) -> None:
     console = Console()
+    if tail is not None and (best or cut is not None):
+        raise ConfigError("--tail averages the newest versions: give it without --best and --cut")
     if best and cut is not None:
         raise ConfigError("--best and --cut name different models: give one of them")
     if best and whole:
@@ -177,7 +179,7 @@ def export(run: Path, out: Path, cut: int | None, best: bool, force: bool, whole
             f"the best of run {facts.get('run')} ({scored}) is in {short(file)}", soft_wrap=True, highlight=False
         )
         return
-    done = export_run(run, out, cut, force=force, whole=whole)
+    done = export_run(run, out, cut, force=force, whole=whole, tail=tail)
     for remark in done.remarks:
         console.print(f"note: {remark}", soft_wrap=True, highlight=False)
     where = f"cut {done.cut} and {done.replayed} rounds behind it" if done.replayed else f"cut {done.cut}"
@@ -186,6 +188,8 @@ def export(run: Path, out: Path, cut: int | None, best: bool, force: bool, whole
         soft_wrap=True,
         highlight=False,
     )
+    if done.tail is not None:
+        console.print(f"the mean of its last {tail} cycles is in {short(done.tail)}", soft_wrap=True, highlight=False)
 
 
 def set_(run: str, words: list[str]) -> None:

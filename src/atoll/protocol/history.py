@@ -36,6 +36,7 @@ from atoll.protocol.records import (
     ScoredRecord,
     SourcesRecord,
     StartedRecord,
+    TailRecord,
     TermRecord,
 )
 from atoll.protocol.settings import Settings
@@ -196,7 +197,7 @@ class History:
                 self._choose_good_cut()
             case RestoredRecord():
                 self._restored(record)
-            case ResetRecord() | LentRecord() | AlarmedRecord() | DrawnRecord():
+            case ResetRecord() | LentRecord() | AlarmedRecord() | DrawnRecord() | TailRecord():
                 pass  # concerns the numbers alone, or a reader of the tape or of the books
             case PlayedRecord(tapes):
                 for one in tapes:

@@ -27,6 +27,7 @@ its place. Structs are written as arrays without names: a round of four members 
     LentRecord      a copy of a learner's state that a newcomer may take
     DrawnRecord     of a tape that no run made: what its failures were drawn from, and who makes no steps when
     EndedRecord     the run ends; and once more, final: its last round is behind it
+    TailRecord      the mean of the last versions of every fragment, which is about to be written (store/tail.py)
 """
 
 from __future__ import annotations
@@ -323,6 +324,16 @@ class EndedRecord(Record, frozen=True, tag="ended"):
     """How much of the budget was spent at the very end; below 0: as the last round said."""
 
 
+class TailRecord(Record, frozen=True, tag="tail"):
+    cycles: int
+    """As many were asked for."""
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    """Of each fragment, the versions that are averaged, both included."""
+    digests: tuple[str, ...]
+    """Of each fragment's mean."""
+
+
 AnyRecord = (
     BegunRecord
     | TermRecord
@@ -344,6 +355,7 @@ AnyRecord = (
     | LentRecord
     | DrawnRecord
     | EndedRecord
+    | TailRecord
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -46,6 +46,7 @@ from atoll.protocol.records import (
     ScoredRecord,
     SourcesRecord,
     StartedRecord,
+    TailRecord,
     TermRecord,
 )
 from atoll.protocol.syncer.rollback import undone
@@ -161,6 +162,8 @@ class JournalAudit:
                 self._check_step("the end", step)
             case AlarmedRecord(wrong=wrong):
                 self.alarm, self.alarms = self.alarm or wrong, self.alarms + 1
+            case TailRecord():
+                self._check_tail(record)
             case LentRecord() | OwnedRecord() | DrawnRecord():
                 pass
 
@@ -232,6 +235,16 @@ class JournalAudit:
     def _check_fragment(self, fragment: int) -> None:
         if not 0 <= fragment < self.fragments:
             raise BadRun(f"fragment {fragment} is reset, the run has {self.fragments}")
+
+    def _check_tail(self, record: TailRecord) -> None:
+        if not len(record.first) == len(record.last) == len(record.digests) == self.fragments:
+            raise BadRun(f"a mean is written of {len(record.last)} fragments, the run has {self.fragments}")
+        for fragment, (first, last) in enumerate(zip(record.first, record.last, strict=True)):
+            if not 0 <= first <= last <= self.history.versions[fragment]:
+                raise BadRun(
+                    f"a mean is written of versions {first} to {last} of fragment {fragment}, which is at version "
+                    f"{self.history.versions[fragment]}"
+                )
 
     def _check_change(self, record: ChangedRecord) -> None:
         ours, theirs = self.history.settings, record.settings

@@ -3,6 +3,8 @@
 It only reads the run, so it works on a live run and on one that was killed. The output is outside the run's folder and
 appears whole or not at all; nothing is replaced without --force.
 
+With --tail a second file beside it holds the mean of the last versions (tail.py), and says which they are.
+
 With --whole the file also holds frozen parameters and buffers, which are not merged. The first learner's folder has
 them: their values at the start in UNMERGED, and its buffers in its part of every cut. They are copied byte by byte, so
 any dtype is kept and nothing is held in memory.
@@ -25,8 +27,9 @@ from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import staged
 from atoll.store.cuts import complete_cuts, read_manifest
-from atoll.store.rebuild import ModelHead, load_at_cut, load_newest
+from atoll.store.rebuild import load_at_cut, load_newest
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
+from atoll.store.tail import average_tail
 
 MODEL = "model.safetensors"
 CONFIG = "config.toml"
@@ -46,31 +49,40 @@ class ExportedModel:
     replayed: int
     """Rounds behind that cut that were made again."""
     remarks: tuple[str, ...] = ()
+    tail: Path | None = None
+    """Where the mean of the last versions is, if it was asked for."""
 
 
 def export_run(
-    path: Path, out: Path, cut: int | None = None, *, force: bool = False, whole: bool = False
+    path: Path, out: Path, cut: int | None = None, *, force: bool = False, whole: bool = False, tail: int | None = None
 ) -> ExportedModel:
     """The newest version, or what a cut holds, to `out`: a `.safetensors` file, or else a folder with the settings too.
 
-    `whole`: with frozen parameters and buffers that are not merged.
+    `whole`: with frozen parameters and buffers that are not merged. `tail`: the mean of the last so many versions too.
     ConfigError for what cannot be asked; BadCut, Corrupt or NotKept name what is wrong in the run's directory.
     """
     run = RunDir(path)
     _check_out(run, out, force)
-    head = load_newest(run) if cut is None else load_at_cut(run, cut)
-    unmerged, remark = find_unmerged(run, head.cut) if whole else ({}, "")
     file = out if out.suffix == ".safetensors" else out / MODEL
+    beside = file.with_name(f"{file.stem}-tail.safetensors")
+    if tail is not None:
+        _check_out(run, beside, force)
+    head = load_newest(run) if cut is None else load_at_cut(run, cut)
+    averaged = average_tail(run, tail) if tail is not None else None
+    unmerged, remark = find_unmerged(run, head.cut) if whole else ({}, "")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _save(file, head, unmerged)
+        _save(file, head.model.tensors_by_name(), facts_of_model(head.run, head.round, head.versions), unmerged)
+        if averaged is not None:
+            _save(beside, averaged.tensors_by_name(), averaged.facts(), unmerged)
         if file != out and run.settings.exists():
             with staged(out / CONFIG) as draft:
                 shutil.copyfile(run.settings, draft)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
-    versions, remarks = tuple(head.versions), (*head.remarks, *([remark] if remark else []))
-    return ExportedModel(file, head.run, head.round, versions, head.cut, head.replayed, remarks)
+    remarks = (*head.remarks, *([remark] if remark else []), *(averaged.remarks if averaged is not None else ()))
+    made = (head.run, head.round, tuple(head.versions), head.cut, head.replayed)
+    return ExportedModel(file, *made, remarks, beside if averaged is not None else None)
 
 
 def export_best(path: Path, out: Path, *, force: bool = False) -> tuple[Path, dict[str, str]]:
@@ -101,14 +113,16 @@ def _check_out(run: RunDir, out: Path, force: bool) -> None:
         raise ConfigError(f"{out} is there already: choose another name, or replace it with --force")
 
 
-def _save(path: Path, head: ModelHead, unmerged: Mapping[str, StoredTensor]) -> None:
+def _save(
+    path: Path, tensors: Mapping[str, FloatArray], facts: Mapping[str, str], unmerged: Mapping[str, StoredTensor]
+) -> None:
     """Like every model of ours; its metadata says what it is of."""
-    metadata = {"format": "pt", **facts_of_model(head.run, head.round, head.versions)}
+    metadata = {"format": "pt", **facts}
     if unmerged:
-        save_whole(path, head, unmerged, metadata)
+        save_whole(path, tensors, unmerged, metadata)
         return
     with staged(path) as draft:
-        safetensors.numpy.save_file(head.model.tensors_by_name(), draft, metadata=metadata)
+        safetensors.numpy.save_file(dict(tensors), draft, metadata=metadata)
 
 
 BUFFERS = "buffers/"
@@ -167,9 +181,14 @@ def read_table(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def save_whole(path: Path, head: ModelHead, unmerged: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
+def save_whole(
+    path: Path,
+    tensors: Mapping[str, FloatArray],
+    unmerged: Mapping[str, StoredTensor],
+    metadata: Mapping[str, str],
+) -> None:
     """One safetensors file of both; of a name that is in both, the merged tensor."""
-    whole: dict[str, StoredTensor | FloatArray] = {**unmerged, **head.model.tensors_by_name()}
+    whole: dict[str, StoredTensor | FloatArray] = {**unmerged, **tensors}
     names = sorted(whole, key=lambda name: (-_item_bytes(whole[name]), name))  # so that each lies at a multiple of it
     text = _header({name: whole[name] for name in names}, metadata)
     with staged(path) as draft, draft.open("wb") as out:

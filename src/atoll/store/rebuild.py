@@ -6,16 +6,18 @@ has feedback, which lies in cuts: no payload gives it again, so that a cut's own
 This reader shares only the arithmetic of the outer step with the syncer, so that agreement between the two means
 something. It holds the model once, reads only, and never writes into a run's folder.
 
-`load_newest` gives the newest model. `ParameterWalk` goes from the oldest cut to the end of the journal: every round
-must give the digest in its record, and every newer cut must match bit for bit, Θ and outer state. Where payloads were
-trimmed it continues from the next cut; after the newest cut none may be missing.
+`load_newest` gives the newest model, and tail.py the mean of its last versions. `ParameterWalk` goes from the oldest
+cut to the end of the journal: every round must give the digest in its record, and every newer cut must match bit for
+bit, Θ and outer state. Where payloads were trimmed it continues from the next cut; after the newest cut none may be
+missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +29,7 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors, make_plan
 from atoll.numerics.outer import starts_momentum, take_outer_step
 from atoll.numerics.updates import WHOLE, apply_update, decode_update, make_version_codec
+from atoll.numerics.version_mean import VersionMeans
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, PassedRecord, ResetRecord, RestoredRecord
@@ -42,6 +45,7 @@ TRIES = 5
 
 
 _FEEDBACK = "feedback-"
+T = TypeVar("T")
 
 
 class NotKept(AtollError):
@@ -136,6 +140,10 @@ class RebuiltModel:
             if here is None or file is None or compute_digest(here.view(np.uint8).data) != file.digest:
                 return name
         return None
+
+    def fragment_values(self, fragment: int) -> FloatArray:
+        """Θ of one fragment; it changes with the next step."""
+        return self._arrays[f"theta-{fragment:03d}"]
 
     def tensors_by_name(self) -> dict[str, FloatArray]:
         values = [self._arrays[f"theta-{part.index:03d}"] for part in self.plan.fragments]
@@ -247,14 +255,19 @@ def _check_run(run: RunDir, cut: StoredCut) -> None:
 
 def load_newest(run: RunDir) -> ModelHead:
     """The newest version of everything: the newest cut that is whole, and all rounds behind it."""
+    return read_steadily(run, lambda: _newest(run))
+
+
+def read_steadily(run: RunDir, make: Callable[[], T]) -> T:
+    """What `make` gives, again where it failed while a live run took a cut and trimmed payloads."""
     for _ in range(TRIES - 1):
         before = known_cuts(run.cuts)[:1]
         try:
-            return _newest(run)
+            return make()
         except (BadCut, Corrupt, NotKept):
             if known_cuts(run.cuts)[:1] == before:
                 raise
-    return _newest(run)
+    return make()
 
 
 def _newest(run: RunDir) -> ModelHead:
@@ -266,11 +279,16 @@ def _newest(run: RunDir) -> ModelHead:
             remarks.append(f"cut {number} is passed over: {error}")
             continue
         head.remarks = remarks
-        return _replayed(head, run.journal)
+        return replay_rounds(head, run.journal)
     raise BadCut("; ".join([f"{run.path} holds no cut, so there are no parameters to be had", *remarks]))
 
 
-def _replayed(head: ModelHead, folder: Path) -> ModelHead:
+def replay_rounds(
+    head: ModelHead, folder: Path, *, until: Position | None = None, means: VersionMeans | None = None
+) -> ModelHead:
+    """All that is behind it in the journal, or up to a position. `means`: get every version that is made."""
+    if head.position == until:
+        return head
     for position, record in read(folder, start=head.position, disk=LocalDisk()):
         if isinstance(record, MergedRecord) and record.payload is None:
             head.remarks.append(f"round {record.round} and later ones kept no outer gradients: the model is older")
@@ -284,13 +302,36 @@ def _replayed(head: ModelHead, folder: Path) -> ModelHead:
             head.replayed += 1
         if isinstance(record, MergedRecord | PassedRecord):
             head.round = record.round + 1
+        if means is not None:
+            add_versions(means, head.model, record)
+        if position == until:
+            break
     return head
+
+
+def add_versions(means: VersionMeans, model: RebuiltModel, record: AnyRecord) -> None:
+    """The versions that this record has just made."""
+    match record:
+        case MergedRecord(fragment=fragment, version=version):
+            means.add_version(fragment, version, model.fragment_values(fragment))
+        case RestoredRecord(versions=versions):
+            for fragment, version in enumerate(versions):
+                means.add_version(fragment, version, model.fragment_values(fragment))
+        case _:
+            pass
 
 
 class ParameterWalk:
     """From cut to cut to the end of the journal. `cuts`: the oldest first, each at its place in the journal."""
 
-    def __init__(self, run: RunDir, cuts: Sequence[StoredCut], findings: Findings) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        cuts: Sequence[StoredCut],
+        findings: Findings,
+        tail: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
+        """`tail`: of each fragment, the first and the last version whose mean is wanted."""
         self._run, self._findings = run, findings
         self._cuts = {cut.state.position: cut for cut in cuts}
         self._newest = cuts[-1].number
@@ -300,6 +341,8 @@ class ParameterWalk:
         """None while payloads are missing."""
         self.rounds = 0
         """Made again, each with the digest of its record."""
+        self.means = VersionMeans(self.model.plan, *tail) if tail is not None else None
+        self._add_cut(cuts[0])
 
     def go_to(self, end: Position) -> None:
         if self._at.state.position == end:
@@ -320,6 +363,8 @@ class ParameterWalk:
         except NotKept as error:
             self._lose_model(record, error)
             return
+        if self.means is not None:
+            add_versions(self.means, self.model, record)
         if isinstance(record, MergedRecord):
             self.rounds += 1
             self._findings.progress("rounds made again", self.rounds)
@@ -337,10 +382,17 @@ class ParameterWalk:
     def _compare_cut(self, cut: StoredCut) -> None:
         if self.model is None:
             self.model = load_cut(self._run.cuts, cut)
+            self._add_cut(cut)
         elif (name := self.model.find_difference(cut.part)) is not None:
             path = cut.path / name
             raise BadRun(f"{path} is not what cut {self._at.number} and the rounds behind it give")
         self._at = cut
+
+    def _add_cut(self, cut: StoredCut) -> None:
+        """The versions that a model begins with."""
+        if self.means is not None and self.model is not None:
+            for fragment, version in enumerate(cut.state.history.versions):
+                self.means.add_version(fragment, max(0, version), self.model.fragment_values(fragment))
 
 
 def difference(path: Path, model: RebuiltModel) -> str | None:

@@ -14,6 +14,7 @@
     standby.json        who would carry out an attack on it (chaos/standby.py), while it goes on
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
+    model-best.safetensors, model-tail.safetensors  what scored best, and the mean of the last versions (tail.py)
     report.html         all of it on one page, once somebody asked for it
 
 The folder is this user's alone (mode 700), and so is all that is in it: a file is as open as its folder. A run with
@@ -53,6 +54,7 @@ _OURS = (
         "environment.json",
         "model.safetensors",
         "model-best.safetensors",
+        "model-tail.safetensors",
         "report.html",
         "syncer.url",
         "norms.json",
@@ -161,6 +163,11 @@ class RunDir:
     def best_model(self) -> Path:
         """The global model with the best score, kept by the run's evaluator."""
         return self.path / "model-best.safetensors"
+
+    @property
+    def tail_model(self) -> Path:
+        """The mean of its last versions, where `tail_average` asks for it."""
+        return self.path / "model-tail.safetensors"
 
     @property
     def journal(self) -> Path:

@@ -7,7 +7,8 @@ The report names the first thing that is wrong, with its place; nothing after it
     cuts         every file by its digest (verify_cuts.py)
     parameters   Θ and the outer state, rebuilt from cut to cut to the end (rebuild.py)
     model        model.safetensors, if present, is the head of the journal; every fragment of model-best.safetensors is
-                 a version that the journal has the digest of
+                 a version that the journal has the digest of; model-tail.safetensors is the mean that a record names,
+                 and the newest such mean comes out again where its outer gradients are kept
     alarms       the syncer raised none about the ledger while the run went on
 
 Records are read one at a time, so memory stays at one copy of the model. Nothing is written, so a live run can be
@@ -29,7 +30,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Fragment, Piece, make_plan
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.records import AnyRecord, BegunRecord, CutDoneRecord, MergedRecord, RestoredRecord
+from atoll.protocol.records import AnyRecord, BegunRecord, CutDoneRecord, MergedRecord, RestoredRecord, TailRecord
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun
 from atoll.store.disk import LocalDisk
@@ -37,6 +38,7 @@ from atoll.store.journal import ORIGIN, Position, TornTail, read
 from atoll.store.rebuild import ParameterWalk, RebuiltModel, difference
 from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
+from atoll.store.tail import digests_of, find_record
 from atoll.store.verify_cuts import CutVerifier, Findings, Progress
 from atoll.store.writer_lease import unclaimed_terms
 
@@ -88,6 +90,7 @@ class RunVerification:
         self._records = self._torn_bytes = 0
         self._read_whole = False
         """All records that were there are read, and none is wrong."""
+        self._tails: list[TailRecord] = []
         self._terms: set[int] = set()
         """Whose segments hold records that count."""
         self._under_tape = False
@@ -116,6 +119,7 @@ class RunVerification:
         self._check_model(self._audit, self._rebuild_model(self._audit))
         self._audit.check_alarms()
         self._check_best(history.begun)
+        self._check_tail(history.begun)
 
     def has_grown(self) -> bool:
         """Whether the run has written more since it was read: its other files may be newer than what was read."""
@@ -156,6 +160,8 @@ class RunVerification:
             self._audit.take_record(record)
         if isinstance(record, CutDoneRecord):
             self._cuts.take_record(record)
+        if isinstance(record, TailRecord):
+            self._tails.append(record)
         if isinstance(record, MergedRecord):
             self._under_tape = self._under_tape or record.payload is None
 
@@ -224,7 +230,8 @@ class RunVerification:
             return None
         if not cuts:
             raise BadRun(f"the run has parameters, but no cut in {self._run.cuts} holds them: put one back")
-        self._walk = ParameterWalk(self._run, cuts, self._findings)
+        tail = (self._tails[-1].first, self._tails[-1].last) if self._tails else None
+        self._walk = ParameterWalk(self._run, cuts, self._findings, tail)
         self._walk.go_to(self._end)
         return self._walk.model
 
@@ -255,6 +262,22 @@ class RunVerification:
             self._findings.add_remark(
                 f"{found.unknown} fragments of {name} are of versions that the journal has no digest of"
             )
+
+    def _check_tail(self, begun: BegunRecord) -> None:
+        """The mean is made again from its versions, and the file is held against the record that it names."""
+        means = self._walk.means if self._walk is not None else None
+        if means is not None and not means.is_complete():
+            self._findings.add_remark("the averaged model cannot be made again: its outer gradients are trimmed")
+        elif means is not None and digests_of(means.compute()) != self._tails[-1].digests:
+            raise BadRun("the last versions have another mean than the record of the averaged model says")
+        path = self._run.tail_model
+        if not path.exists():
+            return
+        if (record := find_record(path, begun.run, self._tails)) is None:
+            raise BadRun(f"{path} is not known to the journal: no record names the versions that it says it averages")
+        plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
+        if wrong := _differing(path, list(plan.fragments), dict(enumerate(record.digests))):
+            raise BadRun(f"{path} is not the mean that the journal tells of: {wrong}")
 
     # ---- what was counted ---------------------------------------------------------------------------------------
 

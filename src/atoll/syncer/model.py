@@ -67,13 +67,14 @@ class Model:
             return ""
         return f"{hello.learner} trains on other data (digest {hello.data[:12]}) than the run ({run[:12]})"
 
-    def describe(self, round_memory: int) -> tuple[str, dict[str, object]]:
+    def describe(self, round_memory: int, *, tail_average: bool = False) -> tuple[str, dict[str, object]]:
         """Text and data of the event at the run's beginning."""
         begun, settings = self.history.begun, self.history.settings
         text = (
             f"the model has {self.plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
         )
-        most = memory_bound(self.plan, settings, len(outer_of(self.history).make().slots()), round_memory=round_memory)
+        slots = len(outer_of(self.history).make().slots())
+        most = memory_bound(self.plan, settings, slots, round_memory=round_memory, tail_average=tail_average)
         return text, {
             "settings": msgspec.to_builtins(settings),
             "parameters": self.plan.size,
@@ -184,9 +185,10 @@ def memory_bound(
     relay: RelayLimits | None = None,
     *,
     round_memory: int = 0,
+    tail_average: bool = False,
 ) -> MemoryBound:
     """A sum of what each limit allows; `slots`: of the outer optimizer, per parameter; `round_memory`: for
-    contributions to more rounds under way than τ asks for.
+    contributions to more rounds under way than τ asks for; `tail_average`: a mean is made at the end.
 
     | what | bytes |
     | --- | --- |
@@ -197,6 +199,7 @@ def memory_bound(
     | a lossy version codec | feedback like one more slot; what a round encodes, decodes and leaves out |
     | its encoded steps | of each fragment up to the size of its Θ, and those that readers of OLD versions hold |
     | a rollback | Θ three times, the outer state twice and the feedback once more, with guard = "rollback" |
+    | a mean of the last versions | all of a cut once more, the sum in float64, and the mean |
     | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
     | the same, in a round | a sample of its delta, for the filter |
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
@@ -216,6 +219,8 @@ def memory_bound(
         fixed += model + (1 + OLD) * sum(body_nbytes(codec, part) for part in plan.fragments)
     if settings.guard == "rollback":
         fixed += 2 * (1 + slots) * model + model + feedback + largest
+    if tail_average:
+        fixed += (1 + slots) * model + feedback + 2 * model + model
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION + limits.answer_bytes
     fixed += settings.fragments * (NAMES * BUCKETS + SKETCH) * 8
     least, most = (max(map(count, settings.in_all_phases)) for count in (schedule.least_flights, schedule.most_flights))

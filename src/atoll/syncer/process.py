@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn, Protocol
 
-from atoll.config import Config
+from atoll.config import TAIL_CUTS, Config
 from atoll.fabric.address import host_port
 from atoll.fabric.handlers import ServedPages
 from atoll.fabric.tasks import VitalTasks, keep_showing
@@ -85,6 +85,7 @@ def serve(
             acquire(out.journal) if standby is None else _wait_for_turn(out, standby),
             every_round=config.service.durability == "round",
             keep=config.protocol.keep_cuts,
+            payload_cuts=TAIL_CUTS if config.service.tail_average else 2,
             disk=disk,
         )
         begin = StartOptions(

@@ -1,7 +1,7 @@
 """The run's journal and cuts, as one term of a syncer writes them.
 
 - `RunStore`: the files. Payloads are kept back to the cut before the newest: should the newest be damaged, the one
-  before it and the journal still give everything.
+  before it and the journal still give everything. For `tail_average` they are kept back to one cut more.
 - `CutWriter`: the syncer's part of a cut is captured at once and written in the background; then the manifest makes
   the cut complete. Rounds go on meanwhile, and nobody reuses the buffers of the captured versions. Cut 0, of the first
   parameters, is durable before any effect behind it is carried out: the effect queue waits for it and tries again. Any
@@ -48,7 +48,8 @@ from atoll.store.cuts import (
 )
 from atoll.store.disk import Disk, LocalDisk, not_written
 from atoll.store.journal import Entry, Journal
-from atoll.store.rundir import RunDir
+from atoll.store.rundir import RunDir, save_model
+from atoll.store.tail import TailModel, average_tail
 from atoll.store.writer_lease import Deposed, WriterLease
 from atoll.syncer.parameters import Buffer, Parameters
 from atoll.syncer.recovery import Recovered, RollbackState, read_earlier, recover
@@ -66,11 +67,19 @@ class KeptNorms(msgspec.Struct, frozen=True):
 
 class RunStore:
     def __init__(
-        self, out: RunDir, lease: WriterLease, *, every_round: bool = True, keep: int = 3, disk: Disk | None = None
+        self,
+        out: RunDir,
+        lease: WriterLease,
+        *,
+        every_round: bool = True,
+        keep: int = 3,
+        payload_cuts: int = 2,
+        disk: Disk | None = None,
     ) -> None:
-        """Read what earlier terms left, and begin this term's segment of the journal."""
+        """Read what earlier terms left, and begin this term's segment of the journal. `keep`: so many cuts;
+        `payload_cuts`: the payloads behind so many of them."""
         self._out, self._lease, self._disk = out, lease, disk or LocalDisk()
-        self._sync, self._keep = every_round, keep
+        self._sync, self._keep, self._payload_cuts = every_round, keep, payload_cuts
         self._writing = threading.Lock()
         """Held while the journal is appended to or synced: cuts are written in other threads."""
         lease.beat()
@@ -81,7 +90,7 @@ class RunStore:
         self._model_gone = False
         """The model file of an earlier end is deleted."""
         self._kept: list[tuple[int, int]] = []
-        """Of the last two cuts, the term and file from which each needs payloads; the newest last."""
+        """Of the last cuts, the term and file from which each needs payloads; the newest last."""
         self._needless: tuple[int, int] | None = None
         """Payloads before this term and file may be deleted with the next append."""
         if self.found_on_disk is not None:
@@ -184,8 +193,8 @@ class RunStore:
             write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole, self._check_lease, known)
         except OSError as error:
             raise not_written(error, folder_of(self._out.cuts, cut)) from error
-        self._kept = [*self._kept[-1:], (state.position.term, state.file)]
-        if len(self._kept) > 1:
+        self._kept = [*self._kept, (state.position.term, state.file)][-self._payload_cuts :]
+        if len(self._kept) == self._payload_cuts:
             self._needless = self._kept[0]
 
     def complete_cut(self, run: str, done: CompleteCut) -> str:
@@ -211,6 +220,19 @@ class RunStore:
         """In a thread. BadCut or Corrupt: that state cannot be restored."""
         with self._writing:  # meanwhile nothing is trimmed, and no append is half written
             return read_earlier(self._out, restore, disk=self._disk)
+
+    def average_tail(self, cycles: int) -> TailModel:
+        """In a thread, once the run is finished. AtollError: there is no such mean to be had."""
+        return average_tail(self._out, cycles)
+
+    def write_tail(self, tail: TailModel) -> Path:
+        """In a thread, once its record is durable."""
+        self._check_lease()
+        try:
+            save_model(self._out.tail_model, tail.tensors_by_name(), tail.facts())
+        except OSError as error:
+            raise not_written(error, self._out.tail_model) from error
+        return self._out.tail_model
 
     def close(self) -> None:
         self._journal.close()

@@ -43,6 +43,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.rundir import facts_of_model
+from atoll.store.writer_lease import Deposed
 from atoll.syncer.changes import parse_changes
 from atoll.syncer.contributions import Inbox, Merging
 from atoll.syncer.credentials import RefusalLog, make_port_access
@@ -153,6 +154,7 @@ class SyncerService:
             if trained:
                 self._ending.log_last_work()
                 await asyncio.to_thread(save, self._parameters)
+                await self._write_tail(self._config.service.tail_average)
             self._ending.count_connected(len(self._channels))
             await self._ending.wait_for_last(trained=trained)
             self._handle(fx.Over())
@@ -166,6 +168,25 @@ class SyncerService:
             self._standstill.stop()
             if self._wake is not None:
                 self._wake.cancel()
+
+    async def _write_tail(self, cycles: int) -> None:
+        """The mean of the last versions, if it is asked for: its record first, then the file."""
+        if not cycles:
+            return
+        try:
+            tail = await asyncio.to_thread(self._run_store.average_tail, cycles)
+            for remark in tail.remarks:
+                self._events.say("warning", remark)
+            self._effect_queue.enqueue([fx.Persist((tail.record,))])
+            await self._effect_queue.wait_until_empty()
+            path = await asyncio.to_thread(self._run_store.write_tail, tail)
+        except Deposed:
+            raise
+        except (AtollError, MemoryError) as error:
+            reason = one_line(error) or "it does not fit into this syncer's memory"
+            self._events.say("warning", f"no averaged model is written: {reason}")
+        else:
+            self._events.say("closing", f"the mean of the last {cycles} cycles is in {path.name}")
 
     @property
     def vital(self) -> VitalTasks:
@@ -209,7 +230,9 @@ class SyncerService:
         model = model_of_first_joiner(hello, self._config, self._run, self._run_store.term)
         self._set_up(model)
         self._effect_queue.enqueue([fx.Persist((model.history.begun,))])
-        self._events.say("plan", *model.describe(self._config.service.round_memory_mib * MIB))
+        service = self._config.service
+        told = model.describe(service.round_memory_mib * MIB, tail_average=service.tail_average > 0)
+        self._events.say("plan", *told)
 
     def _come_back(self, found: Recovered) -> None:
         """Go on where an earlier term ended."""

@@ -94,8 +94,9 @@ RUNS = (
         TRAIN,
         """Write the weights of a run as safetensors, also while it runs or after a kill.
 
-        Example:
+        Examples:
           atoll export atoll-runs/first model.safetensors
+          atoll export atoll-runs/first model.safetensors --tail 4
         """,
         "look:export",
         (
@@ -103,6 +104,12 @@ RUNS = (
             argument("out", "A .safetensors file, or a folder for it and the settings.", Path, required=True),
             option("--cut", "What this cut holds, instead of the newest version.", int),
             flag("--best", "What scored best, instead of the newest version."),
+            option(
+                "--tail",
+                "Beside it, in OUT-tail.safetensors, the mean of the last versions of every fragment, one a cycle.",
+                int,
+                metavar="CYCLES",
+            ),
             flag("--force", "Replace what lies there."),
             flag("--whole", "With frozen parameters and buffers, as the first learner has them."),
         ),

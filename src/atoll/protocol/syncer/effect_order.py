@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from atoll.protocol.effects import Note
-from atoll.protocol.records import AnyRecord, EndedRecord, RestoredRecord
+from atoll.protocol.records import AnyRecord, EndedRecord, RestoredRecord, TailRecord
 from atoll.protocol.syncer.effects import (
     Commit,
     ConfirmSent,
@@ -158,6 +158,6 @@ def must_be_synced(records: Iterable[AnyRecord]) -> bool:
 
     A round that a power cut takes is made again by its learners. The end is not: whoever was told of it has stopped
     and left with the finished model, so a run that forgot its end would go on from older versions without them. Nor is
-    a rollback: it would take as many bad scores again.
+    a rollback: it would take as many bad scores again. Nor is an averaged model: its file must not lie there without.
     """
-    return any(isinstance(record, EndedRecord | RestoredRecord) for record in records)
+    return any(isinstance(record, EndedRecord | RestoredRecord | TailRecord) for record in records)
