@@ -179,7 +179,7 @@ class Decoupled:
         self._step += 1
         self._adopt_due(self._step)
         self._enter_due_phase()
-        in_phase = self._settings.in_all_phases[self._phase - 1]
+        in_phase = self._settings.in_phase(self._phase, self._settings)
         due = (self._step - self._phase_began) * in_phase.fragments // in_phase.sync_every
         while self._phase_rounds < due:
             self._take_round(in_phase)
@@ -189,7 +189,7 @@ class Decoupled:
     def finish(self) -> None:
         """Every fragment once more, without training."""
         self._adopt_due(self._step + self._settings.sync_every)
-        last = msgspec.structs.replace(self._settings.in_all_phases[self._phase - 1], overlap=0)
+        last = msgspec.structs.replace(self._settings.in_phase(self._phase, self._settings), overlap=0)
         for _ in self._plan.fragments:
             self._take_round(last, complete=True)
             self._adopt_due(self._step)
