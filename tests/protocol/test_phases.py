@@ -107,6 +107,15 @@ def test_where_versions_take_longer_than_h_rounds_come_less_often_and_hold_every
     assert sum(len(one.members) == 3 for one in warm) >= 0.75 * len(warm)
 
 
+def test_once_versions_are_faster_again_h_is_as_asked_within_a_few_cycles() -> None:
+    world = PhasedWorld(latency_s=0.6, steps=1600)
+    world.run_until(seconds=60.0)
+    assert world.syncer.rounds.closing.pace.interval > 2 / P
+    world.network.latency_s = 0.02
+    world.run_until(seconds=24.0)
+    assert world.syncer.rounds.closing.pace.interval == 2 / P and world.syncer.history.training_phase == 1
+
+
 def test_a_phase_of_a_small_h_is_never_synced_less_often_than_the_run_itself() -> None:
     world = PhasedWorld(latency_s=2.0, steps=1600)
     world.run_until(seconds=200.0)

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
@@ -79,6 +80,10 @@ class RecentSamples:
     @property
     def spread(self) -> Spread:
         return spread_sorted(self._sorted)
+
+    def spread_of(self, newest: int) -> Spread:
+        """Of the newest so many alone."""
+        return spread(tuple(islice(reversed(self._samples), newest)))
 
 
 SMOOTHING = 0.1

@@ -97,12 +97,16 @@ class Rounds:
     def _follow_overlap(self) -> None:
         """With a small H a fragment is read again only after its last version was adopted. So it is synced once in
         overlap + 1 steps at the most: a round that comes earlier would find hardly anybody ready. But there is a round
-        per step, and no phase is synced less often than the last one, however long some versions take."""
-        settings, away = self.state.settings, self.overlap.p95
+        per step, and no phase is synced less often than the last one, however long some versions take. What counts are
+        the versions of the last two cycles: the first ones of a run often take longer."""
+        settings = self.state.settings
         last = settings.phases[-1].sync_every if settings.phases else settings.sync_every
         assert last is not None, "phases are resolved"
         most = max(last, settings.fragments)
-        if away is not None and settings.sync_every < most:
+        if settings.sync_every >= most:
+            return
+        two_cycles = 2 * settings.fragments * len(self.state.members.stepping_learners())
+        if (away := self._overlaps.spread_of(two_cycles).p95) is not None:
             self.closing.pace.interval = max(settings.sync_every, min(away + 1, most)) / settings.fragments
 
     # ---- opening and gathering ----------------------------------------------------------------------------------
