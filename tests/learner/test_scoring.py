@@ -60,7 +60,7 @@ async def test_a_scorer_that_returns_no_score_is_named_with_its_line(monkeypatch
     """It is an error of the script, so it is not one of Atoll's own, which would only end the scoring."""
     model = nn.Linear(2, 1)
     plan = make_plan(describe(model), 1, "balanced")
-    manifest = {"plan": msgspec.to_builtins(plan), "run": "r", "evaluate_every": 1}
+    manifest = {"plan": msgspec.to_builtins(plan), "run": "r", "evaluate_steps": 1}
 
     async def answer(*_: object) -> object:
         return manifest
@@ -88,7 +88,7 @@ async def test_an_evaluator_says_which_run_it_joined_and_what_it_scored(
     texts = {"members": (), "learners": (), "reason": "", "synchronous": False}
 
     async def answer(url: str, path: str) -> object:
-        return {**unsaid, **texts, **status} if path == "/v1/status" else {**manifest, "evaluate_every": 1}
+        return {**unsaid, **texts, **status} if path == "/v1/status" else {**manifest, "evaluate_steps": 1}
 
     async def fetched(*_: object) -> None:
         pass
