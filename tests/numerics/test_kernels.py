@@ -221,9 +221,9 @@ def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tupl
     x, y, z, rest = (draw(size, 4 * seed + i) for i in range(4))
     x[size // 2] = (x[0], math.nan, math.inf, 0.0, 1e-45)[seed % 5]
     given, mean, rows = read_only(x), np.float32(0.3), np.float32([0.25])
-    halves, bits, none = np.zeros(size, np.uint16), x.view(np.uint32), x[:0]
+    halves, bits, none = np.zeros(size, np.uint16), x.view(np.uint32), given[:0]
     found: list[tuple[compiled.Kernel[..., object], tuple[object, ...]]] = [
-        (kernels.accumulate, (y, (given,) * GROUP, draw(GROUP).reshape(1, -1), GROUP, seed % 2 == 0)),
+        (kernels.accumulate, (y, (given,) * GROUP, read_only(draw(GROUP).reshape(1, -1)), GROUP, seed % 2 == 0)),
         (kernels.square_norms, (given, np.empty(1))),
         (kernels.block_dots, (given, read_only(z), 5, np.empty(-(-size // 5)))),
         (kernels.sketch, (given, np.zeros(16))),
