@@ -56,7 +56,8 @@ class Run:
         self.deltas: list[tuple[int, np.ndarray]] = []
         self._news = asyncio.Event()
         log = EventLog(self._note)
-        self._folder = tempfile.TemporaryDirectory()
+        # A thread of a syncer that was killed may still write: what it leaves is not looked at.
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         out = RunDir.create(Path(self._folder.name) / "run")
         self._run_store = RunStore(out, acquire(out.journal))
         self.service = SyncerService(
