@@ -1,4 +1,4 @@
-"""Shared moments, as the product might have them. They are in this benchmark alone: what it measures decides that."""
+"""Shared moments in lockstep: the product's codec and arithmetic, without its processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from lockstep_learner import LockstepLearner, flatten_pieces, shape_like
 from lockstep_syncer import take_mean
 
-from atoll.learner.codecs import decode, encode
+from atoll.learner.moments import decode_moment, encode_moment
 from atoll.numerics.codec import make_codec
-from atoll.numerics.codec_kernels import ABSMAX_BLOCK
 from atoll.numerics.fragments import Fragment, Rows, row_lengths
+from atoll.numerics.moments import Moment
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Of AdamW, and of Muon or SGD."""
@@ -28,8 +28,8 @@ class SharedMoments:
     adopted with its version by the same rule: overwrite takes m̄; carry keeps what the n steps since have added to the
     learner's own, m ← m + βⁿ(m̄ − m_read), which leaves exp_avg_sq above zero. `step` stays local.
 
-    With int8 they travel by the shipped codec, without feedback, both ways; exp_avg_sq as its square root, of which
-    nothing in a block is below half a code: a value above zero never becomes zero."""
+    With int8 they travel as the product's do (learner/moments.py), both ways; but m_read is the learner's own, not what
+    was encoded of it."""
 
     def __init__(self, codec: str) -> None:
         self._codec = make_codec(codec)
@@ -52,29 +52,10 @@ class SharedMoments:
         """What arrives of them."""
         if self._codec.name == "fp32":
             return values
-        if slot != "exp_avg_sq":
-            return self._encode_and_decode(values, rows)
-        roots = self._encode_and_decode(values.sqrt(), rows)
-        return torch.maximum(roots, _block_floor(roots, rows)).square()
-
-    def _encode_and_decode(self, values: torch.Tensor, rows: Rows) -> torch.Tensor:
         body = torch.empty(self._codec.nbytes(rows), dtype=torch.uint8, device=values.device)
-        encode(self._codec, values, rows, body)
-        arrived = torch.empty_like(values)
-        decode(self._codec, body, rows, arrived)
-        return arrived
-
-
-def _block_floor(roots: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Half a code of each value's block: the largest of a block is code 127."""
-    floors, start = [], 0
-    for count, width in rows:
-        values = roots[start : start + count * width].view(count, width)
-        padded = torch.nn.functional.pad(values, (0, -width % ABSMAX_BLOCK)).unflatten(1, (-1, ABSMAX_BLOCK))
-        largest = padded.amax(-1, keepdim=True).expand_as(padded).flatten(1)[:, :width]
-        floors.append(largest.reshape(-1) / 254)
-        start += count * width
-    return torch.cat(floors)
+        moment = Moment(0, 0, slot == "exp_avg_sq", rows, slice(0, body.numel()))
+        encode_moment(self._codec, moment, values, body)
+        return decode_moment(self._codec, moment, body)
 
 
 def adopt_moments(

@@ -61,6 +61,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --config none.toml", "cannot read none.toml: No such file or directory"),
         ("train --set quorum=5 --learners 4", "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
         ("train --learners 0", "learners = 0 is too small: the least is 1"),
+        ("train --share weights", "--share weights: use one of parameters, moments"),
+        ("train --share moments --set synchronous=true", 'share = "moments" is for runs that nobody waits in'),
+        ("train --share moments --algorithm data-parallel", "there are no moments to share"),
         ("train --set workload.depth=0", "workload.depth is 0"),
         ("train --set workload.optimizer=sgd", "workload.optimizer is 'sgd'; set it to adamw or muon"),
         ("train --set optimizer=muon", "there is no setting 'optimizer': did you mean workload.optimizer?"),
@@ -81,7 +84,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --algorithm data-parallel --warm-start 0.2", "so it has no phases: leave --warm-start and phases out"),
         ("train --set synchronous=true --tokens 9 --warm-start 0.2", "phases of a synchronous run follow its steps"),
         ("train script.py --algorithm data-parallel", "trains the built-in workload only: leave script.py out"),
-        ("train --port 70000", "port = 70000 is not between 0 and 65535"),
+        ("train --set port=70000", "port = 70000 is not between 0 and 65535"),
         ("train --seed -1", "seed = -1 is below 0"),
         ("train --set qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
         ("syncer --set qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
@@ -443,7 +446,7 @@ def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
 def test_a_run_goes_on_in_its_own_folder_with_its_own_settings(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], stopped: WrittenRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = begin(monkeypatch, taken, "--resume", "run", "--steps", "900", "--set", "outer_lr=0.5", "--port", "7078")
+    run = begin(monkeypatch, taken, "--resume", "run", "--steps", "900", "--set", "outer_lr=0.5", "--set", "port=7078")
     assert run.out == stopped.dir and run.resume is not None
     assert (run.resume.run, run.resume.cut, run.resume.reopen) == ("small", 4, False)
     assert run.resume.changes == ("steps=900", "outer_lr=0.5"), "a port is no rule of the run"

@@ -90,7 +90,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_touched(
     for words in (["--resume", str(run.path)], ["--out", str(tmp_path / "new"), "--port", str(taken)]):
         assert atoll(monkeypatch, "syncer", *words) == 2
         said = capsys.readouterr().err
-        assert said == f"atoll: port {taken} is in use on 127.0.0.1: choose another with --port, or 0 for any\n"
+        assert said == f"atoll: port {taken} is in use on 127.0.0.1: choose another (--set port=7077), or 0 for any\n"
     assert served == [] and run.summary.exists() and not (tmp_path / "new").exists()
 
 

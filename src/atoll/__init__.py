@@ -5,6 +5,7 @@
         ...
             learner.step(tokens=batch.numel(), loss=loss)
     atoll.evaluate(model, score)                          # help(atoll.evaluate): a scorer of your own
+    atoll.kept_moments.register(...)                      # an optimizer of your own for --share moments
 
 On the command line: `atoll --help`, or `python -m atoll --help`.
 
@@ -16,9 +17,10 @@ from __future__ import annotations
 TYPE_CHECKING = False  # that of `typing`, which takes 30 ms: a join link is on the command line so long (entry.py)
 if TYPE_CHECKING:
     from atoll.learner.evaluate import evaluate
+    from atoll.learner.kept_moments import KeptMoments, kept_moments
     from atoll.learner.learner import Learner
 
-__all__ = ["Learner", "__version__", "evaluate"]
+__all__ = ["KeptMoments", "Learner", "__version__", "evaluate", "kept_moments"]
 __version__ = "0.1.0.dev0"
 
 
@@ -36,4 +38,8 @@ def __getattr__(name: str) -> object:
         from atoll.learner.evaluate import evaluate
 
         return evaluate
+    if name in ("KeptMoments", "kept_moments"):
+        from atoll.learner import kept_moments
+
+        return getattr(kept_moments, name)
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

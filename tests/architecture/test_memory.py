@@ -17,6 +17,7 @@ from atoll.learner.placement import device_bytes, staging_bytes
 from atoll.mailbox.box import Layout
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.numerics.moments import most_bytes
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.syncer.model import contribution_bytes, memory_bound
@@ -73,6 +74,19 @@ def test_the_page_says_what_it_comes_to(model: int) -> None:
         each = float(row[2])
         assert number / PLANS[model].size == pytest.approx(each, rel=0.025), row[0]
         assert row[3 + model] == f"{number / 1e9:.1f} GB", row[0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_page_says_what_shared_moments_take(plan: FragmentPlan) -> None:
+    (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith("`--share moments` takes more")]
+    share = msgspec.structs.replace(SETTINGS, share="moments")
+    alone, shared = Layout.of(plan, SETTINGS), Layout.of(plan, share)
+    value, first, most, version, contribution = map(float, re.findall(r"\d+\.\d+", line))
+    assert most_bytes(plan) / plan.largest == pytest.approx(value, rel=0.025)
+    assert (shared.first_bytes - alone.first_bytes) / plan.size == pytest.approx(first, rel=0.025)
+    assert (shared.total_bytes - alone.total_bytes) / plan.size == pytest.approx(most, rel=0.025)
+    assert len(plan.fragments) * most_bytes(plan) / plan.size == pytest.approx(version, rel=0.025)
+    assert most_bytes(plan) / plan.size == pytest.approx(contribution, rel=0.025)
 
 
 @pytest.mark.parametrize("row", table_after(PAGE.read_text(), "### Placements"), ids=lambda row: row[0])

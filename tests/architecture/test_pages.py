@@ -176,7 +176,9 @@ def test_the_tables_of_states_are_those_of_the_code(heading: str, table: dict[st
 def test_every_default_is_on_the_page(heading: str, kind: type[Settings] | type[Outer]) -> None:
     rows = table_after((DOCS / "algorithm.md").read_text(), heading)
     shown = {CODE.findall(name)[0]: ast.literal_eval(CODE.findall(default)[0]) for name, default, _ in rows}
-    assert shown == {name: getattr(kind(), name) for name in kind.__struct_fields__}
+    due = {name: getattr(kind(), name) for name in kind.__struct_fields__}
+    due |= {"share": "parameters"} if "share" in due else {}  # unset means that
+    assert shown == due
 
 
 def test_every_constant_has_the_value_of_the_code() -> None:
@@ -192,6 +194,7 @@ def test_the_settings_page_shows_the_defaults() -> None:
     assert block is not None
     shown, defaults = tomllib.loads(block[1]), msgspec.json.decode(msgspec.json.encode(Config()))
     assert shown["protocol"].pop("steps") == 1000, "of the built-in workload"
+    assert shown["protocol"].pop("share") == "parameters", "which is unset"
     for table in ("protocol", "outer", "service"):
         assert shown[table] == {name: defaults[table][name] for name in shown[table]}, table
 

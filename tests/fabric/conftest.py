@@ -73,7 +73,7 @@ class MemoryDesk:
     def closed(self, channel: ControlChannel, reason: str) -> None:
         self.note("closed", channel.learner, channel.session, reason)
 
-    def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
+    def expect_contribution(self, learner: str, session: str, round: int, attempt: int, named: int) -> memoryview:
         self.note("asked", learner, round, attempt)
         try:
             return memoryview(self.buffers[learner, round, attempt])
@@ -99,6 +99,11 @@ class MemoryDesk:
         data = self.fragments[index]
         steps = tuple((compute_digest(one), memoryview(one)) for one in self.steps[have:3]) if have >= 0 else ()
         return ServedFragment(3, 7, compute_digest(data), memoryview(data), self._release, steps=steps)
+
+    def moments(self, index: int, version: int) -> ServedFragment:
+        if (index, version) != (0, 3):
+            raise PeerError(f"there are no averaged moments of version {version} of fragment {index}")
+        return self.fragment(0, -1)
 
     def _release(self) -> None:
         self.held -= 1

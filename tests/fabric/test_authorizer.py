@@ -66,6 +66,7 @@ def refusal(request: web.Request, door: TokenAuthorizer = DOOR) -> tuple[int, st
         ("/v1/contributions/learner-0/1/0", "learner operator"),
         ("/v1/initial/learner-0/0", "learner operator"),
         ("/v1/fragments/0", "learner evaluator operator"),
+        ("/v1/moments/0/1", "learner operator"),
         ("/v1/manifest", "learner evaluator operator"),
         ("/v1/relay/t", "learner operator"),
         ("/v1/scores", "evaluator"),

@@ -85,6 +85,20 @@ async def test_steps_that_do_not_lead_to_the_version_are_a_peer_error(
         await link.get_version(0, have, step_bytes, memoryview(bytearray(size)), 10)
 
 
+async def test_averaged_moments_are_those_of_one_version_and_fit_into_their_room(place: Place) -> None:
+    await place.open()
+    link = (await place.joined()).link
+    place.handlers.fragments[0] = BODY
+    into = bytearray(len(BODY) + 9)
+    before = link.bytes_in
+    assert await link.get_moments(0, 3, memoryview(into), 10) == len(BODY) == link.bytes_in - before
+    assert into == BODY + bytes(9) and place.handlers.held == 0
+    with pytest.raises(PeerError, match="no averaged moments of version 4 of fragment 0"):
+        await link.get_moments(0, 4, memoryview(into), 10)
+    with pytest.raises(PeerError, match="has 4096 bytes, 4095 at most were expected"):
+        await link.get_moments(0, 3, memoryview(into)[:4095], 10)
+
+
 @pytest.mark.parametrize("have", ["-1", "x", "1" * 13, "\u0663", "1,2"])
 async def test_a_version_that_is_no_number_is_refused(place: Place, have: str) -> None:
     await place.open()

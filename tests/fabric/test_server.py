@@ -267,7 +267,7 @@ async def test_a_port_in_use_is_a_one_line_error_with_the_fix(place: Place) -> N
     with pytest.raises(ConfigError) as caught:
         await place.open(port=place.server.port)
     port = place.server.port
-    assert str(caught.value) == f"port {port} is in use on 127.0.0.1: choose another with --port, or 0 for any"
+    assert str(caught.value) == f"port {port} is in use on 127.0.0.1: choose another (--set port=7077), or 0 for any"
 
 
 def test_a_port_that_cannot_be_and_a_bind_beyond_this_machine_are_refused(place: Place) -> None:

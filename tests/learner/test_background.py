@@ -48,12 +48,12 @@ class SlowOffload(CpuOffload):
     def enter_thread(self) -> None:
         self.threads.append(threading.current_thread().name)
 
-    def read(self, fragment: int, slot: int, t: int) -> Copy:
+    def read(self, fragment: int, slot: int, t: int, moments: None = None) -> Copy:
         super().read(fragment, slot, t)
         self.reads.append(Copy())
         return self.reads[-1]
 
-    def bring(self, fragment: int, slot: int) -> Copy:
+    def bring(self, fragment: int, slot: int, *, moments: bool = False) -> Copy:
         assert slot not in self.brought, "one copy per version"
         self.brought[slot] = Copy()
         self.begun.set()

@@ -271,7 +271,7 @@ class Slow:
 
 def test_a_copy_is_told_once_it_is_in_host_memory_and_in_order(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = [Slow(), Slow()]
-    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot, t: transfers[slot])
+    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot, *_: transfers[slot])
     place.reads(slot=0, round=0, step=1)
     place.reads(slot=1, round=1, step=1)
     place.step()
@@ -287,7 +287,7 @@ def test_a_dead_couriers_copies_under_way_are_waited_for_and_not_told(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer = Slow()
-    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot, t: transfer)
+    monkeypatch.setattr(place.boundary._offload, "read", lambda *_: transfer)
     place.reads(slot=0, round=0, step=1)
     place.step()
     place.boundary.drop_orders()
@@ -299,7 +299,7 @@ def test_a_version_that_is_not_there_yet_is_taken_later_unless_a_hold_waits_for_
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer = Slow()
-    monkeypatch.setattr(place.boundary._offload, "bring", lambda fragment, slot: transfer)
+    monkeypatch.setattr(place.boundary._offload, "bring", lambda *_, **__: transfer)
     place.adopts(0, version=1, value=7.0)
     place.step()
     assert place.w["w0"].tolist() == [1.0] and not transfer.waited

@@ -733,5 +733,5 @@ def test_in_a_notebook_it_says_where_it_belongs_and_how_far_it_is() -> None:
 
 
 def test_names_and_help_are_those_of_a_user() -> None:
-    assert dir(atoll) == ["Learner", "__version__", "evaluate"]
+    assert dir(atoll) == ["KeptMoments", "Learner", "__version__", "evaluate", "kept_moments"]
     assert "learner.step(tokens=batch.numel(), loss=loss)" in (atoll.Learner.__doc__ or "")

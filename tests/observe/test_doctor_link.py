@@ -121,6 +121,13 @@ def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:
     assert hopeless.next.endswith("Not even H = 1536 fits: this model needs another link.")
 
 
+def test_shared_moments_need_more_of_the_link_both_ways() -> None:
+    link, shared = MeasuredLink(1e9, 1e9, 0.01), replace(LOAD, moments=True)
+    alone, both = (carry.compute_need(load, link, "bf16", 24) for load in (LOAD, shared))
+    assert both.up_bits_per_s == pytest.approx((16 + 2 * 8.375) / 16 * alone.up_bits_per_s)
+    assert both.down_bits_per_s == pytest.approx((32 + 2 * 8.375) / 32 * alone.down_bits_per_s)
+
+
 def test_versions_by_a_smaller_codec_need_less_of_the_link() -> None:
     link = MeasuredLink(1e9, 100e6, 0.01)
     assert carry.judge_load(LOAD, link).verdict == "warn"

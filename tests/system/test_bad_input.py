@@ -52,8 +52,8 @@ def test_data_that_is_not_there(run: Run, algorithm: str) -> None:
 def test_a_port_in_use(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        text = complaint(run.train(*LINE, "--port", str(port)))
-    assert text == f"atoll: port {port} is in use on 127.0.0.1: choose another with --port, or 0 for any\n"
+        text = complaint(run.train(*LINE, "--set", f"port={port}"))
+    assert text == f"atoll: port {port} is in use on 127.0.0.1: choose another (--set port=7077), or 0 for any\n"
 
 
 def test_a_script_that_says_what_is_wrong(run: Run) -> None:

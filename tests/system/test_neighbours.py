@@ -45,7 +45,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
             folder.chmod(folder.stat().st_mode | 0o055)
     try:
-        run.train(*LINE, "--learners", "3", "--steps", "1000000", "--port", "0", "--", "--pace", "0.1")
+        run.train(*LINE, "--learners", "3", "--steps", "1000000", "--", "--pace", "0.1")
         run.until(lambda events: len(members(events)) == 3 and any(event["kind"] == "cut" for event in events))
         yield run
     finally:

@@ -117,7 +117,7 @@ class Rogue:
         self.machine = LearnerMachine(name, secrets.token_hex(8), begun.tensors)
         self.attack, self.step_s = attack, step_s
         self._plan: FragmentPlan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
-        self._codec = make_codec(begun.settings.codec)
+        self._codec, self._has_moments = make_codec(begun.settings.codec), begun.settings.shares_moments
         fragments = begun.settings.fragments
         self._t = self._total = 0
         self._steps, self._tokens = [0] * fragments, [0] * fragments
@@ -274,6 +274,8 @@ class Rogue:
         delta = self.attack.numbers(1e-4 * self._dice.standard_normal(part.size).astype(np.float32)).astype(np.float32)
         data = np.zeros(body_nbytes(self._codec, part), np.uint8)
         encode_contribution(self._codec, part, Delta(delta, np.zeros_like(delta)), data)
+        if self._has_moments:
+            data = np.append(data, np.zeros(len(part.pieces), np.uint8))  # it has none
         data = np.resize(data, max(0, data.size + self.attack.size))
         mark, machine = compute_digest(data.data), self.machine
         try:

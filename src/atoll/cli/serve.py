@@ -48,6 +48,7 @@ def syncer(
     config: Path | None,
     words: list[str],
     warm_start: float | None,
+    share: str | None,
     robust: bool,
     port: int | None,
     bind: str | None,
@@ -56,7 +57,8 @@ def syncer(
     mutual: bool,
     front: Path | None,
 ) -> None:
-    words = setting_words(words, learners=learners, steps=steps, tokens=tokens, warm_start=warm_start, robust=robust)
+    budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
+    words = setting_words(words, **budget, warm_start=warm_start, share=share, robust=robust)
     service = {
         "host": bind,
         "port": port,

@@ -59,7 +59,7 @@ def settings_of(
     return said
 
 
-def setting_words(words: Sequence[str], *, robust: bool, **given: float | None) -> list[str]:
+def setting_words(words: Sequence[str], *, robust: bool, **given: float | str | None) -> list[str]:
     """Options that are settings, and the words of --set behind them: of two for one setting the last counts."""
     named = [f"{key}={value}" for key, value in given.items() if value is not None]
     return [*named, *(["robust=true"] if robust else []), *words]

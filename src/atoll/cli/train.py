@@ -61,12 +61,12 @@ def train(
     cut: int | None,
     tape: Path | None,
     algorithm: str,
-    port: int | None,
     demo: bool,
     config: Path | None,
     words: list[str],
     seed: int | None,
     warm_start: float | None,
+    share: str | None,
     robust: bool,
     max_restarts: int,
     strict_devices: bool,
@@ -77,7 +77,7 @@ def train(
     wandb: str | None,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
-    words = setting_words(words, **budget, seed=seed, port=port, warm_start=warm_start, robust=robust)
+    words = setting_words(words, **budget, seed=seed, warm_start=warm_start, share=share, robust=robust)
     options = LaunchOptions(breakable, max_restarts, strict_devices)
     targets = Targets(tensorboard, wandb)
     targets.check_packages()
@@ -110,6 +110,8 @@ def train(
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
     elif algorithm == "data-parallel":
         raise ConfigError(f"--algorithm data-parallel trains the built-in workload only: leave {script} out")
+    if algorithm == "data-parallel" and settings.protocol.shares_moments:
+        raise ConfigError("--algorithm data-parallel has one inner optimizer: there are no moments to share")
     command = script_arguments(script, arguments) if script is not None else list(WORKLOAD)
     if script is not None:
         _check_for_script(words, script)
@@ -344,6 +346,8 @@ def _follow(
             f"{tape} is a tape of {on_tape} learners, the settings ask for {wanted}: "
             f"leave learners out, or make another tape with --learners {wanted}"
         )
+    if lines[0].settings.shares_moments:
+        raise ConfigError(f"{tape} shares moments, and no tape says which were adopted: make one without share")
     config = msgspec.structs.replace(config, protocol=lines[0].settings)
     kernels.warm()
     run_dir = RunDir.create(out, force=force, shared=config.service.share_files)

@@ -35,6 +35,7 @@ from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, largest_body, make_codec, round_to_dtype
 from atoll.numerics.fragments import Fragment
+from atoll.numerics.moments import check_moments, read_moments
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.settings import Settings
@@ -110,7 +111,7 @@ class FragmentTransfers:
         self._replacing: set[int] = set()
         """Fragments whose base is being replaced, or waits for that."""
         self._initial: list[asyncio.Task[None]] = []
-        self._body_bytes = largest_body(self._codec, box.plan)
+        self._body_bytes = largest_body(self._codec, box.plan) + box.layout.moments_bytes
         self._spare: list[ByteArray] = []
         """Buffers of bodies. One is made when all are under way; two of a fragment are under way after a miss."""
         self._buffers_left = 2 * box.layout.fragments
@@ -178,7 +179,8 @@ class FragmentTransfers:
             self._tell(fx.UploadFailed(number, attempt, "there is no memory for what it leaves out"))
             return
         part = self._box.plan.fragments[fragment]
-        answer = Answer(number, attempt, fragment, slot, rest, buffer, buffer[: body_nbytes(self._codec, part)])
+        size = body_nbytes(self._codec, part) + self._moments_nbytes(part, slot)
+        answer = Answer(number, attempt, fragment, slot, rest, buffer, buffer[:size])
         mark = None
         if is_small(part):
             mark = self._encode(answer)
@@ -186,6 +188,10 @@ class FragmentTransfers:
         else:
             self.outgoing.hold_slot(slot)
         self._spawn(self._upload(answer, mark))
+
+    def _moments_nbytes(self, part: Fragment, slot: int) -> int:
+        """Of those that were copied with the fragment."""
+        return read_moments(part, self._box.outgoing_moments(slot)).size if self._box.layout.moments_bytes else 0
 
     def _take_buffer(self) -> ByteArray | None:
         """For one body; None where too many are under way, or where memory is short."""
@@ -201,7 +207,11 @@ class FragmentTransfers:
         delta = Delta(self._box.base(fragment), self._box.outgoing(answer.slot, fragment))
         if rest is not None:
             delta = delta._replace(feedback=rest.feedback, rest=rest.rest)
-        encode_contribution(self._codec, self._box.plan.fragments[fragment], delta, answer.data)
+        part = self._box.plan.fragments[fragment]
+        values = body_nbytes(self._codec, part)
+        encode_contribution(self._codec, part, delta, answer.data[:values])
+        moments = answer.data[values:]
+        moments[:] = self._box.outgoing_moments(answer.slot)[: moments.size]
         return compute_digest(answer.data.data)
 
     def _keep_rest(self, answer: Answer) -> None:
@@ -293,10 +303,28 @@ class FragmentTransfers:
             await asyncio.to_thread(self._keep_and_round, part, version, values)
             async with self._base_locks[fragment]:
                 pass  # the training process may subtract the base when it adopts this: it is whole by then
+        has_moments = await self._fetch_moments(part, version, slot)
         self._fetching.discard(fragment)
-        self.incoming.note_landed(fragment, slot)
+        self.incoming.note_landed(fragment, slot, moments=has_moments)
         self._tell(fx.Fetched(fragment, version))
         self.incoming.release_unwanted(fragment)
+
+    async def _fetch_moments(self, part: Fragment, version: int, slot: int) -> bool:
+        """Whether the averaged moments of that version are behind it in the slot. Only who holds the version before
+        asks for them, and a version is adopted without where they cannot be had."""
+        held = int(self._box.adopted[part.index])
+        if not self._box.layout.moments_bytes or held < 0 or held != version - 1:
+            return False
+        room = self._box.incoming_moments(slot)
+        try:
+            size = await self._link.get_moments(part.index, version, room.data, BODY_S)
+            if is_small(part):
+                check_moments(part, room[:size])
+            else:
+                await asyncio.to_thread(check_moments, part, room[:size])
+        except (PeerError, Unreachable):
+            return False
+        return True
 
     async def _fetch_into(self, fragment: int, values: FloatArray) -> int:
         """The version that is now in `values`, made of what is held where the syncer has the steps from there."""
@@ -453,6 +481,8 @@ class IncomingSlots:
         """Slots into which a body is on its way."""
         self.landed: dict[int, int] = {}
         """fragment → slot of a version that has arrived."""
+        self.with_moments: set[int] = set()
+        """Slots that hold the averaged moments of their version too."""
         for slot in range(count):
             self._free.put_nowait(slot)
 
@@ -467,15 +497,18 @@ class IncomingSlots:
                 self._free.put_nowait(self._count)
                 self._count += 1
 
-    def note_landed(self, fragment: int, slot: int) -> None:
+    def note_landed(self, fragment: int, slot: int, *, moments: bool = False) -> None:
         self._filling -= 1
         self.landed[fragment] = slot
+        if moments:
+            self.with_moments.add(slot)
 
     def note_failed(self, slot: int) -> None:
         self._filling -= 1
         self.give_back(slot)
 
     def give_back(self, slot: int) -> None:
+        self.with_moments.discard(slot)
         self._free.put_nowait(slot)
 
     def release_unwanted(self, fragment: int) -> None:

@@ -410,8 +410,9 @@ class Courier:
             else:
                 _say(f"the copy to carry on from is gone: fragment {adopt.fragment} is overwritten this once")
                 rule = "overwrite"
+        slot = bodies.incoming.landed.pop(adopt.fragment)
         return AdoptOrder(
-            slot=bodies.incoming.landed.pop(adopt.fragment),
+            slot=slot,
             fragment=adopt.fragment,
             version=adopt.version,
             round=adopt.round,
@@ -423,6 +424,8 @@ class Courier:
             minus_tokens=tokens,
             held_tokens=adopt.held_tokens,
             copy_t=adopt.copy_t if rule == "carry" and minus != BASE and adopt.copy_t is not None else -1,
+            # Carry needs the own moments as they were read with the copy: who was in no round takes none.
+            moments=slot in bodies.incoming.with_moments and (rule != "carry" or minus != BASE),
         )
 
     # ---- leaving ------------------------------------------------------------------------------------------------

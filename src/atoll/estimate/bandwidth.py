@@ -86,6 +86,8 @@ class SpreadRun(msgspec.Struct, frozen=True, kw_only=True):
     """Whether codes are counted without their scales."""
     latency_s: float = 0.0
     """l: from one data center to the next, one way."""
+    beside_bits: float = 0.0
+    """Of each parameter, what travels with it both ways: shared moments."""
 
     def __post_init__(self) -> None:
         for name in ("step_s", "datacenters", "learners", "parameters", "layers", "fragments", "sync_every"):
@@ -178,7 +180,8 @@ def loads_gbit(run: SpreadRun) -> tuple[float, float]:
         copies = math.ceil(run.learners / run.datacenters) if run.datacenters > 1 else 0
     back = run.down if run.down is not None and run.topology == "star" else run.codec
     bits = BARE_BITS if run.bare else BITS
-    return copies * run.gbit(bits[run.codec]), copies * run.gbit(bits[back])
+    up, down = (run.gbit(bits[codec] + run.beside_bits) for codec in (run.codec, back))
+    return copies * up, copies * down
 
 
 def utilization(bounds: Sequence[Bound], step_s: float, gbit_s: float) -> float:

@@ -36,7 +36,9 @@ from atoll.fabric.transfer import (
     body_session,
     fragment_url,
     get_body,
+    get_moments,
     get_version,
+    moments_url,
     put_body,
     reason_of,
     showing,
@@ -165,6 +167,12 @@ class SyncerConnection:
         found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s)
         self.bytes_in += found.nbytes or into.nbytes
         return found
+
+    async def get_moments(self, index: int, version: int, into: memoryview, deadline_s: float) -> int:
+        """The bytes of the averaged moments of that version, now in `into`; PeerError: the syncer has none."""
+        size = await get_moments(self._for_bodies(), moments_url(self.url, index, version), into, deadline_s)
+        self.bytes_in += size
+        return size
 
     async def get_state(
         self,

@@ -50,8 +50,9 @@ class Handlers(Protocol):
     def closed(self, channel: ControlChannel, reason: str) -> None:
         """Once for every channel that was accepted and not replaced, whoever closed it."""
 
-    def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
-        """The writable buffer a contribution goes into, of its exact size; PeerError if it was not asked for."""
+    def expect_contribution(self, learner: str, session: str, round: int, attempt: int, named: int) -> memoryview:
+        """The writable buffer a contribution goes into, of its exact size; PeerError if it was not asked for. `named`:
+        the bytes that its sender says it has."""
         ...
 
     def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None:
@@ -68,6 +69,10 @@ class Handlers(Protocol):
 
     def fragment(self, index: int, have: int) -> ServedFragment:
         """`have`: the version that the reader says it holds; −1: none."""
+        ...
+
+    def moments(self, index: int, version: int) -> ServedFragment:
+        """The averaged moments that were adopted with this version of a fragment; PeerError: they are not here."""
         ...
 
     def relay_wanted(self, ticket: str, learner: str, start: int) -> None:

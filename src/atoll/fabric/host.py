@@ -73,7 +73,7 @@ class Port:
         """`names`: those by which it may be asked, beside its addresses and this machine's name."""
         check_bind(host, secured=authorizer is not None and tls is not None)
         if not 0 <= port <= 65535:
-            raise ConfigError(f"port = {port} is not between 0 and 65535: choose another with --port, or 0 for any")
+            raise ConfigError(f"port = {port} is not between 0 and 65535: choose another, or 0 for any")
         self.host = address_of_name(host)
         self.port = port
         """As asked for; once it is open, as it is."""

@@ -279,10 +279,10 @@ def _unbindable(host: str, port: int, error: OSError | UnicodeError) -> str:
     if isinstance(error, UnicodeError):
         return one_line(f"{host!r} is no name or address of this machine: bind to one with --bind")
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use on {host}: choose another with --port, or 0 for any"
+        return f"port {port} is in use on {host}: choose another (--set port=7077), or 0 for any"
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return one_line(f"{host} is no address of this machine ({error.strerror or error}): bind to one with --bind")
-    return one_line(f"port {port} on {host} cannot be bound ({error.strerror or error}): choose another with --port")
+    return one_line(f"port {port} on {host} cannot be bound ({error.strerror or error}): choose another")
 
 
 # ---- places ---------------------------------------------------------------------------------------------------------

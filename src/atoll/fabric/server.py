@@ -7,6 +7,7 @@
                                                        Atoll-Steps where it is the steps from that version on;
                                                        with Range: bytes=START-, Atoll-Version and Atoll-Digest
                                                        the rest of that version, or a newer one whole
+    GET  /v1/moments/{fragment}/{version}              a body: averaged moments, with the same headers
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
     POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `authorizer`)
@@ -120,6 +121,7 @@ class Server(Port):
                 web.put(f"/v1/contributions/{{learner}}/{{round:{_NUMBER}}}/{{attempt:{_NUMBER}}}", self._contribution),
                 web.put(f"/v1/initial/{{learner}}/{{fragment:{_NUMBER}}}", self._initial),
                 web.get(f"/v1/fragments/{{fragment:{_NUMBER}}}", self._fragment, allow_head=False),
+                web.get(f"/v1/moments/{{fragment:{_NUMBER}}}/{{version:{_NUMBER}}}", self._moments, allow_head=False),
                 web.get(f"/v1/relay/{{ticket:{TICKET}}}", self._relay_get, allow_head=False),
                 web.put(f"/v1/relay/{{ticket:{TICKET}}}", self._relay_put),
                 web.get("/v1/status", self._status),
@@ -180,7 +182,7 @@ class Server(Port):
         key = (learner, round, attempt)
         if self._intake.taken(key):
             raise Rejected(409, "the same contribution is being received already")
-        into = self._handlers.expect_contribution(learner, session, round, attempt)
+        into = self._handlers.expect_contribution(learner, session, round, attempt, request.content_length or 0)
         reason = "the syncer is stopping"
         digest = ""
         try:
@@ -217,6 +219,16 @@ class Server(Port):
             return error_response(404, error)
         try:
             return await self._serve(request, served, _resumed_at(request, served, start))
+        finally:
+            served.release()
+
+    async def _moments(self, request: web.Request) -> web.StreamResponse:
+        try:
+            served = self._handlers.moments(int(request.match_info["fragment"]), int(request.match_info["version"]))
+        except PeerError as error:
+            return error_response(404, error)
+        try:
+            return await self._serve(request, served, 0)
         finally:
             served.release()
 

@@ -209,6 +209,18 @@ async def get_version(
     return FetchedVersion(version, named, steps)
 
 
+async def get_moments(session: aiohttp.ClientSession, url: str, into: memoryview, deadline_s: float) -> int:
+    """The bytes of averaged moments that are now in `into`, which may be longer."""
+    async with asked(session, "GET", url, deadline_s) as response:
+        _, _, named = _labels(response)
+        size = response.content_length
+        if size is None or size > into.nbytes:
+            raise PeerError(f"{url} has {size} bytes, {into.nbytes} at most were expected")
+        await _receive(response, url, into[:size])
+        await _checked_digest(url, into[:size], named)
+    return size
+
+
 async def _receive(response: aiohttp.ClientResponse, url: str, into: memoryview) -> None:
     if response.content_length != into.nbytes:
         raise PeerError(f"{url} has {response.content_length} bytes, {into.nbytes} were expected")
@@ -307,6 +319,10 @@ async def _answering(session: aiohttp.ClientSession, address: SyncerAddress) -> 
         except Unreachable:
             continue
     return address.urls[-1]
+
+
+def moments_url(url: str, index: int, version: int) -> str:
+    return f"{url.rstrip('/')}/v1/moments/{index}/{version}"
 
 
 def fragment_url(url: str, index: int) -> str:

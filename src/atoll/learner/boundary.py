@@ -30,10 +30,12 @@ from atoll.choices import ADOPT
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.device_offload import DeviceOffload
 from atoll.learner.model import BufferRule, describe, merged, view_piece
+from atoll.learner.moments import InnerMoments
 from atoll.learner.offload import DeviceCopy, Offload, find_device, make_offload
 from atoll.learner.placement import PlacementWish, choose_placement, free_bytes
 from atoll.learner.saved_state import fill_box, settings_of
 from atoll.learner.script import say
+from atoll.learner.state import Optimizers
 from atoll.mailbox.box import Mailbox, serves
 from atoll.mailbox.channel import (
     BASE,
@@ -56,7 +58,7 @@ from atoll.protocol.learner.effects import Adopted, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import after_adoption
-from atoll.protocol.tape import AdoptedEntry, OwnedEntry, shorten_rule
+from atoll.protocol.tape import AdoptedEntry, MomentsEntry, OwnedEntry, shorten_rule
 
 
 class Boundary:
@@ -67,8 +69,10 @@ class Boundary:
         parameters: Mapping[str, torch.Tensor],
         courier: CourierProcess,
         tape: TapeRecorder | None = None,
+        moments: InnerMoments | None = None,
     ) -> None:
-        self.settings = settings
+        """`moments`: where they are shared."""
+        self.settings, self._moments = settings, moments
         self._box, self._courier, self._tape = box, courier, tape or TapeRecorder(courier)
         self._steps, self._tokens = box.steps, box.tokens
         self._parameters = parameters
@@ -133,7 +137,7 @@ class Boundary:
             case fx.CancelRead(round):
                 self._cancel_read(round)
             case AdoptOrder():
-                under_way = self._brought.pop(frame.slot, None) or self._offload.bring(frame.fragment, frame.slot)
+                under_way = self._brought.pop(frame.slot, None) or self._start_bringing(frame)
                 self._arriving.append((under_way, frame))
             case HoldOrder():
                 self._holds[frame.round] = frame
@@ -176,7 +180,8 @@ class Boundary:
     def _copy(self, order: ReadOrder, t: int) -> None:
         f, version = order.fragment, int(self._box.adopted[order.fragment])
         steps, tokens = int(self._box.steps[f]), int(self._box.tokens[f])
-        under_way = self._offload.read(f, order.slot, t)
+        moments = None if self._moments is None else self._moments.encode(f)
+        under_way = self._offload.read(f, order.slot, t, moments)
         told = (self.epoch, self._total, self._position, under_way.feedback)
         made = CopyMade(order.slot, order.round, f, t, steps, tokens, version, *told)
         self._copying.append((under_way, made))
@@ -203,7 +208,10 @@ class Boundary:
 
     def _bring(self, order: AdoptOrder) -> None:
         """By the thread that reads the courier's frames, before anybody else has this order."""
-        self._brought[order.slot] = self._offload.bring(order.fragment, order.slot)
+        self._brought[order.slot] = self._start_bringing(order)
+
+    def _start_bringing(self, order: AdoptOrder) -> DeviceCopy:
+        return self._offload.bring(order.fragment, order.slot, moments=order.moments)
 
     def settle(self) -> None:
         """Wait for the copies under way, then tell the courier."""
@@ -237,6 +245,8 @@ class Boundary:
         adopt(own, arrived, order.rule, blend=order.blend, read=read)
         if held := self._buffers[f]:  # statistics are taken as they are: carried on, a variance could fall below zero
             adopt([own[place] for place in held], [arrived[place] for place in held], "overwrite")
+        if order.moments:
+            self._take_moments(order, steps)
         self._offload.release(f, order.slot)
         counters = (int(self._box.dropped[f]), int(self._box.missed[f]))
         dropped, missed = after_adoption(int(self._box.tokens[f]), order.held_tokens, tokens, *counters)
@@ -250,6 +260,14 @@ class Boundary:
         if (copy := self._base_copies.pop(f, None)) is not None:
             copy.result()
         self._courier.send(VersionTaken(order.slot, adopted, self.epoch))
+
+    def _take_moments(self, order: AdoptOrder, steps: int) -> None:
+        """Those of a version. The courier gives none with a carry that has no copy to subtract."""
+        assert self._moments is not None, "only who shares moments gets any"
+        read = self._offload.outgoing_moments(order.fragment, order.minus) if order.rule == "carry" else None
+        averaged = self._offload.arrived_moments(order.fragment, order.slot)
+        self._moments.adopt(order.fragment, averaged, order.rule, blend=order.blend, read=read, steps=steps)
+        self._tape.add(MomentsEntry(self._t, order.fragment, order.version))
 
     def is_held(self, t: int) -> bool:
         return any(hold.step <= t for hold in self._holds.values())
@@ -340,8 +358,10 @@ class SharedMailbox:
         tape: TapeRecorder,
         buffers: BufferRule = None,
         placement: PlacementWish = "auto",
+        optimizers: Optimizers = None,
     ) -> None:
         self._model, self._courier, self._tape, self._buffers = model, courier, tape, buffers
+        self._optimizers = optimizers
         self._wish, self._made_for = placement, Settings()
         """Where it is to encode; and the settings that the shared memory was made for."""
         self.tensors: tuple[TensorSpec, ...] = ()
@@ -384,11 +404,12 @@ class SharedMailbox:
     def _make(self, plan: FragmentPlan, settings: Settings) -> tuple[Mailbox, Boundary]:
         taking_part, replays = merged(self._model, self._buffers), self._courier.replays
         device = next(iter(taking_part.values())).device
+        moments = InnerMoments(plan, taking_part, self._optimizers) if settings.shares_moments else None
         placement = choose_placement(self._wish, device, plan, settings, free_bytes(device), replays=replays)
         if placement.text:
             say(placement.text)
         self.box, self._made_for = Mailbox.create(plan, settings, on_device=placement.on_device), settings
-        self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape)
+        self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape, moments)
         return self.box, self.boundary
 
     def hand_to_courier(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from atoll.learner.codecs import encode_contribution
-from atoll.learner.offload import DeviceCopy, OwnPieces, StreamOffload
+from atoll.learner.offload import DeviceCopy, EncodedMoments, OwnPieces, StreamOffload
 from atoll.learner.placement import count_rests, free_bytes, is_affordable
 from atoll.mailbox.box import Mailbox
 from atoll.numerics.codec import Codec, body_nbytes, largest_body
@@ -148,7 +148,8 @@ class DeviceOffload(StreamOffload):
         self._thread = ThreadPoolExecutor(1, "atoll-encoder", self.enter_thread)
         self._thread.submit(self._load_kernels).result()
 
-    def read(self, fragment: int, slot: int, t: int) -> DeviceCopy:
+    def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
+        assert moments is None, "a run that shares moments has placement host"
         with self._torch.stream(self._out):
             rests = self._rests.plan_copy(fragment, slot, t)
         if rests is None:

@@ -16,18 +16,26 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from atoll.mailbox.box import Mailbox
-from atoll.numerics.arrays import FloatArray
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.moments import read_forms, read_moments
 from atoll.protocol.errors import ConfigError
 
 OwnPieces: TypeAlias = Callable[[int], list[torch.Tensor]]
 """The model's own pieces of a fragment, as they lie on the device now."""
+
+
+class EncodedMoments(NamedTuple):
+    """A body of moments (numerics/moments.py): its first bytes in host memory, the others where the model is."""
+
+    forms: list[int]
+    data: torch.Tensor
 
 
 class DeviceCopy(Protocol):
@@ -55,13 +63,19 @@ class Offload(Protocol):
         """Called once by every other thread that waits for copies or starts them."""
         ...
 
-    def read(self, fragment: int, slot: int, t: int) -> DeviceCopy:
+    def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
         """Start copying the fragment as it is now, after step `t`, into an outgoing slot."""
         ...
 
-    def bring(self, fragment: int, slot: int) -> DeviceCopy:
+    def bring(self, fragment: int, slot: int, *, moments: bool = False) -> DeviceCopy:
         """Start bringing an incoming slot to where `arrived` gives it."""
         ...
+
+    def arrived_moments(self, fragment: int, slot: int) -> EncodedMoments:
+        """Of a slot that was brought with them. To be asked behind `arrived`."""
+        ...
+
+    def outgoing_moments(self, fragment: int, slot: int) -> EncodedMoments: ...
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
         """What `bring` brought, on the device, shaped like the pieces."""
@@ -114,6 +128,23 @@ class SlotViews:
     def base(self, fragment: int) -> list[torch.Tensor]:
         return self._shaped("base", fragment, 0)
 
+    def make_moments_room(self, slot: int, moments: EncodedMoments) -> torch.Tensor:
+        """Their forms are in an outgoing slot; where the bytes behind them go."""
+        room, head = self._box.outgoing_moments(slot), len(moments.forms)
+        room[:head] = moments.forms
+        return torch.from_numpy(room[head : head + moments.data.numel()])
+
+    def outgoing_moments(self, fragment: int, slot: int) -> EncodedMoments:
+        return self._read_moments(fragment, self._box.outgoing_moments(slot))
+
+    def incoming_moments(self, fragment: int, slot: int) -> EncodedMoments:
+        return self._read_moments(fragment, self._box.incoming_moments(slot))
+
+    def _read_moments(self, fragment: int, memory: ByteArray) -> EncodedMoments:
+        part = self._box.plan.fragments[fragment]
+        behind = read_moments(part, memory)[len(part.pieces) :]
+        return EncodedMoments(read_forms(part, memory), torch.from_numpy(behind))
+
     def _shaped(self, kind: str, fragment: int, slot: int) -> list[torch.Tensor]:
         key = (kind, fragment, slot)
         if key not in self._made:
@@ -138,12 +169,20 @@ class CpuOffload:
         self.outgoing, self.base = self._views.outgoing, self._views.base
 
     @torch.no_grad()
-    def read(self, fragment: int, slot: int, t: int) -> DeviceCopy:
+    def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
         torch._foreach_copy_(self._views.outgoing(fragment, slot), self._own(fragment))
+        if moments is not None:
+            self._views.make_moments_room(slot, moments).copy_(moments.data)
         return FinishedCopy()
 
-    def bring(self, fragment: int, slot: int) -> DeviceCopy:
+    def bring(self, fragment: int, slot: int, *, moments: bool = False) -> DeviceCopy:
         return FinishedCopy()
+
+    def arrived_moments(self, fragment: int, slot: int) -> EncodedMoments:
+        return self._views.incoming_moments(fragment, slot)
+
+    def outgoing_moments(self, fragment: int, slot: int) -> EncodedMoments:
+        return self._views.outgoing_moments(fragment, slot)
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
         return self._views.incoming(fragment, slot)
@@ -220,14 +259,19 @@ class StreamOffload:
         """By slot, what is on its way to the device or has arrived and waits; and when it is there."""
         self._spare: list[tuple[torch.Tensor, list[QueuedCopy]]] = []
         """With the work that still reads it."""
+        self._moments: dict[int, EncodedMoments] = {}
+        """By slot, those that are on their way to the device or have arrived."""
 
-    def read(self, fragment: int, slot: int, t: int) -> DeviceCopy:
+    def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
         stage, packed = self._pack(fragment)
         self._out.wait_event(packed)
         self._lock_if_new(slot, slot >= self._box.layout.first_outgoing)
         host = self._host("out", fragment, slot)
         with self._torch.stream(self._out):
             host.copy_(stage[: host.numel()], non_blocking=True)
+            if moments is not None:
+                self._views.make_moments_room(slot, moments).copy_(moments.data, non_blocking=True)
+                self._keep_for(moments.data, self._out)
         copy = StreamCopy(self._mark(self._out))
         self._read_stages.append((stage, copy))
         return copy
@@ -248,13 +292,16 @@ class StreamOffload:
             return stage
         return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
 
-    def bring(self, fragment: int, slot: int) -> DeviceCopy:
+    def bring(self, fragment: int, slot: int, *, moments: bool = False) -> DeviceCopy:
         layout = self._box.layout
         self._lock_if_new(layout.most_outgoing + slot, slot >= layout.first_incoming)
         host = self._host("in", fragment, slot)
         stage = self._stage(slot)
         with self._torch.stream(self._in):
             stage[: host.numel()].copy_(host, non_blocking=True)
+            if moments:
+                forms, data = self._views.incoming_moments(fragment, slot)
+                self._moments[slot] = EncodedMoments(forms, data.to(self._device, non_blocking=True))
         event = self._mark(self._in)
         self._stages[slot] = (stage, event)
         return StreamCopy(event)
@@ -264,6 +311,20 @@ class StreamOffload:
         stage, event = self._stages[slot]
         self._torch.current_stream(self._index).wait_event(event)
         return self._shaped(stage, fragment)
+
+    def arrived_moments(self, fragment: int, slot: int) -> EncodedMoments:
+        found = self._moments.pop(slot)
+        self._keep_for(found.data, self._torch.current_stream(self._index))
+        return found
+
+    def outgoing_moments(self, fragment: int, slot: int) -> EncodedMoments:
+        forms, data = self._views.outgoing_moments(fragment, slot)
+        return EncodedMoments(forms, data.to(self._device))
+
+    def _keep_for(self, data: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Its memory is not given to anybody else before what is queued there is done."""
+        if self._on_cuda:
+            data.record_stream(stream)
 
     def _shaped(self, stage: torch.Tensor, fragment: int) -> list[torch.Tensor]:
         """Stages are never given back, so an address stays the one of its stage."""

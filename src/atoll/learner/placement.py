@@ -6,7 +6,8 @@
 `auto` takes device on a GPU for codecs with feedback, which are dear to encode, where it fits into a quarter of what is
 free when the run's settings are known: activations, and often the inner optimizer's state, are still to come. It takes
 host elsewhere: with fp32 and bf16 there is little to encode, and host was measured to be as fast, without the memory. A
-run with adopt = "carry" has host, and so has a replay, because they need copies as they were read.
+run with adopt = "carry" has host, and so has a replay, because they need copies as they were read; share = "moments" is
+built for host alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ def choose_placement(
     figures = f"{_mib(need)} of {device}" + ("" if free is None else f", where {_mib(free)} are free")
     if replays or (wish == "auto" and device.type != "cuda"):
         return Placement(False, "")
-    if "carry" in settings.adopts:
+    if settings.shares_moments:
+        if wish == "device":
+            raise ConfigError("placement = device does not send moments: use placement = host, or leave share out")
+        on_device, reason = False, 'share = "moments" is built for it'
+    elif "carry" in settings.adopts:
         on_device, reason = False, 'adopt = "carry" subtracts copies as they were read'
     elif wish != "auto":
         on_device, reason = wish == "device", "as asked"

@@ -96,7 +96,7 @@ class RunSession:
         self._courier, self._tally, self._feed = courier, tally, feed
         self._session = secrets.token_hex(8)
         self._tape = TapeRecorder(courier)
-        self.shared = SharedMailbox(model, courier, self._tape, joining.buffers, joining.placement)
+        self.shared = SharedMailbox(model, courier, self._tape, joining.buffers, joining.placement, optimizers)
         self._unmerged = UnmergedTensors(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         rest = [name for name in extras if name not in from_peers]

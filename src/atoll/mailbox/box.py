@@ -4,6 +4,7 @@
     base        the whole model in fp32: the version last adopted, from which Δ = base − θ is made
     outgoing    slots for copies read off the device, one fragment each: θ, or (placement device) what was encoded of it
     incoming    slots for versions that wait to be adopted
+                with share = "moments" both kinds have room for a fragment's moments behind its values
     rests       where the codec needs feedback: slots for what answers leave out (courier/feedback.py); placement device
                 keeps them on the device (learner/device_offload.py)
 
@@ -30,6 +31,7 @@ import numpy.typing as npt
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.moments import most_bytes
 from atoll.protocol import schedule
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.settings import Settings
@@ -54,12 +56,15 @@ class Layout:
     """Whether what answers leave out is kept."""
     on_device: bool = False
     """Placement device: the training process encodes, on its device, and keeps there what answers leave out."""
+    moments_bytes: int = 0
+    """Room in every slot for the inner optimizer's moments, encoded (numerics/moments.py); 0: they stay local."""
 
     @staticmethod
     def of(plan: FragmentPlan, settings: Settings, *, on_device: bool = False) -> Layout:
         flights = max(schedule.least_flights(one) for one in settings.in_all_phases)
         feedback = make_codec(settings.codec).needs_feedback
-        return Layout(len(plan.fragments), plan.size, plan.largest, flights, feedback, on_device)
+        moments = most_bytes(plan) if settings.shares_moments else 0
+        return Layout(len(plan.fragments), plan.size, plan.largest, flights, feedback, on_device, moments)
 
     @property
     def first_outgoing(self) -> int:
@@ -101,7 +106,7 @@ class Layout:
 
     @property
     def slot_bytes(self) -> int:
-        return _pages(4 * self.largest)
+        return _pages(4 * self.largest + self.moments_bytes)
 
     @property
     def base_bytes(self) -> int:
@@ -294,6 +299,17 @@ class Mailbox:
     def incoming(self, slot: int, fragment: int) -> FloatArray:
         return self._slot(self.layout.most_outgoing + slot, fragment)
 
+    def outgoing_moments(self, slot: int) -> ByteArray:
+        """The room behind a copy; what is in it begins with its own length (`read_moments`)."""
+        return self._moments(slot)
+
+    def incoming_moments(self, slot: int) -> ByteArray:
+        return self._moments(self.layout.most_outgoing + slot)
+
+    def _moments(self, index: int) -> ByteArray:
+        start = self.layout.slot_start(index) + 4 * self.layout.largest
+        return self.memory[start : start + self.layout.moments_bytes]
+
     def rest(self, slot: int, fragment: int) -> FloatArray:
         return self._slot(self._rest_index(slot), fragment)
 
@@ -314,8 +330,8 @@ class Mailbox:
 def serves(made_for: Settings, settings: Settings) -> bool:
     """Whether shared memory made for some settings serves others of the same plan. H, τ and phases may change during a
     run, and slots are reserved by need; but where it was not made for carry, it may be of placement device."""
-    same = (made_for.codec, made_for.version_codec) == (settings.codec, settings.version_codec)
-    return same and ("carry" in made_for.adopts or "carry" not in settings.adopts)
+    same = [(one.codec, one.version_codec, one.shares_moments) for one in (made_for, settings)]
+    return same[0] == same[1] and ("carry" in made_for.adopts or "carry" not in settings.adopts)
 
 
 def available_bytes() -> int | None:

@@ -196,6 +196,8 @@ class AdoptOrder(Frame, frozen=True):
     """Own tokens that the version contains: what is overwritten beyond them is dropped."""
     copy_t: int = -1
     """carry: the step of the copy in that slot."""
+    moments: bool = False
+    """Averaged moments are in the slot, to be adopted with the version."""
 
 
 class ForgetOrder(Frame, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import MAX_COUNTER, ChoiceName, Name
@@ -49,6 +49,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How versions come down. fp32: whole, as Θ. Any other encodes what changes Θ, once, with feedback of its own."""
     plan: ChoiceName = "balanced"
     """How tensors are dealt into fragments."""
+    share: Literal["parameters", "moments"] | UnsetType = UNSET
+    """What learners share. "moments": the inner optimizer's too, averaged and adopted with each fragment. Unset, it is
+    "parameters", and no message and no record has a word of it."""
     steps: int = 0
     """The run ends at this step: the median steps of its learners (`Pace`, protocol/syncer/closing.py). 0: none."""
     tokens: int = 0
@@ -116,6 +119,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             )
         if not 0.0 <= self.warm_start < 1.0:
             raise ConfigError(f"warm_start = {self.warm_start} is no share of the run: 0.15 is 15 % of it, 0 is none")
+        if self.synchronous and self.shares_moments:
+            raise ConfigError('share = "moments" is for runs that nobody waits in: leave synchronous out')
         self._check_phases()
         if not 0.0 <= self.blend <= 1.0:
             raise ConfigError(
@@ -227,6 +232,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def phased_values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in PHASED}
+
+    @property
+    def shares_moments(self) -> bool:
+        return self.share == "moments"
 
     @property
     def adopts(self) -> set[str]:

@@ -7,6 +7,7 @@ run bit for bit. `t` is the step after which an order was carried out; 0: before
     BeganEntry      a training process: what it runs on, and the state it went on from
     OwnedEntry      its own parameters are the run's version 0
     AdoptedEntry    a version is in its model
+    MomentsEntry    the averaged moments of the version that is adopted next are in its inner optimizer
     InformedEntry   what `learner.progress` and `learner.global_step` say from now on
     SuppliedEntry   leases that it may take samples from
     GaveEntry       its state was copied for newcomers
@@ -76,6 +77,13 @@ class AdoptedEntry(Entry, frozen=True, tag="a"):
     """With carry, the step of the copy that the version contains; −1: none, the base was subtracted."""
 
 
+class MomentsEntry(Entry, frozen=True, tag="n"):
+    """Stands before the adoption. Where it is missing the version was adopted without."""
+
+    fragment: Number
+    version: Number
+
+
 class InformedEntry(Entry, frozen=True, tag="i"):
     committed: Number
     """Rounds that were behind the run."""
@@ -116,6 +124,7 @@ AnyEntry = (
     BeganEntry
     | OwnedEntry
     | AdoptedEntry
+    | MomentsEntry
     | InformedEntry
     | SuppliedEntry
     | GaveEntry

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from atoll.numerics.autocorrelation import Autocorrelation
 from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, largest_body
 from atoll.numerics.filter import Filter, FilterVerdict
 from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.moments import check_moments, most_bytes
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution
@@ -44,6 +45,8 @@ PAIRS = 16
 @dataclass(slots=True)
 class PendingContribution:
     fragment: int
+    size: int = 0
+    """Bytes of its body."""
     body: ByteArray | None = None
     digest: str | None = None
     """Set once the body has arrived."""
@@ -56,9 +59,10 @@ class PendingContribution:
 
 
 class Inbox:
-    def __init__(self, plan: FragmentPlan, codec: Codec) -> None:
-        self._plan, self._codec = plan, codec
-        self._largest = largest_body(codec, plan)
+    def __init__(self, plan: FragmentPlan, codec: Codec, *, moments: bool = False) -> None:
+        """`moments`: those of the inner optimizer come behind every contribution (numerics/moments.py)."""
+        self._plan, self._codec, self._moments = plan, codec, moments
+        self._largest = largest_body(codec, plan) + (most_bytes(plan) if moments else 0)
         self._pending: dict[ContributionKey, PendingContribution] = {}
         self._bodies: list[ByteArray] = []
         self._deltas: list[FloatArray] = []
@@ -73,7 +77,9 @@ class Inbox:
         pending = self._pending.setdefault(key, PendingContribution(fragment))
         pending.unwanted = False
 
-    def receive_body(self, key: ContributionKey) -> memoryview:
+    def receive_body(self, key: ContributionKey, named: int = 0) -> memoryview:
+        """`named`: the bytes that it is said to have, which count where moments come with it: their number follows from
+        what they are."""
         pending = self._pending.get(key)
         if pending is None:
             raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for")
@@ -84,8 +90,11 @@ class Inbox:
             raise PeerError(f"{stale} bodies of {key[0]} that nobody waits for are still being received")
         if pending.body is None:
             pending.body = self._bodies.pop() if self._bodies else np.empty(self._largest, dtype=np.uint8)
-        pending.receiving = True
-        return pending.body[: self._body_nbytes(pending)].data
+        pending.receiving, pending.size = True, self._body_nbytes(pending)
+        if self._moments:
+            least = pending.size + len(self._plan.fragments[pending.fragment].pieces)
+            pending.size = max(least, min(named, pending.body.size))
+        return pending.body[: pending.size].data
 
     def mark_arrived(self, key: ContributionKey, mark: str) -> None:
         if (pending := self._pending.get(key)) is not None:
@@ -126,6 +135,8 @@ class Inbox:
         buffer = self._deltas.pop() if self._deltas else np.empty(self._plan.largest, dtype=np.float32)
         pending.delta = buffer
         decode_contribution(self._codec, part, pending.body[: self._body_nbytes(pending)], buffer[: part.size])
+        if self._moments:
+            check_moments(part, self._moments_of(pending))
         return buffer[: part.size]
 
     def _body_nbytes(self, pending: PendingContribution) -> int:
@@ -135,6 +146,14 @@ class Inbox:
         pending = self._pending[key]
         assert pending.delta is not None
         return pending.delta[: self._plan.fragments[pending.fragment].size]
+
+    def get_moments(self, keys: Sequence[ContributionKey]) -> list[ByteArray]:
+        """What came with these contributions; nothing where moments are not shared."""
+        return [self._moments_of(self._pending[key]) for key in keys] if self._moments else []
+
+    def _moments_of(self, pending: PendingContribution) -> ByteArray:
+        assert pending.body is not None
+        return pending.body[self._body_nbytes(pending) : pending.size]
 
     def discard(self, key: ContributionKey) -> None:
         if (pending := self._pending.get(key)) is not None:
@@ -221,7 +240,8 @@ class Merging:
 
     def _merge_and_step(self, merge: fx.Merge) -> fx.SyncerEvent:
         began = time.perf_counter()
-        deltas = [self._inbox.get_delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
+        keys = [(part.learner, merge.round, part.attempt) for part in merge.parts]
+        deltas, moments = [self._inbox.get_delta(key) for key in keys], self._inbox.get_moments(keys)
         try:
             # The filter judges also without `robust`, so that events name an attacker although nothing is left out. A
             # sample does for that: a round waits for the filter.
@@ -230,7 +250,7 @@ class Merging:
             judged = self._filter.judge(merge.fragment, names, deltas, momentum, sample_for)
             factors = [one.factors for one in judged] if self.robust else []
             weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
-            mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases)
+            mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases, moments)
             self._outer_figures[merge.fragment] = self._measure_gradient(merge.fragment)
         except Overflow as error:
             return fx.Unmergeable(merge.round, str(error), reset=True)

@@ -24,6 +24,7 @@ from atoll.numerics.autocorrelation import SKETCH
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
+from atoll.numerics.moments import most_bytes
 from atoll.numerics.sample import largest_sample
 from atoll.numerics.updates import make_version_codec
 from atoll.protocol import schedule
@@ -198,6 +199,7 @@ def memory_bound(
     | a cut | the outer state once more, while it is written |
     | a lossy version codec | feedback like one more slot; what a round encodes, decodes and leaves out |
     | its encoded steps | of each fragment up to the size of its Θ, and those that readers of OLD versions hold |
+    | shared moments | those of as many versions as Θ; while they are averaged, three times a fragment in float64 |
     | a rollback | Θ three times, the outer state twice and the feedback once more, with guard = "rollback" |
     | a mean of the last versions | all of a cut once more, the sum in float64, and the mean |
     | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
@@ -217,6 +219,8 @@ def memory_bound(
         feedback = model if codec.needs_feedback else 0
         fixed += 2 * feedback + 6 * largest
         fixed += model + (1 + OLD) * sum(body_nbytes(codec, part) for part in plan.fragments)
+    if settings.shares_moments:
+        fixed += COPIES * len(plan.fragments) * most_bytes(plan) + 6 * largest
     if settings.guard == "rollback":
         fixed += 2 * (1 + slots) * model + model + feedback + largest
     if tail_average:
@@ -237,4 +241,9 @@ def memory_bound(
 
 def contribution_bytes(plan: FragmentPlan, settings: Settings) -> int:
     """Memory of a contribution until its round is merged: the body as it came, and the decoded delta."""
-    return largest_body(make_codec(settings.codec), plan) + 4 * plan.largest
+    return largest_body(make_codec(settings.codec), plan) + moments_room(plan, settings) + 4 * plan.largest
+
+
+def moments_room(plan: FragmentPlan, settings: Settings) -> int:
+    """For those of any fragment; 0 where they are not shared."""
+    return most_bytes(plan) if settings.shares_moments else 0

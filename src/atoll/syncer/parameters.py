@@ -10,6 +10,8 @@
 - For a merge rule that takes Δ = Θ − θ, OLD versions before the committed one are held like those that are read. They
   are forgotten in every new term: a replay has the same ones.
 - A version is hashed once, when it is made or has arrived: whoever serves it or writes it to a cut uses that digest.
+- Averaged moments lie with the version they belong to, in memory alone: they are in no cut and no payload, and a
+  version that is made of those has none.
 - What is called on the event loop copies and hashes nothing large.
 """
 
@@ -29,6 +31,7 @@ from atoll.numerics.compiled import PART, in_parts, read_only, thread_count
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.kernels import check_bits
 from atoll.numerics.merge import Cut, cut_fragment, merge, subtracts_from_newest
+from atoll.numerics.moments import average_moments
 from atoll.numerics.outer import cut_state, lacks_momentum, starts_momentum, take_piece_step
 from atoll.numerics.updates import (
     WHOLE,
@@ -60,7 +63,7 @@ class Overflow(ValueError):
 class Buffer:
     """One fragment's values, and how many readers hold them."""
 
-    __slots__ = ("digest", "disconnects", "marks", "readers", "round", "values", "version")
+    __slots__ = ("digest", "disconnects", "marks", "moments", "readers", "round", "values", "version")
 
     def __init__(self, values: FloatArray) -> None:
         self.values = values
@@ -72,6 +75,14 @@ class Buffer:
         self.digest = ""
         self.marks = b""
         """See `Parameters.piece_marks`."""
+        self.moments: AveragedMoments | None = None
+
+
+class AveragedMoments(NamedTuple):
+    """Of the members of the round that made a version."""
+
+    data: ByteArray
+    digest: str
 
 
 class Reader:
@@ -191,12 +202,14 @@ class Parameters:
         weights: Sequence[float],
         factors: Sequence[FloatArray] = (),
         bases: Sequence[int] = (),
+        moments: Sequence[ByteArray] = (),
     ) -> str:
         """Merge and take the outer step into a spare buffer. Returns the digest; ValueError: the round is void.
 
         `bases`: the version that each contribution was made on. Steps of parameters add up, whatever their base. Model
         buffers do not: a variance that two learners saw fall from the same version must not fall twice. A rule that
         takes Δ = Θ − θ changes the deltas in place.
+        `moments`: where they are shared, what came with each contribution. Their mean goes with the new version.
         """
         part = self.plan.fragments[fragment]
         if subtracts_from_newest(self._rule):
@@ -205,7 +218,11 @@ class Parameters:
             current = self._committed[fragment].version
             paired = zip(deltas, bases, strict=True)
             deltas = [delta if base == current else _without(delta, part.buffers) for delta, base in paired]
-        return self._stage_step(fragment, deltas, weights, factors)
+        mark = self._stage_step(fragment, deltas, weights, factors)
+        if moments:
+            averaged = average_moments(part, moments, weights, factors, self.threads)
+            self._staged[fragment].moments = AveragedMoments(averaged, compute_digest(averaged.data))
+        return mark
 
     def _subtract_from_newest(self, fragment: int, deltas: Sequence[FloatArray], bases: Sequence[int]) -> None:
         """Δ ← Δ + (Θ − base) = Θ − θ. What was made on a base that is not kept stays as it is."""
@@ -409,6 +426,7 @@ class Parameters:
         for buffer in self._spare[fragment]:
             if buffer.readers == 0:
                 self._spare[fragment].remove(buffer)
+                buffer.moments = None
                 return buffer
         return Buffer(np.empty(self.plan.fragments[fragment].size, dtype=np.float32))
 
@@ -539,6 +557,14 @@ class Parameters:
         steps = tuple((one.digest, one.data.data) for one in self._steps_since(fragment, have))
         held = (reader.release, reader.on_disconnect)
         return ServedFragment(buffer.version, buffer.round, buffer.digest, data, *held, steps)
+
+    def serve_moments(self, fragment: int, version: int) -> ServedFragment:
+        """The averaged moments of the committed version; PeerError: it is another one by now, or has none."""
+        buffer = self._committed[fragment] if 0 <= fragment < len(self._committed) else None
+        if buffer is None or buffer.version != version or buffer.moments is None:
+            raise PeerError(f"there are no averaged moments of version {version} of fragment {fragment}")
+        reader, (data, digest) = Reader(buffer), buffer.moments
+        return ServedFragment(buffer.version, buffer.round, digest, data.data, reader.release, reader.on_disconnect)
 
     def _steps_since(self, fragment: int, have: int) -> list[EncodedStep]:
         """From that version to the committed one; none where some are not kept."""

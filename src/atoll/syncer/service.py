@@ -56,6 +56,7 @@ from atoll.syncer.model import (
     contribution_bytes,
     model_of_earlier_terms,
     model_of_first_joiner,
+    moments_room,
 )
 from atoll.syncer.parameters import Parameters, is_finite
 from atoll.syncer.recovery import Recovered, outer_of
@@ -247,7 +248,7 @@ class SyncerService:
         history, settings = model.history, model.history.settings
         self._model, self._parameters = model, model.parameters
         codec = make_codec(settings.codec, self._parameters.threads)
-        self._inbox = Inbox(model.plan, codec)
+        self._inbox = Inbox(model.plan, codec, moments=settings.shares_moments)
         # Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny.
         few = 8 * settings.learners
         self._screen = NormScreen(
@@ -264,7 +265,8 @@ class SyncerService:
         self._restorer = Restorer(self._run_store, self._parameters, self._handle, self._spawn)
         self._machine = Syncer(history)
         flights = self._machine.rounds.flights
-        flights.bodies = {name: largest_body(make_codec(name), model.plan) for name in CODEC.names()}
+        moments = moments_room(model.plan, settings)
+        flights.bodies = {name: largest_body(make_codec(name), model.plan) + moments for name in CODEC.names()}
         flights.contribution_bytes = contribution_bytes(model.plan, settings)
         flights.budget_bytes = self._config.service.round_memory_mib * MIB
         self._first = FirstParameters(self._parameters, self._machine)
@@ -354,9 +356,9 @@ class SyncerService:
 
     # ---- handlers: bodies ---------------------------------------------------------------------------------------
 
-    def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
+    def expect_contribution(self, learner: str, session: str, round: int, attempt: int, named: int) -> memoryview:
         self._begun()
-        return self._inbox.receive_body((learner, round, attempt))
+        return self._inbox.receive_body((learner, round, attempt), named)
 
     def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None:
         self._inbox.mark_arrived((learner, round, attempt), digest)
@@ -399,6 +401,10 @@ class SyncerService:
         if self._machine is None:
             raise PeerError("the run has no parameters yet")
         return self._parameters.serve_fragment(index, have)
+
+    def moments(self, index: int, version: int) -> ServedFragment:
+        self._begun()
+        return self._parameters.serve_moments(index, version)
 
     def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
         if (wrong := self._begun().peers.wrong_newcomer(ticket, learner)) is not None:

@@ -178,6 +178,7 @@ class Meter:
             versions=tuple(machine.versions) if machine else (),
             codec=settings.codec,
             version_codec=settings.version_codec,
+            share=settings.share,
             overlap=settings.overlap,
             overlap_steps=overlap.median,
             overlap_p95=overlap.p95,

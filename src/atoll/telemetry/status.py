@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 AWAY = ("gone", "restarting", "done")
 """States of a learner that is not connected. That one is being restarted only its supervisor knows."""
@@ -105,6 +106,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "bf16"
     """How contributions travel."""
     version_codec: str = "fp32"
+    share: str | UnsetType = UNSET
     """How versions come down."""
     overlap: int = 2
     """τ."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,9 +40,10 @@ from atoll.mailbox.channel import (
     Welcomed,
     decode_to_courier,
 )
-from atoll.numerics.arrays import FloatArray
+from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec, Delta, body_nbytes, decode_contribution, encode_contribution
 from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.moments import read_moments
 from atoll.protocol import tape
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import Range
@@ -58,6 +60,12 @@ class SharedState:
     size: int
 
 
+class GivenContribution(NamedTuple):
+    delta: FloatArray
+    moments: ByteArray | None
+    """None: they are not shared."""
+
+
 @dataclass(frozen=True)
 class ReplayServices:
     """What all actors share."""
@@ -68,8 +76,10 @@ class ReplayServices:
     version: Callable[[int, int], FloatArray | None]
     """A fragment's values as of a version; None: not there yet."""
     adopted: Callable[[int, int], None]
-    given: Callable[[RecordedCopy, str, FloatArray], None]
-    """A contribution: the copy it is of, whose, and Δ."""
+    moments: Callable[[int, int], ByteArray | None]
+    """The averaged moments of that version; None: they cannot be made again."""
+    given: Callable[[RecordedCopy, str, GivenContribution], None]
+    """A contribution: the copy it is of, and whose."""
     owned: Callable[[list[FloatArray]], None]
     """The first parameters."""
     state: Callable[[str], SharedState | None]
@@ -109,6 +119,8 @@ class ReplayedProcess:
         self._rests: dict[int, tuple[int, FloatArray]] = {}
         """Per fragment, what its last copy left out, and which round that was for; where the codec needs feedback."""
         self._reading: RecordedCopy | None = None
+        self._adopts_moments = False
+        """The next adoption takes the averaged moments of its version too."""
         self._free = 0
         self._end_by = inf
 
@@ -196,6 +208,8 @@ class ReplayedProcess:
                 return self._order_copy(act)
             case tape.AdoptedEntry():
                 return self._adopt_version(act)
+            case tape.MomentsEntry():
+                self._adopts_moments = True
             case tape.InformedEntry():
                 send(self._make_progress(act))
             case tape.SuppliedEntry(_, leases, over, own):
@@ -248,6 +262,10 @@ class ReplayedProcess:
         landed = self._box.incoming(0, act.fragment)
         np.copyto(landed, values)
         as_held(self._box.plan.fragments[act.fragment], landed)
+        if self._adopts_moments:
+            if (averaged := self._replay.moments(act.fragment, act.version)) is None:
+                return f"the averaged moments of version {act.version} of fragment {act.fragment} are not there"
+            self._box.incoming_moments(0)[: averaged.size] = averaged
         slot, steps, tokens = BASE, 0, 0
         if act.copy_t >= 0:
             if (copy := self._copies.get((act.fragment, act.copy_t))) is None:
@@ -267,8 +285,10 @@ class ReplayedProcess:
                 minus_steps=steps,
                 minus_tokens=tokens,
                 copy_t=act.copy_t,
+                moments=self._adopts_moments,
             )
         )
+        self._adopts_moments = False
         return None
 
     def _take_state(self, ticket: str) -> str | None:
@@ -342,7 +362,15 @@ class ReplayedProcess:
             self._replay.remark(text)
         if self._replay.can_give(act):
             delta = Delta(self._box.base(frame.fragment), self._box.outgoing(frame.slot, frame.fragment))
-            self._replay.given(act, self.part.learner, self._encode_copy(act, delta))
+            given = GivenContribution(self._encode_copy(act, delta), self._copy_moments(frame))
+            self._replay.given(act, self.part.learner, given)
+
+    def _copy_moments(self, frame: CopyMade) -> ByteArray | None:
+        assert self._box is not None
+        if not self._replay.settings.shares_moments:
+            return None
+        part = self._replay.plan.fragments[frame.fragment]
+        return read_moments(part, self._box.outgoing_moments(frame.slot)).copy()
 
     def _encode_copy(self, act: RecordedCopy, delta: Delta) -> FloatArray:
         """What arrives of it."""

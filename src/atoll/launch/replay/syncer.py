@@ -9,6 +9,9 @@ replay begins with, or needs what such a copy left out) is taken from the journa
 that is said; where it is not, the replay ends there. With a lossy version codec nobody knows what such a round left
 out: later rounds of its fragment are taken from the journal too, until a new term, a reset or a rollback starts the
 feedback at zero. A rollback goes back to what the replay itself had then, or to what the journal keeps of it.
+
+Averaged moments are in no journal and no cut: they are made again with their round, and a process that adopted those of
+a round that is not made again is not played on.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import numpy as np
 
 from atoll.config import Outer
 from atoll.launch.children import Child, describe_exit
-from atoll.launch.replay.process import ReplayedProcess, ReplayServices, SharedState
+from atoll.launch.replay.process import GivenContribution, ReplayedProcess, ReplayServices, SharedState
 from atoll.launch.replay.recording import LOST, Decision, ProcessRecording, RecordedAction, RecordedCopy, RunRecording
 from atoll.mailbox.channel import CourierChannel, Start, decode_to_courier
 from atoll.numerics.arrays import ByteArray, FloatArray
@@ -113,6 +116,8 @@ class ReplaySyncer:
         self._needed = Counter((act.fragment, act.version) for act in adoptions)
         """How many parts are still to adopt a version."""
         self._versions: dict[tuple[int, int], FloatArray] = {}
+        self._moments: dict[tuple[int, int], ByteArray] = {}
+        """Averaged ones, by fragment and version, for as long as the version is kept."""
         feedback = make_codec(score.begun.settings.codec).needs_feedback
         self._copied = {
             (act.round, part.learner)
@@ -120,7 +125,7 @@ class ReplaySyncer:
             for act in acts
             if isinstance(act, RecordedCopy) and not (feedback and act.feedback == LOST)
         }
-        self._given: dict[tuple[int, str], FloatArray] = {}
+        self._given: dict[tuple[int, str], GivenContribution] = {}
         self._states: dict[str, SharedState] = {}
         self._actors: list[ReplayedProcess] = []
         self._reasons: dict[str, str] = {}
@@ -135,6 +140,7 @@ class ReplaySyncer:
             settings=settings,
             codec=make_codec(settings.codec),
             version=lambda fragment, version: self._versions.get((fragment, version)),
+            moments=lambda fragment, version: self._moments.get((fragment, version)),
             adopted=self._note_adoption,
             given=self._take_contribution,
             owned=self._take_first_parameters,
@@ -323,12 +329,12 @@ class ReplaySyncer:
         members = [share.learner for share in record.members]
         known = self._parameters.knows_feedback(record.fragment)
         if known and all((record.round, name) in self._given for name in members):
-            deltas = [self._given.pop((record.round, name)) for name in members]
+            given = [self._given.pop((record.round, name)) for name in members]
+            deltas, moments = [one.delta for one in given], [one.moments for one in given if one.moments is not None]
             try:
                 weights, bases = [share.weight for share in record.members], [share.base for share in record.members]
-                mark = self._parameters.stage_merge(
-                    record.fragment, deltas, weights, self._compute_factors(record), bases
-                )
+                factors = self._compute_factors(record)
+                mark = self._parameters.stage_merge(record.fragment, deltas, weights, factors, bases, moments)
             except ValueError as error:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False
@@ -423,6 +429,8 @@ class ReplaySyncer:
             buffer = self._parameters.committed_buffers()[fragment]
             if self._needed[fragment, buffer.version]:
                 self._versions[fragment, buffer.version] = buffer.values.copy()
+                if buffer.moments is not None:
+                    self._moments[fragment, buffer.version] = buffer.moments.data
 
     # ---- what the actors bring --------------------------------------------------------------------------------------
 
@@ -430,9 +438,10 @@ class ReplaySyncer:
         self._needed[fragment, version] -= 1
         if self._needed[fragment, version] <= 0:
             self._versions.pop((fragment, version), None)
+            self._moments.pop((fragment, version), None)
 
-    def _take_contribution(self, copy: RecordedCopy, learner: str, delta: FloatArray) -> None:
-        self._given[copy.round, learner] = delta
+    def _take_contribution(self, copy: RecordedCopy, learner: str, given: GivenContribution) -> None:
+        self._given[copy.round, learner] = given
 
     def _take_first_parameters(self, values: list[FloatArray]) -> None:
         if self._begun:

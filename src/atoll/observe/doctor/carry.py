@@ -38,6 +38,8 @@ class LinkLoad:
     codec: Codec = "bf16"
     down: Codec = VERSIONS
     """The version codec."""
+    moments: bool = False
+    """Those of the inner optimizer travel too, two for each parameter."""
 
     @property
     def most_away(self) -> float:
@@ -58,6 +60,7 @@ class LinkLoad:
             down=self.down,
             topology="star",
             latency_s=trip_s / 2,
+            beside_bits=2 * BITS["int8"] if self.moments else 0.0,
         )
 
 

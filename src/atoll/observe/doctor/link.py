@@ -112,7 +112,8 @@ def check_load(status: RunStatus, link: MeasuredLink, parameters: float | None, 
     fragments = min(status.fragments or USUAL, sync_every)
     try:
         codecs = (sized_like(status.codec), sized_like(status.version_codec))
-        return carry.judge_load(LinkLoad(parameters, step_s, sync_every, fragments, status.overlap, *codecs), link)
+        known = (sync_every, fragments, status.overlap, *codecs, status.share == "moments")
+        return carry.judge_load(LinkLoad(parameters, step_s, *known), link)
     except ConfigError as error:
         return Check("carries", "warn", str(error), "Look at --parameters and --step.")
 
