@@ -42,3 +42,12 @@ def test_kills_in_a_warm_start_cost_nothing_and_the_run_is_repeated(run: Run) ->
     assert run.events("ending")[0]["text"].startswith("the run ends: 400 steps")
     assert verify_run(run.out).ok
     run.check_replay()
+
+
+def test_a_drawn_tape_with_a_warm_start_is_followed_and_repeated(run: Run) -> None:
+    words = ("--learners", "2", "--steps", "60", "--warm-start", "0.4", "--fault", "kill:learner-1@12+8")
+    assert run.command("simulate", "tape", "warm.tape", *words).returncode == 0
+    run.train("--tape", "warm.tape", "--set", "workload.depth=1", "--set", "workload.block=16", replayed=False)
+    run.ended()
+    assert verify_run(run.out).ok
+    assert run.replay()["identical"]

@@ -39,6 +39,7 @@ def tape(
     sync_every: int | None,
     overlap: int | None,
     quorum: int | None,
+    warm_start: float | None,
 ) -> None:
     if file is not None and out is not None:
         raise ConfigError(f"{file} and --out {out}: name one file to write")
@@ -48,12 +49,14 @@ def tape(
     if profile is None:
         if chips is not None or slices is not None or set_:
             raise ConfigError("--chips, --slices and --set are of a cluster: add --profile paper, or leave them out")
-        given = {key: value for key, value in rules.items() if value is not None}
+        given = {key: value for key, value in {**rules, "warm_start": warm_start}.items() if value is not None}
         settings = Settings(learners=learners, steps=steps, cut_every=0, **(RULES | given))  # type: ignore[arg-type]
         name, lines = "scenario", _play_scenario(settings, step_s or "1", latency_s, fault, seed)
     else:
         if fault:
             raise ConfigError(f"--profile {profile} draws the faults: leave --fault out")
+        if warm_start is not None:
+            raise ConfigError(f"--profile {profile} has one H for all of the run: leave --warm-start out")
         values = {f"rules.{key}": value for key, value in {**rules, "latency_s": latency_s}.items()}
         values |= {"slices": slices, "step_s": number("--step-s", step_s) if step_s else None}
         name, lines = _draw(profile, profile_of(profile, set_, values), chips, learners, steps, seed)

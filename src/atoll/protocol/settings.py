@@ -211,7 +211,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         for phase in (*phases, *last):
             named = {key: getattr(phase, key) for key in PHASED if getattr(phase, key) is not None}
             whole.append(msgspec.structs.replace(phase, **{**own, **named}))
-        return msgspec.structs.replace(self, phases=tuple(whole))
+        return msgspec.structs.replace(self, phases=tuple(whole), warm_start=0.0)
 
     def with_phases(self, phases: tuple[TrainingPhase, ...], own: Settings) -> Settings:
         """With other phases from now on, in a run that began with `own`. None: its own settings hold to its end."""

@@ -35,7 +35,15 @@ from atoll.numerics.fragments import FragmentPlan, make_plan, most_fragments
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.history import History
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import AnyRecord, BegunRecord, DrawnRecord, MergedRecord, RestoredRecord, TermRecord
+from atoll.protocol.records import (
+    AnyRecord,
+    BegunRecord,
+    ChangedRecord,
+    DrawnRecord,
+    MergedRecord,
+    RestoredRecord,
+    TermRecord,
+)
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import CutState, check_cut, complete_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
@@ -236,7 +244,7 @@ class TapeRun:
 
     def _run_held(self) -> dict[str, Any]:
         began = time.monotonic()
-        lines = read_tape(self.tape)
+        lines = [self._with_outer(line) for line in read_tape(self.tape)]
         write_atomic(self.out.settings, self.config.toml())
         score = read_recording(lines)
         conductor = self._make_syncer(score)
@@ -283,6 +291,12 @@ class TapeRun:
         journal.append([(line, None) for line in kept])
         journal.close()
         lease.release()
+
+    def _with_outer(self, line: AnyRecord) -> AnyRecord:
+        """A tape names of the outer settings what its phases of training change; the rest is this run's own."""
+        if not isinstance(line, ChangedRecord):
+            return line
+        return msgspec.structs.replace(line, outer={**msgspec.to_builtins(self.config.outer), **line.outer})
 
     def _record_first(self, line: AnyRecord, outcome: ReplayOutcome) -> AnyRecord:
         if isinstance(line, BegunRecord):
