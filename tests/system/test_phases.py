@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.system, pytest.mark.faults]
 WARM = (
     *("--learners", "2", "--steps", "400", "--warm-start", "0.5", "--set", "evaluate_every=0"),
     *("--set", "workload.depth=1", "--set", "workload.block=16", "--set", "workload.batch=4"),
+    *("--set", "workload.pace_s=0.05"),  # so that what is killed is back before the run is over, however fast it steps
     *("--set", "fragments=4", "--set", "sync_every=12", "--set", "cut_every=24"),
 )
 
