@@ -31,7 +31,7 @@ def check(verdicts: list[Verdict]) -> None:
 
 
 def test_every_input_is_a_message_or_an_error_of_one_line() -> None:
-    check(campaigns(4_000, seed=1, processes=1))
+    check(campaigns(16_000, seed=1, processes=1))
 
 
 @pytest.mark.faults
