@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from atoll.cli.command import Command, argument, flag, option
+from atoll.cli.command import Command, Parameter, argument, flag, option
 from atoll.cli.declared.shared import (
     JOIN,
     LEARNERS,
@@ -19,6 +19,38 @@ from atoll.cli.declared.shared import (
 
 RUN, SETTINGS, ADDRESS, PROCESSES, OUTPUT = "The run", "Its settings", "Where it listens", "Its processes", "Output"
 STEPS = "1000 for the built-in GPT; none for a script"
+
+# What both `atoll train` and `atoll syncer` take.
+FOLDER = (
+    option("--out", "The run's folder.", Path, metavar="DIR", shown="atoll-runs/DATE-TIME", panel=RUN),
+    flag("--force", "Replace a run that lies there.", panel=RUN),
+    option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
+)
+ANY_SETTING = (
+    option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
+    setting_option(SETTINGS),
+)
+NAMED_SETTINGS = (
+    option("--warm-start", "A first part at a small H, such as 0.15.", float, metavar="SHARE", panel=SETTINGS),
+    option(
+        "--share",
+        "Or moments too, of inner optimizers.",
+        ("parameters", "moments"),
+        metavar="WHAT",
+        shown="parameters",
+        panel=SETTINGS,
+    ),
+    flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
+)
+
+
+def end_options(steps: str) -> tuple[Parameter, ...]:
+    """When the run ends. `steps`: the default in words."""
+    text = "End at so many steps of the median stepping learner."
+    return (
+        option("--steps", text, int, shown=steps, panel=RUN),
+        option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
+    )
 
 
 RUNS = (
@@ -40,17 +72,8 @@ RUNS = (
         (
             argument("script", "Your training script; without one, a small GPT.", Path),
             option("--learners", "M: how many learners.", int, shown=LEARNERS, panel=RUN),
-            option(
-                "--steps",
-                "End at so many steps of the median stepping learner.",
-                int,
-                shown=STEPS,
-                panel=RUN,
-            ),
-            option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
-            option("--out", "The run's folder.", Path, metavar="DIR", shown="atoll-runs/DATE-TIME", panel=RUN),
-            flag("--force", "Replace a run that lies there.", panel=RUN),
-            option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
+            *end_options(steps=STEPS),
+            *FOLDER,
             option("--from-cut", "With --resume: a new run (--out) from this cut.", int, name="cut", panel=RUN),
             option("--tape", "Follow this scenario (atoll simulate tape).", Path, metavar="FILE", panel=RUN),
             option(
@@ -62,19 +85,9 @@ RUNS = (
                 panel=RUN,
             ),
             flag("--demo", "A first run: one learner is killed on the way.", panel=RUN),
-            option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
-            setting_option(SETTINGS),
+            *ANY_SETTING,
             option("--seed", "The seed of weights and data order.", int, shown="0", panel=SETTINGS),
-            option("--warm-start", "A first part at a small H, such as 0.15.", float, metavar="SHARE", panel=SETTINGS),
-            option(
-                "--share",
-                "Or moments too, of inner optimizers.",
-                ("parameters", "moments"),
-                metavar="WHAT",
-                shown="parameters",
-                panel=SETTINGS,
-            ),
-            flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
+            *NAMED_SETTINGS,
             option(
                 "--max-restarts",
                 "How often in a row a learner that dies is started again.",
@@ -136,33 +149,14 @@ RUNS = (
         """,
         "serve:syncer",
         (
-            option("--out", "The run's folder.", Path, metavar="DIR", shown="atoll-runs/DATE-TIME", panel=RUN),
-            flag("--force", "Replace a run that lies there.", panel=RUN),
-            option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
+            *FOLDER,
             option(
                 "--standby", "Wait for the turn to serve the run in this folder.", find_run, metavar="RUN", panel=RUN
             ),
             option("--learners", "M: how many learners the run is meant for.", int, shown=LEARNERS, panel=RUN),
-            option(
-                "--steps",
-                "End at so many steps of the median stepping learner.",
-                int,
-                shown="no limit",
-                panel=RUN,
-            ),
-            option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
-            option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
-            setting_option(SETTINGS),
-            option("--warm-start", "A first part at a small H, such as 0.15.", float, metavar="SHARE", panel=SETTINGS),
-            option(
-                "--share",
-                "Or moments too, of inner optimizers.",
-                ("parameters", "moments"),
-                metavar="WHAT",
-                shown="parameters",
-                panel=SETTINGS,
-            ),
-            flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
+            *end_options(steps="no limit"),
+            *ANY_SETTING,
+            *NAMED_SETTINGS,
             option("--port", "Where to listen; 0 for any.", int, shown="7077, or the resumed run's own", panel=ADDRESS),
             option(
                 "--bind",
