@@ -178,10 +178,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("simulate tape a.tape --step-s 1,2", "--step-s 1,2: give one number above 0, or 4 of them"),
         ("simulate tape a.tape --step-s fast", "--step-s fast: write seconds, as in 1 or 1,1,2.5"),
         ("simulate tape a.tape --fault melt:learner-0@1+1", "'melt:learner-0@1+1' is not understood"),
-        (
-            "simulate tape --profile paper --chips 1M --warm-start 0.2",
-            "has one H for all of the run: leave --warm-start",
-        ),
+        ("simulate tape --profile paper --chips 1M --warm-start 2", "warm_start = 2.0 is no share of the run"),
         ("simulate tape a.tape --quorum 5", "quorum = 5 can never be reached by 4 learners"),
         ("simulate tape a.tape --out b.tape", "a.tape and --out b.tape: name one file to write"),
         ("simulate tape --chips 1.2M", "--chips, --slices and --set are of a cluster: add --profile paper, or leave"),

@@ -14,7 +14,16 @@ from atoll.estimate.drawn_tape import draw_tape, list_absences
 from atoll.estimate.goodput import Job, run
 from atoll.estimate.profile import Profile, load, with_values
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import AnyRecord, BegunRecord, DrawnRecord, JoinedRecord, PlayedRecord, TermRecord
+from atoll.protocol.records import (
+    AnyRecord,
+    BegunRecord,
+    ChangedRecord,
+    DrawnRecord,
+    JoinedRecord,
+    MergedRecord,
+    PlayedRecord,
+    TermRecord,
+)
 from atoll.protocol.tape import TookEntry
 from atoll.store.audit import JournalAudit
 from atoll.store.journal import read_tape, write_tape
@@ -93,6 +102,16 @@ def test_a_drawn_tape_is_read_as_it_was_written_and_stands_up_to_verify(tmp_path
         if not isinstance(line, TermRecord):
             audit.take_record(line)
     assert audit.history.finished
+
+
+def test_a_warm_start_changes_the_rounds_of_a_drawn_tape_and_none_of_its_failures() -> None:
+    plain = draw(OFTEN, steps=60)
+    warm = draw_tape("paper", OFTEN, learners=2, chips=300_000, steps=60, seed=0, warm_start=0.5)
+    assert head(warm).absences == head(plain).absences
+    changes = [line for line in warm if isinstance(line, ChangedRecord)]
+    assert [line.settings.sync_every for line in changes] == [2, 24]
+    early = [sum(isinstance(line, MergedRecord) and line.progress < 0.5 for line in lines) for lines in (warm, plain)]
+    assert early[0] > 5 * early[1] > 0
 
 
 def test_a_changed_head_is_refused(tmp_path: Path) -> None:

@@ -55,11 +55,10 @@ def tape(
     else:
         if fault:
             raise ConfigError(f"--profile {profile} draws the faults: leave --fault out")
-        if warm_start is not None:
-            raise ConfigError(f"--profile {profile} has one H for all of the run: leave --warm-start out")
         values = {f"rules.{key}": value for key, value in {**rules, "latency_s": latency_s}.items()}
         values |= {"slices": slices, "step_s": number("--step-s", step_s) if step_s else None}
-        name, lines = _draw(profile, profile_of(profile, set_, values), chips, learners, steps, seed)
+        cluster = profile_of(profile, set_, values)
+        name, lines = _draw(profile, cluster, chips, learners, steps, seed, warm_start or 0.0)
     path = file or out or Path(f"{name}.tape")
     write_tape(path, lines)
     _print_tape(path, lines)
@@ -78,13 +77,13 @@ def _play_scenario(
 
 
 def _draw(
-    profile: str, cluster: Profile, chips: str | None, learners: int, steps: int, seed: int
+    profile: str, cluster: Profile, chips: str | None, learners: int, steps: int, seed: int, warm_start: float
 ) -> tuple[str, list[AnyRecord]]:
     """What to call it, and the records."""
     if chips is None:
         raise ConfigError(f"--profile {profile}: say how many chips there are that may fail, as in --chips 1.2M")
     name, size = Path(profile).stem, count("--chips", chips)
-    lines = draw_tape(name, cluster, learners=learners, chips=size, steps=steps, seed=seed)
+    lines = draw_tape(name, cluster, learners=learners, chips=size, steps=steps, seed=seed, warm_start=warm_start)
     return f"{name}-{size}-chips-{learners}-learners-seed-{seed}", lines
 
 

@@ -66,7 +66,9 @@ class DrawnWorld(TapeWorld, ClusterWorld):
         super().on_learner_event(learner, event, effects)
 
 
-def draw_tape(name: str, profile: Profile, *, learners: int, chips: int, steps: int, seed: int) -> list[AnyRecord]:
+def draw_tape(
+    name: str, profile: Profile, *, learners: int, chips: int, steps: int, seed: int, warm_start: float = 0.0
+) -> list[AnyRecord]:
     """The records of a run of so many steps, under failures drawn by the seed. The second is a DrawnRecord."""
     if not 1 <= steps <= MOST_STEPS:
         raise ConfigError(f"--steps {steps}: a tape needs an end; give it 1 to {MOST_STEPS:,}")
@@ -77,8 +79,8 @@ def draw_tape(name: str, profile: Profile, *, learners: int, chips: int, steps: 
     for one, life in zip(drawn, lives, strict=True):  # no process is started for a learner that cannot step yet
         while (span := one.standing(life[-1].end)) is not None:
             life.append(span)
-    settings = msgspec.structs.replace(settings_of(profile, len(drawn)), steps=steps)
-    world = DrawnWorld(profile, settings, drawn, lives, seed)
+    settings = msgspec.structs.replace(settings_of(profile, len(drawn)), steps=steps, warm_start=warm_start)
+    world = DrawnWorld(profile, settings.resolved(settings.fragments), drawn, lives, seed)
     begun, *lines = world.play_to_the_end()
     return [begun, _make_head(job, name, world), *lines]
 

@@ -309,11 +309,7 @@ SIMULATORS = (
                 "--quorum", "K: the fewest learners of a round.", int, shown="1, or the profile's", panel="The rules"
             ),
             option(
-                "--warm-start",
-                "A first part at a small H, such as 0.15. Not with a profile.",
-                float,
-                metavar="SHARE",
-                panel="The rules",
+                "--warm-start", "A first part at a small H, such as 0.15.", float, metavar="SHARE", panel="The rules"
             ),
         ),
     ),
