@@ -364,6 +364,21 @@ def test_two_changes_that_wait_for_the_same_rounds_are_both_made() -> None:
     assert (asked.settings.sync_every, asked.settings.quorum) == (4, 2)
 
 
+def test_a_change_waits_for_a_second_attempt_that_frozen_rounds_wait_for() -> None:
+    world = PhasedWorld(latency_s=0.6)
+    world.run_until(seconds=8.0)
+    while [one.stage for one in world.syncer.state.open_rounds.values()].count("pulling") < 2:
+        world.step()
+    first = world.syncer.committed
+    world.unmergeable = {(first, 1)}
+    ask(world, "sync_every=4")
+    world.run_until(round=first + 2)
+    assert first in [note.data["round"] for note in world.said("again")]
+    finish(world)
+    [_, (rounds, asked), _] = world.changes()
+    assert (rounds, asked.settings.sync_every) == (first + 2, 4), "frozen before it was asked for, committed before it"
+
+
 def test_a_syncer_that_dies_while_a_change_waits_has_made_none_of_it() -> None:
     world = in_warm_start()
     ask(world, "sync_every=4")

@@ -199,8 +199,8 @@ class Timing:
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
         window_s = 0.0 if ready >= awaited else gathering.window_s(round_)
         under_way = sum(other.stage != "gathering" for other in syncer.machine.state.open_rounds.values())
-        waits = under_way >= rounds.flights.allowed and round_.attempt == 1
-        waits = waits or (under_way > 0 and gathering.state.changing_rounds)
+        held = under_way >= rounds.flights.allowed or (under_way > 0 and gathering.state.changing_rounds)
+        waits = held and round_.attempt == 1
         if not waits and now >= since + window_s:
             late = f"{now - since:.2f} s after its quorum"
             said = f"round {round_.number} gathers with {ready} of {awaited} learners, {late}"

@@ -178,14 +178,21 @@ class Rounds:
             if verdict.until is not None:
                 wakes.append(verdict.until)
             return False
-        if not self.state.draining and (self.state.changing_rounds or self._is_of_later_phase(round_)):
-            return False
-        under_way = sum(other.stage != "gathering" for other in self.state.open_rounds.values())
-        if under_way >= self.flights.allowed and round_.attempt == 1:
-            self.flights.hold_back()
+        if round_.attempt == 1 and self._must_wait(round_):
             return False
         self._freeze_members(now, round_, ready, verdict.reason)
         return True
+
+    def _must_wait(self, round_: Round) -> bool:
+        """A first attempt waits for a change of H, τ or adoption, and for a free flight. A second one must not: rounds
+        behind it may be frozen already, and commit only after it. The change and the flight wait for these."""
+        if not self.state.draining and (self.state.changing_rounds or self._is_of_later_phase(round_)):
+            return True
+        under_way = sum(other.stage != "gathering" for other in self.state.open_rounds.values())
+        if under_way >= self.flights.allowed:
+            self.flights.hold_back()
+            return True
+        return False
 
     def _is_of_later_phase(self, round_: Round) -> bool:
         """Synchronous: learners have copied it for a phase that begins once the rounds before are committed."""
