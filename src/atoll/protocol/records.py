@@ -21,7 +21,7 @@ its place. Structs are written as arrays without names: a round of four members 
     GrantedRecord   a lease: a range of the data for one learner
     GoneRecord      an incarnation is over: what it had reported, what was dropped, what is lost
     AlarmedRecord   what an incarnation reported does not fit the ledger
-    ChangedRecord   settings that the operator changed while it ran
+    ChangedRecord   other settings from here on: the operator's, or those of the next phase of training
     CutDoneRecord   a complete cut
     PlayedRecord    parts of learners' tapes (tape.py)
     LentRecord      a copy of a learner's state that a newcomer may take

@@ -1,6 +1,6 @@
 """When a round closes: which learners are ready, and whether the round may freeze its members now.
 
-An asynchronous round closes when all four hold:
+An asynchronous round closes when all five hold:
 
 1. Quorum: at least K learners are ready (`judge`). A learner is ready for a fragment if it is live, has made steps on
    it that no version contains, on a base at or past the version that holds its last contribution to it, and has made a
@@ -9,13 +9,16 @@ An asynchronous round closes when all four hold:
    (`lowered_quorum`). If the round has been due for max(`patience_s`, `stalled_after_s`, 8 steps of the slowest
    stepping learner), those that are ready suffice for it (`overdue_at`). However slow that one is, its step counts for
    at most 16 of the median learner's (`longest_stall_s`).
-2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`). A
-   round is due only in its turn: no earlier round gathers.
+2. Pace: H/P steps of the median learner since the last turn was due; at most one such interval, or one step, is
+   carried over (`Pace`). With a small H the interval is longer where versions take longer than H steps to be adopted
+   (`Rounds._follow_overlap`). A round is due only in its turn: no earlier round gathers.
 3. Grace: the grace window is over (`window_s`; the quorum policy says how long it is), or every stepping learner is
    ready.
-4. Fewer than `Flights.allowed` rounds are being pulled or merged (flights.py).
+4. No change of H, τ or adoption (a phase of training, or the operator's) waits for the rounds under way
+   (`Rounds._must_wait`), and no rollback is under way (machine.py): they come between rounds.
+5. Fewer than `Flights.allowed` rounds are being pulled or merged (flights.py).
 
-A second attempt needs no pace and no free flight.
+A second attempt waits for no pace, no change and no free flight: rounds behind it may be frozen, and commit after it.
 
 A synchronous round closes when every learner that was stepping at its opening, and still is, has copied the fragment
 (`judge_all`). At the end of a run (`LastCycle`) a round takes whoever has steps left.
@@ -222,7 +225,7 @@ class RoundClosing:
     def window_s(self, round_: Round) -> float:
         """The grace window of this round. If a learner was late for this fragment the last time, the round waits for up
         to one step: otherwise that learner would miss this fragment every time, since a new version takes nearly H
-        steps to come round. The wait is at most H/P steps, so it does not delay the next round."""
+        steps to come round. The wait is at most the steps from one round to the next, so it does not delay that one."""
         step_s = self.state.members.step_s()
         late = any(round_.fragment in one.late for one in self.state.members.stepping_learners())
         if not late or step_s is None:
@@ -347,8 +350,8 @@ class Pace:
     The clock is also the run's step, as far as it is believed: it never falls, every round's record holds it, and a
     later term continues from the journal. One learner cannot move it far by claiming steps: with three or more learners
     the median stays among the steps of the others; of two, the faster one counts for at most `APART` times the other.
-    It may also be ahead by one step of the other, times `APART`: that step is given once, to whoever steps alone, and
-    again for each step that another makes, so that coming and going brings nobody a second one. Whoever steps alone is
+    When learners join or leave, a learner may be ahead by `APART` times one step of the other. Its own steps use this
+    allowance up and each step of another fills it again, so coming and going brings nobody more. Whoever steps alone is
     believed, unless others are to be back: they are away for a moment, join, or are in a long step. Then its steps pace
     the rounds, and the run's step follows at a believed rate (`budget.Alone`): `APART` times the usual of the others,
     or the whole budget in an hour, whichever is more. In a synchronous run the schedule alone sets the step
@@ -356,7 +359,7 @@ class Pace:
     """
 
     interval: float
-    """H/P: learner steps from one round to the next."""
+    """Learner steps from one round to the next: H/P, or more (`Rounds._follow_overlap`)."""
     clock: float = 0.0
     """What the learners say; it paces the rounds."""
     step: float = 0.0

@@ -30,7 +30,7 @@ from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
 BOUND_S = 10.0
-"""A try may take at least this long; also at least H rounds, and what its bytes need."""
+"""A try may take at least this long; also at least max(H, P) rounds, and what its bytes need."""
 TRIES = 2
 ADDRESS_CHARS = 256
 
@@ -187,7 +187,7 @@ class Peers:
 
     @property
     def _most_rounds(self) -> int:
-        """Those of about H steps; where H is below P, those of one cycle."""
+        """H, and at least a cycle: a phase may have an H below P."""
         return max(self.state.settings.sync_every, self.state.settings.fragments)
 
     def _too_late(self, now: float, recovery: Recovery, wakes: list[float]) -> str:
