@@ -77,7 +77,6 @@ class Courier:
         self._plan: FragmentPlan | None = None
         self._made_for: Settings | None = None
         """The settings that the shared memory was made for."""
-        """Those that the shared memory was laid out by."""
         self._held: deque[FromSyncer] = deque(maxlen=4096)
         """Messages that wait for the shared memory."""
         self._frames: deque[bytes] = deque()

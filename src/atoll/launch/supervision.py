@@ -27,7 +27,7 @@ from atoll.telemetry.status import AWAY, RunStatus
 SAME_INTERRUPT_S = 0.5
 """Two interrupts so close to each other are one: nobody presses Ctrl-C so fast to have everything killed."""
 SAME_MISTAKE_S = 5.0
-"""So long the learners have to fail as the evaluator did, before the mistake is taken for the evaluator's own."""
+"""If no learner fails as the evaluator did within this time, the mistake is the evaluator's own."""
 UNWRITABLE = 4
 """A syncer whose disk failed ends with this code: starting it again would not mend the disk."""
 
@@ -55,7 +55,7 @@ class Supervision:
         self._refusal = ""
         self._failure: AtollError | None = None
         self._mended = ""
-        """What leads over to the command that goes on with a failed run."""
+        """The words between the failure and the command that resumes the run; empty: none is named."""
         self._errors: dict[str, ScriptError] = {}
         """By process, what its script failed with last."""
         self.here: set[str] = set()

@@ -262,7 +262,8 @@ class Boundary:
         self._courier.send(VersionTaken(order.slot, adopted, self.epoch))
 
     def _take_moments(self, order: AdoptOrder, steps: int) -> None:
-        """Those of a version. The courier gives none with a carry that has no copy to subtract."""
+        """Adopt the averaged moments that came with a version. The courier sends none with a carry that has no copy to
+        subtract."""
         assert self._moments is not None, "only who shares moments gets any"
         read = self._offload.outgoing_moments(order.fragment, order.minus) if order.rule == "carry" else None
         averaged = self._offload.arrived_moments(order.fragment, order.slot)

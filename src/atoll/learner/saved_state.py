@@ -59,7 +59,7 @@ from atoll.store.rundir import UNMERGED
 
 @dataclass
 class RunPlace:
-    """As a `Stateful`, so that it travels with the other state."""
+    """A learner's place in its run; a `Stateful`, so that it is saved with the other state."""
 
     state: dict[str, Any]
 
@@ -134,7 +134,7 @@ def fill_box(box: Mailbox, state: dict[str, Any], run: str = "") -> None:
 
 LIVES = "lives"
 MOST_LIVES = 3
-"""Of so many lives, the newest, the parts stay that they went on from."""
+"""The parts that the newest so many lives continued from are kept."""
 NEWEST = 2
 """Parts that stay whatever became of their cuts: the one that is open, and the one before."""
 
@@ -354,7 +354,7 @@ class OwnState:
             self.room.make_ready([*own, *bases(box)])
 
     def begin_capture(self, place: RunPlace) -> tuple[Capture, list[Future[None]]]:
-        """With the copy of every fragment's base: that one must stay as it is until then."""
+        """Also returns the copy under way of every fragment's base, which must not change until that is made."""
         extras, room, held = {**self._extras, PLACE: place}, self.room.take(), place.state["base"]
         whole = (self._model, self._optimizers, extras)
         begun = begin_capture(*whole, buffers=self._buffers, room=room, steady=held)

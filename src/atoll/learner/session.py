@@ -203,7 +203,7 @@ class RunSession:
         return run or ""
 
     def _use_folder_of(self, run: str) -> None:
-        """From here on. Nothing is being saved yet."""
+        """Save into the folder of this run from now on. Nothing is being saved yet."""
         if run and (folder := self._own_folder.enter_run(run)) != self._folder:
             self._folder, self._saver = folder, Saver(folder)
 
@@ -241,7 +241,7 @@ class RunSession:
         return describe_machine(self._tally.t, device, file, exact)
 
     def _introduce(self, *, sure: bool = False) -> None:
-        """All that a courier needs that knows nothing yet."""
+        """Send a new courier all that it needs."""
         who, boxed = self._joining, self.shared.boundary is not None
         unmerged = (self._unmerged.digest, self._unmerged.takes, self._unmerged.frozen_bytes)
         known = (who.data, self._restored, who.tokens_per_step, who.host, who.pid, who.proof, *unmerged)
@@ -336,7 +336,7 @@ class RunSession:
 
     def _look_up(self) -> None:
         """How far the run is, as the next step is to know it. It does not change while that step is under way, whatever
-        is heard meanwhile; and the tape has the very values."""
+        is heard meanwhile, and the tape records exactly these values."""
         if (told := self._told) is not None and told != self._known:
             self._known = told
             self._tape.add(InformedEntry(self._tally.t, told.committed, told.progress, told.global_step))
@@ -473,7 +473,7 @@ class RunSession:
             boundary.load_base()
 
     def _await_the_end(self) -> LeaveWait:
-        """The run's, or that of what keeps this learner in it."""
+        """Wait until the run is over, or until nothing keeps this learner in it any more."""
         shared = self.shared
         leaving = LeaveWait(time.monotonic(), ending=self._done)
         while not self._final and shared.boundary is not None:

@@ -33,7 +33,7 @@ from atoll.protocol.succession import Holder
 from atoll.protocol.tape import Spoken
 
 MOST_RULES = 16
-"""Changes of settings that versions on their way may be from before."""
+"""So many changes of settings are remembered: a version on its way may be from before them."""
 Phase = Literal["out", "joining", "training", "ending", "finished"]
 
 
@@ -59,7 +59,8 @@ class LearnerMachine:
         self.phase: Phase = "out"
         self.settings = Settings()
         self._rules: deque[tuple[int, str]] = deque(maxlen=MOST_RULES)
-        """Until which round versions were adopted by which rule; those behind go by the settings."""
+        """(round, rule), in order: versions of rounds before this one are adopted by this rule. All later ones go by
+        the settings."""
         self.keeps_feedback = False
         """Whether what answers leave out is kept, as the run's codec needs it: then it says what became of them."""
         self.wake_at: float | None = None
@@ -395,9 +396,9 @@ class LearnerMachine:
             self._versions.fetch_missing()
 
     def _order_adoption(self, fragment: int, version: int) -> None:
-        """By the run's rule; overwrite while it recovers, at the end, and across a rollback. `copy_t` is the step of
-        the own copy that the version contains and what is held does not (None: there is none), `held_tokens` the own
-        tokens in it that the counters still count as not merged: these are not dropped."""
+        """By the rule of the version's round; overwrite while it recovers, at the end, and across a rollback. `copy_t`
+        is the step of the own copy that the version contains and what is held does not (None: there is none),
+        `held_tokens` the own tokens in it that the counters still count as not merged: these are not dropped."""
         if not self._versions.take_fetched(fragment, version):
             return
         number = self._versions.rounds.get(fragment, -1)
@@ -416,7 +417,8 @@ class LearnerMachine:
         self._do(adopt)
 
     def _rule_of(self, number: int) -> str:
-        """How the version of a round is adopted: by the settings that it was frozen under."""
+        """How the version of a round is adopted: by the settings that it was frozen under. A welcome tells only the
+        present ones: what was missed before it goes by those."""
         return next((rule for until, rule in self._rules if number < until), self.settings.adopt)
 
     def _change_settings(self, changed: msg.SettingsChanged) -> None:

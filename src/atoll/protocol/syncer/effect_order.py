@@ -158,6 +158,7 @@ def must_be_synced(records: Iterable[AnyRecord]) -> bool:
 
     A round that a power cut takes is made again by its learners. The end is not: whoever was told of it has stopped
     and left with the finished model, so a run that forgot its end would go on from older versions without them. Nor is
-    a rollback: it would take as many bad scores again. Nor is an averaged model: its file must not lie there without.
+    a rollback: it would take as many bad scores again. Nor is a tail average: its file is written next, and must
+    not be there without its record.
     """
     return any(isinstance(record, EndedRecord | RestoredRecord | TailRecord) for record in records)

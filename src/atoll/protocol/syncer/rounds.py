@@ -48,7 +48,7 @@ class Rounds:
         self._overlaps = RecentSamples(RECENT)
         self._asked_h = state.settings.sync_every
         self.earlier_h: deque[tuple[int, float | None]] = deque(maxlen=MOST_PHASES)
-        """Asked, and got at the end, of each H before the present one in this term."""
+        """For each earlier H of this term: the H asked for, and the effective H of late when it ended."""
 
     @property
     def steps_between_syncs(self) -> Spread:
@@ -95,10 +95,10 @@ class Rounds:
         self.flights.start_anew()
 
     def _follow_overlap(self) -> None:
-        """With a small H a fragment is read again only after its last version was adopted. So it is synced once in
-        overlap + 1 steps at the most: a round that comes earlier would find hardly anybody ready. But there is a round
-        per step, and no phase is synced less often than the last one, however long some versions take. What counts are
-        the versions of the last two cycles: the first ones of a run often take longer."""
+        """Slow the pace down where H is smaller than the time that versions take. A fragment is read again only after
+        its last version was adopted, so it can be synced once in overlap + 1 steps: a round that came earlier would
+        find hardly anybody ready. However long versions take, there is a round per step, or as many as with the H of
+        the last phase. The overlap is that of the last two cycles: the first versions of a run often take longer."""
         settings = self.state.settings
         last = settings.phases[-1].sync_every if settings.phases else settings.sync_every
         assert last is not None, "phases are resolved"
