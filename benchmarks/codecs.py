@@ -56,7 +56,8 @@ from atoll.numerics.fragments import FragmentPlan, make_plan, row_lengths
 from atoll.numerics.outer import take_outer_step
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec
-from atoll.syncer.parameters import Parameters, is_finite
+from atoll.syncer.parameters import Parameters
+from atoll.syncer.versions import is_finite
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("fp32", "bf16", "int8", "int4", "topk")

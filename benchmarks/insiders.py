@@ -42,7 +42,8 @@ from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.claims import above_others
 from atoll.protocol.syncer.weights import limit_of, limit_weights
-from atoll.syncer.parameters import Overflow, Parameters
+from atoll.syncer.outer_state import Overflow
+from atoll.syncer.parameters import Parameters
 from atoll.workloads.text import Text
 from atoll.workloads.training import learning_rate
 

@@ -12,7 +12,8 @@ from atoll.digests import compute_digest
 from atoll.numerics.fragments import Fragment, FragmentPlan, Piece
 from atoll.numerics.merge import subtracts_from_newest
 from atoll.numerics.merges.rda import CANCELLED, SPECK
-from atoll.syncer.parameters import OLD, Parameters
+from atoll.syncer.parameters import Parameters
+from atoll.syncer.versions import OLD
 
 ON_DEVICE = {"mean", "rda-row", "rda-row-embeddings", "rda-row-literal"}
 """The merge rules that `DeviceSyncer` has."""

@@ -121,6 +121,6 @@ def test_a_syncer_holds_three_copies_in_the_long_run() -> None:
         for part in plan.fragments:
             parameters.stage_merge(part.index, [np.ones(part.size, np.float32)], [1.0])
             parameters.commit_version(part.index, version, version)
-    held = [*parameters._committed, *(buffer for spare in parameters._spare for buffer in spare)]
-    outer = [slot for state in parameters._state for slot in state.values()]
-    assert sum(buffer.values.nbytes for buffer in held) + sum(slot.nbytes for slot in outer) == 12 * plan.size
+    held = [buffer for versions in parameters._versions for buffer in (versions.committed, *versions._spare)]
+    outer = [array for state in parameters._state for array in state.own_arrays().values()]
+    assert sum(buffer.values.nbytes for buffer in held) + sum(array.nbytes for array in outer) == 12 * plan.size

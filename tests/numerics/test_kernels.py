@@ -171,7 +171,7 @@ import numpy as np
 from atoll import choices
 from atoll.numerics import codec_kernels, compiled, kernels, merge, outer, codec, screen, fragments, filter
 from atoll.protocol.messages import TensorSpec
-from atoll.syncer import parameters
+from atoll.syncer import versions
 
 INNER = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count"}
 # compiled into those that call them
@@ -205,7 +205,7 @@ for by in map(codec.make_codec, choices.CODEC.names()):
     given = np.frombuffer(body.tobytes(), np.uint8)
     by.check(given, rows), by.decode(given, rows, y)
 codec.round_to_dtype(y, "bfloat16")
-assert parameters.is_finite(received) and parameters.is_finite(y)
+assert versions.is_finite(received) and versions.is_finite(y)
 assert screen.NormScreen([8]).judge(0, received) is None
 assert kinds() == before, kinds()
 """

@@ -86,7 +86,7 @@ def test_a_payload_of_another_size_is_named(tmp_path: Path) -> None:
 def test_a_cut_that_the_rounds_before_it_do_not_give_is_named(tmp_path: Path) -> None:
     """Everything fits its digests, and the rounds behind it follow from it: only the way there can tell."""
     run = cut_run(tmp_path / "run")
-    run.parameters._state[1]["momentum"][2] += 1.0
+    run.parameters._state[1].own_arrays()["momentum"][2] += 1.0
     run.cut()
     run.round()
     path = folder_of(run.dir.cuts, 5) / "momentum-001.bin"

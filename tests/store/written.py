@@ -49,7 +49,8 @@ from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
 from atoll.store.verify import VerifyReport, verify_run
 from atoll.store.writer_lease import claim
-from atoll.syncer.parameters import Overflow, Parameters
+from atoll.syncer.outer_state import Overflow
+from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import read_earlier
 
 P = 3

@@ -9,7 +9,8 @@ from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.protocol.errors import PeerError
 from atoll.syncer.model import COPIES
-from atoll.syncer.parameters import OLD, Parameters, is_finite
+from atoll.syncer.parameters import Parameters
+from atoll.syncer.versions import OLD, is_finite
 
 SGD = Outer(merge="mean", optimizer="sgd", lr=1.0, momentum=0.0)
 
@@ -73,7 +74,7 @@ def test_no_more_versions_are_held_than_the_memory_ceiling_counts(outer: Outer) 
         served = parameters.serve_fragment(0)
         served.on_cut(served.release)
         parameters.stage_merge(0, [np.full(plan().fragments[0].size, 0.5, dtype=np.float32)], [1.0], bases=[-1])
-        most = max(most, len(parameters._spare[0]) + len(parameters._staged) + 1)
+        most = max(most, len(parameters._versions[0]._spare) + len(parameters._staged) + 1)
         parameters.commit_version(0, version, round=version)
     assert most == COPIES
 

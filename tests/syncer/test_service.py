@@ -37,7 +37,7 @@ from atoll.protocol.records import TailRecord
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 from atoll.store.verify import verify_run
-from atoll.syncer.parameters import OLD
+from atoll.syncer.versions import OLD
 
 
 def url(stage: Stage) -> str:

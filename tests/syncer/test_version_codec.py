@@ -20,7 +20,8 @@ from atoll.store.cuts import BadCut
 from atoll.store.disk import LocalDisk
 from atoll.store.rebuild import load_newest
 from atoll.store.writer_lease import claim
-from atoll.syncer.parameters import Overflow, Parameters
+from atoll.syncer.outer_state import Overflow
+from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import read_cut_state, recover
 from atoll.syncer.run_store import RunStore
 
@@ -271,8 +272,8 @@ def test_k_steps_lead_to_the_bits_of_the_whole(tmp_path: Path, codec: str) -> No
 
 def test_steps_are_kept_within_the_size_of_the_fragment_and_a_number(tmp_path: Path) -> None:
     run = with_rounds(tmp_path, 12 * P, version_codec="int4", tensors=TENSORS)
-    for fragment, steps in enumerate(run.parameters._steps):
-        size = 4 * run.parameters.plan.fragments[fragment].size
+    for part, versions in zip(run.parameters.plan.fragments, run.parameters._versions, strict=True):
+        size, steps = 4 * part.size, versions._steps
         assert size / 2 < sum(step.data.nbytes for step in steps) < size
         assert [step.version for step in steps] == list(range(steps[0].version, 13))
 

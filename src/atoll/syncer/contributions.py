@@ -30,7 +30,8 @@ from atoll.numerics.screen import NormScreen
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution
 from atoll.protocol.syncer import effects as fx
-from atoll.syncer.parameters import Overflow, Parameters
+from atoll.syncer.outer_state import Overflow
+from atoll.syncer.parameters import Parameters
 
 ContributionKey = tuple[str, int, int]
 """Learner, round, attempt."""

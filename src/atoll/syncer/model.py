@@ -35,8 +35,9 @@ from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.outbox import TAPE_BYTES
-from atoll.syncer.parameters import OLD, Parameters
+from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, outer_of
+from atoll.syncer.versions import OLD
 
 PROGRAM = 256 * MIB
 CONNECTION = 640 * KIB

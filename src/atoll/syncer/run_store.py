@@ -51,8 +51,9 @@ from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.tail import TailModel, average_tail
 from atoll.store.writer_lease import Deposed, WriterLease
-from atoll.syncer.parameters import Buffer, Parameters
+from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, RollbackState, read_earlier, recover
+from atoll.syncer.versions import Buffer
 
 _NONE: ByteArray = np.empty(0, dtype=np.uint8)
 _UNKNOWN: Mapping[str, str] = MappingProxyType({})

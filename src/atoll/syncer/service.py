@@ -58,10 +58,11 @@ from atoll.syncer.model import (
     model_of_first_joiner,
     moments_room,
 )
-from atoll.syncer.parameters import Parameters, is_finite
+from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.run_store import CutWriter, Restorer, RunStore
 from atoll.syncer.status import Meter, describe_score, manifest
+from atoll.syncer.versions import is_finite
 from atoll.telemetry.events import EventLog, versions
 from atoll.telemetry.status import RunStatus
 
