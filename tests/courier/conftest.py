@@ -18,6 +18,7 @@ from torch import nn
 from atoll.config import convert
 from atoll.courier.service import Courier
 from atoll.learner.boundary import Boundary
+from atoll.learner.moments import InnerMoments
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
@@ -31,7 +32,7 @@ from atoll.mailbox.channel import (
     Welcomed,
     decode_to_training,
 )
-from atoll.numerics.fragments import make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Saved, Stepped
 from atoll.protocol.messages import TensorSpec
@@ -211,8 +212,13 @@ class Training:
             return
         plan = make_plan(self.start.tensors, frame.settings.fragments)
         self.box = Mailbox.create(plan, frame.settings)
-        self.boundary = Boundary(self.box, frame.settings, self.parameters, self)  # type: ignore[arg-type]
+        moments = self.make_moments(plan)
+        self.boundary = Boundary(self.box, frame.settings, self.parameters, self, moments=moments)  # type: ignore[arg-type]
         self.send(MailboxReady(frame.settings, self.stepped()), self.box.fd)
+
+    def make_moments(self, plan: FragmentPlan) -> InnerMoments | None:
+        """Those that it shares: none."""
+        return None
 
     async def until(self, true: Callable[[], bool], idle: bool = True) -> None:
         """Serve the courier, between steps, until something is true."""

@@ -7,11 +7,8 @@ import torch
 from tests.courier.conftest import Run, Stage, Training
 from tests.courier.test_service import stepping
 
-from atoll.learner.boundary import Boundary
 from atoll.learner.moments import InnerMoments
-from atoll.mailbox.box import Mailbox
-from atoll.mailbox.channel import MailboxReady, Welcomed
-from atoll.numerics.fragments import make_plan
+from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol.errors import PeerError
 from atoll.protocol.tape import AdoptedEntry, MomentsEntry
 
@@ -19,20 +16,13 @@ from atoll.protocol.tape import AdoptedEntry, MomentsEntry
 class SharingTraining(Training):
     """Its parameters have SGD's momentum, which never changes by itself."""
 
-    def _welcomed(self, frame: Welcomed) -> None:
-        self.welcomes.append(frame)
-        if self.boundary is not None and self.boundary.settings == frame.settings:
-            return
-        plan = make_plan(self.start.tensors, frame.settings.fragments)
-        self.box = Mailbox.create(plan, frame.settings)
+    momentum = 1.0
+
+    def make_moments(self, plan: FragmentPlan) -> InnerMoments:
         self.inner = torch.optim.SGD(list(self.parameters.values()), lr=0.1, momentum=0.5)
         for parameter in self.parameters.values():
             self.inner.state[parameter]["momentum_buffer"] = torch.full_like(parameter, self.momentum)
-        moments = InnerMoments(plan, self.parameters, self.inner)
-        self.boundary = Boundary(self.box, frame.settings, self.parameters, self, moments=moments)  # type: ignore[arg-type]
-        self.send(MailboxReady(frame.settings, self.stepped()), self.box.fd)
-
-    momentum = 1.0
+        return InnerMoments(plan, self.parameters, self.inner)
 
     def momenta(self) -> set[float]:
         return {value for state in self.inner.state.values() for value in state["momentum_buffer"].reshape(-1).tolist()}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.learner.small import Remembers
+from tests.numerics.moment_bodies import pack, unpack
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,25 +23,12 @@ from atoll.learner.state import Optimizers
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import AdoptOrder, ReadOrder
 from atoll.numerics.arrays import ByteArray
-from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
-from atoll.numerics.moments import (
-    CODEC,
-    NAMES,
-    average_moments,
-    check_moments,
-    decode_moment,
-    encode_moment,
-    list_moments,
-    moments_nbytes,
-    read_forms,
-    read_moments,
-)
+from atoll.numerics.moments import NAMES, average_moments, check_moments, read_moments
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import AdoptedEntry, MomentsEntry
 
-INT8 = make_codec(CODEC)
 SHARED = Settings(fragments=2, sync_every=4, overlap=1, share="moments")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 everywhere = pytest.mark.parametrize("device", DEVICES)
@@ -106,8 +94,7 @@ def as_encoded(body: ByteArray, device: str = "cpu") -> EncodedMoments:
 
 def values_of(training: Training, fragment: int, body: ByteArray) -> list[torch.Tensor]:
     part = training.plan.fragments[fragment]
-    found = list_moments(INT8, part, read_forms(part, body))
-    return [torch.from_numpy(decode_moment(INT8, one, body)).view(part.pieces[0].shape) for one in found]
+    return [torch.from_numpy(values).view(part.pieces[0].shape) for values in unpack(part, body).values()]
 
 
 @each
@@ -118,11 +105,8 @@ def test_what_is_encoded_on_the_device_is_what_the_cpu_would_encode(kind: str, d
     part, encoded = training.plan.fragments[1], training.moments.encode(1)
     body = as_body(encoded)
     check_moments(part, body)
-    expected = np.empty(moments_nbytes(INT8, part, encoded.forms), np.uint8)
-    expected[:1] = encoded.forms
-    for moment in list_moments(INT8, part, encoded.forms):
-        encode_moment(INT8, moment, training.own(training.keys[moment.slot], 1).numpy().reshape(-1), expected)
-    assert body.tobytes() == expected.tobytes()
+    own = {(0, slot): training.own(key, 1).numpy().reshape(-1) for slot, key in enumerate(training.keys)}
+    assert body.tobytes() == pack(part, encoded.forms, own).tobytes()
 
 
 @each
@@ -173,11 +157,8 @@ def test_carry_keeps_what_the_steps_since_the_copy_added(kind: str) -> None:
 def test_a_positive_square_is_never_adopted_as_zero(dtype: torch.dtype) -> None:
     training = Training("adam", dtype=dtype)
     part = training.plan.fragments[0]
-    forms = [NAMES.index("adam")]
-    body = np.zeros(moments_nbytes(INT8, part, forms), np.uint8)
-    body[:1] = forms
     squares = np.geomspace(1e-44, 1e-3, part.size).astype(np.float32)
-    encode_moment(INT8, list_moments(INT8, part, forms)[1], squares, body)
+    body = pack(part, [NAMES.index("adam")], {(0, 0): np.zeros_like(squares), (0, 1): squares})
     training.moments.adopt(0, as_encoded(body), "overwrite")
     assert (training.own("exp_avg_sq", 0) > 0).all() and torch.isfinite(training.own("exp_avg_sq", 0)).all()
 

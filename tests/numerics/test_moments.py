@@ -8,18 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.numerics.moment_bodies import INT8, Values, pack, unpack
 
-from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
-from atoll.numerics.codec import make_codec
+from atoll.numerics.arrays import ByteArray, DoubleArray
 from atoll.numerics.fragments import Fragment, make_plan
 from atoll.numerics.moments import (
-    CODEC,
     FORMS,
     NAMES,
     average_moments,
     check_moments,
-    decode_moment,
-    encode_moment,
     list_moments,
     moments_nbytes,
     most_bytes,
@@ -29,12 +26,9 @@ from atoll.numerics.moments import (
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import TensorSpec
 
-INT8 = make_codec(CODEC)
 ADAM, MOMENTUM, NONE = (NAMES.index(name) for name in ("adam", "momentum", "none"))
 PLAN = make_plan((TensorSpec("a", (5, 70), "float32"), TensorSpec("b", (130,), "float32")), 1)
 PART = PLAN.fragments[0]
-Values = dict[tuple[int, int], FloatArray]
-"""By piece and slot."""
 
 
 def draw(part: Fragment, forms: Sequence[int], seed: int = 0, scale: float = 1.0) -> Values:
@@ -44,19 +38,6 @@ def draw(part: Fragment, forms: Sequence[int], seed: int = 0, scale: float = 1.0
         values = dice.standard_normal(part.pieces[moment.piece].size) * scale
         found[moment.piece, moment.slot] = (values**2 if moment.squared else values).astype(np.float32)
     return found
-
-
-def pack(part: Fragment, forms: Sequence[int], values: Values) -> ByteArray:
-    body = np.zeros(moments_nbytes(INT8, part, forms), np.uint8)
-    body[: len(part.pieces)] = forms
-    for moment in list_moments(INT8, part, forms):
-        encode_moment(INT8, moment, values[moment.piece, moment.slot], body)
-    return body
-
-
-def unpack(part: Fragment, body: ByteArray) -> Values:
-    found = list_moments(INT8, part, read_forms(part, body))
-    return {(moment.piece, moment.slot): decode_moment(INT8, moment, body) for moment in found}
 
 
 def block_scale(values: DoubleArray, width: int) -> DoubleArray:

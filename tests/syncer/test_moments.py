@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from tests.numerics.moment_bodies import INT8, pack
 from tests.syncer.conftest import WAIT_S, FakeLearner, Stage, plan
 from tests.syncer.test_service import next_pull
 
@@ -15,16 +16,7 @@ from atoll.digests import compute_digest
 from atoll.numerics.arrays import ByteArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.fragments import Fragment
-from atoll.numerics.moments import (
-    CODEC,
-    NAMES,
-    average_moments,
-    encode_moment,
-    list_moments,
-    moments_nbytes,
-    most_bytes,
-    read_moments,
-)
+from atoll.numerics.moments import NAMES, average_moments, list_moments, most_bytes, read_moments
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Announce, Pull
 from atoll.protocol.settings import Settings
@@ -33,19 +25,17 @@ from atoll.syncer.model import contribution_bytes, memory_bound
 from atoll.syncer.parameters import Parameters
 
 ADAM, NONE = NAMES.index("adam"), NAMES.index("none")
-INT8 = make_codec(CODEC)
 KEY = ("a", 3, 1)
 
 
 def moments_of(part: Fragment, value: float, forms: Sequence[int] | None = None) -> ByteArray:
     """Every mean is the value, every square its square."""
     forms = [ADAM] * len(part.pieces) if forms is None else forms
-    body = np.empty(moments_nbytes(INT8, part, forms), np.uint8)
-    body[: len(part.pieces)] = forms
+    values = {}
     for moment in list_moments(INT8, part, forms):
-        values = np.full(part.pieces[moment.piece].size, value**2 if moment.squared else value, np.float32)
-        encode_moment(INT8, moment, values, body)
-    return body
+        size = part.pieces[moment.piece].size
+        values[moment.piece, moment.slot] = np.full(size, value**2 if moment.squared else value, np.float32)
+    return pack(part, forms, values)
 
 
 def contribution(part: Fragment, delta: float, moments: ByteArray) -> ByteArray:
