@@ -1,11 +1,17 @@
-"""How far contributions to one round agree: per tensor, the cosine of every pair; and a sketch of each over time.
+"""How far gradients agree: contributions to one round, per tensor and pair; a contribution and the learner's last one;
+and a fragment's merged gradient and the one before it (the autocorrelation ρ).
 
 Rules kept here: sums run in float64 over fixed lanes and blocks, so equal inputs give equal bits for any number of
-threads; a contribution without a direction (all zero) agrees with nobody, its cosines are 0.
+threads; what has no direction (all zero) agrees with nothing, its cosines are 0.
 
 Learners that train the same model on the same kind of data agree a little: over 24 steps the cosine of two of them is
 0.5 early in a run and 0.05 late, per tensor it may be below 0 by chance (about 1/√elements). The median over the others
 is the measure, because fewer than half of them cannot move it, also if they agree with each other.
+
+Gradients of earlier rounds are not kept: each would take 4 bytes per parameter. Kept is a sketch, a random projection
+onto few numbers, whose dot product with the next one is the cosine, give or take 1/√numbers. Of a large fragment a
+sample is projected (sample.py), always the same one, so that a round hardly takes longer for it. In ρ, merged buffers
+do not count: they take no outer step.
 """
 
 from __future__ import annotations
@@ -17,13 +23,15 @@ import numpy as np
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import in_parts, read_only
-from atoll.numerics.fragments import Fragment
-from atoll.numerics.sample import Sample
+from atoll.numerics.fragments import Fragment, FragmentPlan
+from atoll.numerics.sample import Sample, draw_sample
 
 BLOCKS = 2
 """Of values that one thread compares at a time."""
 BUCKETS = 256
-"""Numbers in a sketch: the cosine of two sketches is that of the contributions, give or take 1/√256."""
+"""Numbers in a sketch of a contribution: the cosine of two is that of the contributions, give or take 1/√256."""
+GRADIENT_BUCKETS = 4096
+"""Numbers in a sketch of a merged gradient: ρ is known to about 0.016, and its mean over 24 fragments to 0.003."""
 
 
 def tensor_norms(parts: Sequence[slice], deltas: Sequence[FloatArray], threads: int = 1) -> DoubleArray:
@@ -114,3 +122,26 @@ def sketches(
 def _normed(sums: DoubleArray) -> DoubleArray:
     length = float(np.sqrt(np.sum(sums * sums)))
     return sums / length if 0 < length < np.inf else np.zeros_like(sums)
+
+
+class Autocorrelation:
+    def __init__(self, plan: FragmentPlan) -> None:
+        self._plan = plan
+        self._last: dict[int, DoubleArray] = {}
+        """By fragment, the sketch of its last merged gradient."""
+
+    def measure(self, index: int, gradient: FloatArray) -> float | None:
+        """ρ of this gradient, which is the fragment's last one from now on; None: it is the first."""
+        before, now = self._last.get(index), _sketch_gradient(self._plan.fragments[index], gradient)
+        self._last[index] = now
+        if before is None:
+            return None
+        return float(np.clip(np.sum(before * now), -1.0, 1.0))
+
+
+def _sketch_gradient(fragment: Fragment, gradient: FloatArray) -> DoubleArray:
+    if fragment.buffers.stop > fragment.buffers.start:
+        gradient = gradient.copy()
+        gradient[fragment.buffers] = 0.0
+    (found,) = sketches([gradient], draw_sample(fragment, [fragment.index]), buckets=GRADIENT_BUCKETS)
+    return found

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from atoll.fabric.wire import SMALL_BYTES
-from atoll.numerics.agreement import by_size
+from atoll.numerics.agreement import Autocorrelation, by_size
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.autocorrelation import Autocorrelation
 from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, largest_body
 from atoll.numerics.filter import Filter, FilterVerdict
 from atoll.numerics.fragments import FragmentPlan

@@ -18,9 +18,8 @@ import numpy as np
 from atoll.config import Config, Outer
 from atoll.fabric.relay import RelayLimits
 from atoll.fabric.wire import KIB, MIB, FabricLimits
-from atoll.numerics.agreement import BUCKETS
+from atoll.numerics.agreement import BUCKETS, GRADIENT_BUCKETS
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.autocorrelation import SKETCH
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
@@ -227,7 +226,7 @@ def memory_bound(
     if tail_average:
         fixed += (1 + slots) * model + feedback + 2 * model + model
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION + limits.answer_bytes
-    fixed += settings.fragments * (NAMES * BUCKETS + SKETCH) * 8
+    fixed += settings.fragments * (NAMES * BUCKETS + GRADIENT_BUCKETS) * 8
     least, most = (max(map(count, settings.in_all_phases)) for count in (schedule.least_flights, schedule.most_flights))
     each = contribution_bytes(plan, settings)
     talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES + 4 * largest_sample(plan)

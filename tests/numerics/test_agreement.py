@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from atoll.numerics import sample
+from atoll.numerics.agreement import GRADIENT_BUCKETS, Autocorrelation
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.autocorrelation import SKETCH, Autocorrelation
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.outer import make_outer
 from atoll.protocol.messages import TensorSpec, buffer_name
 
-NEAR = 4 / np.sqrt(SKETCH)
+NEAR = 4 / np.sqrt(GRADIENT_BUCKETS)
 """Four standard deviations of a cosine by sketches."""
 
 
@@ -48,7 +48,9 @@ def test_rho_is_the_cosine_with_the_gradient_before(shape: tuple[int, int], rho:
     trace = Autocorrelation(plan)
     assert trace.measure(0, first) is None
     for before, now in ((first, second), (second, third)):
-        assert trace.measure(0, now) == pytest.approx(cosine(before, now), abs=NEAR if size > SKETCH else 1e-6)
+        assert trace.measure(0, now) == pytest.approx(
+            cosine(before, now), abs=NEAR if size > GRADIENT_BUCKETS else 1e-6
+        )
 
 
 def test_equal_gradients_have_rho_1_and_opposite_ones_rho_minus_1() -> None:
