@@ -70,6 +70,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The row that its loss is compared with."""
 
     @property
+    def cost(self) -> tuple[str, int, str, bool, str, str]:
+        """Rows that are equal in it take about the same time."""
+        return self.method, self.learners, self.optimizer, bool(self.phases), self.moments, self.up
+
+    @property
     def outer(self) -> Outer:
         return Outer(merge=self.merge, lr=self.outer_lr, momentum=self.outer_momentum)
 

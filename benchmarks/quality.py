@@ -20,8 +20,9 @@ import shutil
 import subprocess
 import sysconfig
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -100,14 +101,34 @@ GPU_DEPTH = 6
 """Models of this depth and more are for a GPU."""
 
 
-def as_json(row: Row) -> Any:
+class AnyRow(Protocol):
+    """A row of a table: a frozen struct."""
+
+    @property
+    def against(self) -> str:
+        """The row that its loss is compared with."""
+
+    @property
+    def cost(self) -> tuple[Any, ...]:
+        """Rows that are equal in it take about the same time."""
+
+
+class RowFailed(Exception):
+    """A row's processes failed; other rows may do better."""
+
+
+TrainRow = Callable[[str, int, float], dict[str, Any]]
+"""Row, seed and deadline to what came of it; OutOfTime after the deadline, RowFailed if it could not be trained."""
+
+
+def as_json(row: AnyRow) -> Any:
     return msgspec.json.decode(msgspec.json.encode(row))
 
 
-def is_row(told: Any, row: Row) -> bool:
+def is_row(told: Any, row: AnyRow) -> bool:
     """Whether a file tells of this row; fields that it does not know had their defaults then."""
     try:
-        return bool(msgspec.convert(told, Row) == row)
+        return bool(msgspec.convert(told, type(row)) == row)
     except msgspec.ValidationError:
         return False
 
@@ -115,14 +136,14 @@ def is_row(told: Any, row: Row) -> bool:
 class Table:
     """The results file."""
 
-    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+    def __init__(self, path: Path, options: dict[str, Any], rows: Mapping[str, AnyRow] = ROWS) -> None:
         """`options`: of its rows; none: those of the file."""
-        self._path = path
+        self._path, self.rows = path, rows
         kept = json.loads(path.read_text()) if path.exists() else {"options": options, "results": {}}
         options = options or kept["options"]
         if kept["options"] != options:
             raise SystemExit(f"{path} has rows of other options, {kept['options']}: name another file with --out")
-        same = {name for name, row in ROWS.items() if is_row(kept.get("rows", {}).get(name), row)}
+        same = {name for name, row in rows.items() if is_row(kept.get("rows", {}).get(name), row)}
         self.options = options
         self.results = {name: runs for name, runs in kept["results"].items() if name in same}
         """By row, then by seed."""
@@ -134,12 +155,12 @@ class Table:
 
     def add_run(self, row: str, seed: int, run: dict[str, Any]) -> None:
         self.results.setdefault(row, {})[str(seed)] = run
-        ordered = {name: self.results[name] for name in ROWS if name in self.results}
+        ordered = {name: self.results[name] for name in self.rows if name in self.results}
         content = {
             "options": self.options,
-            "rows": {name: as_json(ROWS[name]) for name in ordered},
+            "rows": {name: as_json(self.rows[name]) for name in ordered},
             "compared": self.compare_rows(),
-            "missing": [name for name in ROWS if name not in ordered],
+            "missing": [name for name in self.rows if name not in ordered],
             "results": ordered,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +170,7 @@ class Table:
 
     def take_rows(self, path: Path) -> None:
         """Those that another file has and this one has not."""
-        for row, runs in Table(path, self.options).results.items():
+        for row, runs in Table(path, self.options, self.rows).results.items():
             for seed, run in runs.items():
                 if not self.has_run(row, int(seed)):
                     self.add_run(row, int(seed), run)
@@ -157,47 +178,45 @@ class Table:
     def compare_rows(self) -> dict[str, Any]:
         return {
             name: {"against": row.against, **compare(self.results[name], self.results.get(row.against, {}))}
-            for name, row in ROWS.items()
+            for name, row in self.rows.items()
             if name in self.results
         }
 
-    def expected_s(self, row: Row) -> float:
+    def expected_s(self, row: AnyRow) -> float:
         """The longest that a row as costly took so far, or any where none was; 0: not known."""
-        like = [name for name in self.results if _cost(ROWS[name]) == _cost(row)] or self.results
+        like = [name for name in self.results if self.rows[name].cost == row.cost] or self.results
         return max((run["seconds"] for name in like for run in self.results[name].values()), default=0.0)
 
 
-def _cost(row: Row) -> tuple[str, int, str, bool, str, str]:
-    return row.method, row.learners, row.optimizer, bool(row.phases), row.moments, row.up
-
-
-def train_missing(table: Table, options: argparse.Namespace, settings: WorkloadSettings, text: Text) -> None:
+def train_missing(table: Table, options: argparse.Namespace, train_row: TrainRow) -> None:
     deadline = time.monotonic() + 60 * options.minutes
     machine = {"device": device_name(), "versions": versions(), "commit": options.commit or find_commit()}
     for seed in options.seeds:
         for name in options.rows:
             if table.has_run(name, seed):
                 continue
-            if time.monotonic() + table.expected_s(ROWS[name]) > deadline:
+            if time.monotonic() + table.expected_s(table.rows[name]) > deadline:
                 print(f"seed {seed} {name}: put off, it would not end within --minutes {options.minutes:g}", flush=True)
                 continue
             try:
-                run = train(ROWS[name], seed, settings, options.steps, text, deadline=deadline, mixed=options.mixed)
+                run = train_row(name, seed, deadline)
             except OutOfTime:
                 print(f"seed {seed} {name}: given up, --minutes {options.minutes:g} are over", flush=True)
                 return
-            tokens = options.steps * settings.batch * settings.block
-            per_token = {f"{way}_bytes_per_token": run[f"{way}_bytes"] / tokens for way in ("up", "down")}
-            table.add_run(name, seed, {**run, **per_token, **machine})
+            except RowFailed as failure:
+                print(f"seed {seed} {name}: {failure}", flush=True)
+                continue
+            table.add_run(name, seed, {**run, **machine})
             print(f"seed {seed} {name:20} loss {run['loss']:.4f}  {run['seconds']} s", flush=True)
 
 
 def load_text(data: list[str]) -> Text:
-    if data:
-        return Text.load(data)
+    return Text.load(data) if data else Text(read_installed_source(), "the Python source installed on the machine")
+
+
+def read_installed_source() -> bytes:
     packages = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
-    content = b"\n".join(path.read_bytes() for path in [*standard_library(), *packages])
-    return Text(content[:MOST_TEXT_BYTES], "the Python source installed on the machine")
+    return b"\n".join(path.read_bytes() for path in [*standard_library(), *packages])[:MOST_TEXT_BYTES]
 
 
 def device_name() -> str:
@@ -236,9 +255,9 @@ def list_rows() -> None:
         print(f"{name:21} {said or 'the default'}{f' [{phases}]' if phases else ''}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+def make_parser(about: str | None, rows: Mapping[str, AnyRow], out: Path) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows), metavar="ROW")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--list", action="store_true", help="what the rows are and which are missing; train nothing")
     parser.add_argument(
@@ -250,35 +269,58 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=[], help="text; without it, the Python source installed here")
     parser.add_argument("--mixed", action="store_true", help="steps compiled and with bf16 autocast")
     parser.add_argument("--commit", default="", help="of the source, where git cannot say it")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quality.json"))
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=out)
+    return parser
+
+
+def can_train(options: argparse.Namespace) -> bool:
+    if torch.cuda.is_available() or options.depth < GPU_DEPTH:
+        return True
+    print(f"depth {options.depth} is for a GPU, and there is none: nothing is trained (try --depth 2, and --out)")
+    return False
+
+
+def main() -> None:
+    options = make_parser(__doc__, ROWS, Path("benchmarks/results/quality.json")).parse_args()
     if options.list:
         list_rows()
         report(Table(options.out, {}))
     elif options.join:
         report(join_tables(options.out, options.join))
-    elif not torch.cuda.is_available() and options.depth >= GPU_DEPTH:
-        print(f"depth {options.depth} is for a GPU, and there is none: nothing is trained (try --depth 2, and --out)")
-    else:
+    elif can_train(options):
         report(train_table(options))
 
 
-def join_tables(out: Path, others: list[Path]) -> Table:
-    table = Table(out, Table(others[0], {}).options)
+def join_tables(out: Path, others: list[Path], open_table: Callable[[Path, dict[str, Any]], Table] = Table) -> Table:
+    table = open_table(out, open_table(others[0], {}).options)
     for path in others:
         table.take_rows(path)
     return table
 
 
-def train_table(options: argparse.Namespace) -> Table:
-    settings = WorkloadSettings(**{key: getattr(options, key) for key in ("depth", "block", "batch")})
-    text = load_text(options.data)
+def read_settings(options: argparse.Namespace) -> WorkloadSettings:
+    return WorkloadSettings(**{key: getattr(options, key) for key in ("depth", "block", "batch")})
+
+
+def describe_options(options: argparse.Namespace, settings: WorkloadSettings, text: Text) -> dict[str, Any]:
+    """Losses of two tables compare where these are equal."""
     shape = {key: getattr(options, key) for key in (*REFERENCE, "mixed")}
     inner = {key: getattr(settings, key) for key in ("warmup", "floor", "weight_decay", "clip", "eval_windows")}
     about = {"betas": list(settings.betas), "text": text.name, "text_bytes": len(text.train), "digest": text.digest}
-    table = Table(options.out, shape | inner | about)
+    return shape | inner | about
+
+
+def train_table(options: argparse.Namespace) -> Table:
+    settings, text = read_settings(options), load_text(options.data)
+    table = Table(options.out, describe_options(options, settings, text))
     prepare_torch()
-    train_missing(table, options, settings, text)
+
+    def train_row(name: str, seed: int, deadline: float) -> dict[str, Any]:
+        run = train(ROWS[name], seed, settings, options.steps, text, deadline=deadline, mixed=options.mixed)
+        tokens = options.steps * settings.batch * settings.block
+        return run | {f"{way}_bytes_per_token": run[f"{way}_bytes"] / tokens for way in ("up", "down")}
+
+    train_missing(table, options, train_row)
     return table
 
 
