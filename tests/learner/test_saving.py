@@ -16,7 +16,7 @@ from atoll.learner import saved_state
 from atoll.learner.saved_state import Saver, list_parts, part_name, read_run
 from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, read
-from atoll.learner.state import Capture, begin_capture
+from atoll.learner.state import BegunSnapshot, begin_capture
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.learner.effects import Saved
 from atoll.store.cuts import digest_file
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def copied(value: float = 1.0) -> Capture:
+def copied(value: float = 1.0) -> BegunSnapshot:
     return begin_capture(nn.ReLU(), extras={"weight": Weight(value)}, rng=False)
 
 
@@ -205,7 +205,7 @@ def test_the_parts_that_its_last_lives_went_on_from_stay(tmp_path: Path) -> None
 
 
 def test_why_no_part_was_taken_is_told_with_the_results(tmp_path: Path) -> None:
-    def cannot() -> Capture:
+    def cannot() -> BegunSnapshot:
         raise ConfigError("'scaler' is a generator, which a snapshot cannot hold")
 
     saver = Saver(tmp_path)

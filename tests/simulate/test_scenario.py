@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.launch.replay.recording import HeldVersions, RecordedCopy, read_recording
+from atoll.launch.replay.recording import ModelVersions, RecordedCopy, read_recording
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import AnyRecord, BegunRecord, GoneRecord, JoinedRecord, MergedRecord, TermRecord
 from atoll.protocol.settings import Settings
@@ -41,7 +41,7 @@ def test_every_part_can_be_played_in_its_order(adopt: str, synchronous: bool) ->
     assert score.rounds >= 30
     copied = set()
     for part in score.parts:
-        held, t = HeldVersions(), 0
+        held, t = ModelVersions(), 0
         for act in part.acts():
             assert act.t >= t, "steps only go up"
             t = act.t

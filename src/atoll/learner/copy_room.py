@@ -64,13 +64,13 @@ class CopyRoom:
             self._thread.join(seconds)
         return self._ready
 
-    def take(self) -> Taken | None:
+    def take(self) -> TakenRoom | None:
         """Room for one copy; None: it is held, or not ready."""
         if not self._ready or self._memory is None or (self._held is not None and self._held() is not None):
             return None
         memory = np.frombuffer(self._memory, dtype=np.uint8)
         self._held = weakref.ref(memory)
-        return Taken(memory, self._block)
+        return TakenRoom(memory, self._block)
 
     def close(self) -> None:
         """The pages stay as long as somebody reads them."""
@@ -111,7 +111,7 @@ class CopyRoom:
         self._ready = True
 
 
-class Taken:
+class TakenRoom:
     """Gives tensors of the room, one behind the other."""
 
     def __init__(self, memory: ByteArray, block: int) -> None:

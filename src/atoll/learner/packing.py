@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from atoll.learner.copy_room import Taken
+from atoll.learner.copy_room import TakenRoom
 from atoll.protocol.errors import ConfigError, PeerError
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
@@ -68,7 +68,7 @@ class Packing:
     their copy in `steady_copies` is made, also while training goes on.
     """
 
-    def __init__(self, room: Taken | None = None, steady: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, room: TakenRoom | None = None, steady: Sequence[torch.Tensor] = ()) -> None:
         self._room = room
         self._steady = {id(tensor) for tensor in steady}
         self.steady_copies: dict[int, Future[None]] = {}

@@ -38,7 +38,7 @@ from atoll.learner.script import say
 from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size, write_pieces
 from atoll.learner.state import (
     OWN_KEYS,
-    Capture,
+    BegunSnapshot,
     Optimizers,
     Stateful,
     begin_capture,
@@ -139,7 +139,9 @@ class PeerStates:
         self._thread = threading.Thread(target=self._write, args=order, name="atoll-peer")
         self._thread.start()
 
-    def _write(self, courier: int, number: int, t: int, begun: Capture, frozen: Mapping[str, torch.Tensor]) -> None:
+    def _write(
+        self, courier: int, number: int, t: int, begun: BegunSnapshot, frozen: Mapping[str, torch.Tensor]
+    ) -> None:
         ignore_graph_captures()
         try:
             copied = begun.finish()

@@ -46,7 +46,7 @@ from atoll.learner.model import BufferRule
 from atoll.learner.offload import ignore_graph_captures
 from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, read, write
-from atoll.learner.state import Capture, Optimizers, Stateful, begin_capture, large_tensors, restore
+from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, begin_capture, large_tensors, restore
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner.effects import Saved
@@ -155,7 +155,7 @@ class Saver:
             return "it has no folder to save to (atoll learn --folder)"
         return "its last part is still being written" if self.busy else ""
 
-    def take_part(self, cut: int, t: int, begin_capture: Callable[[], Capture], kept: tuple[int, ...]) -> None:
+    def take_part(self, cut: int, t: int, begin_capture: Callable[[], BegunSnapshot], kept: tuple[int, ...]) -> None:
         """Between two steps: copies are begun here. Why nothing is saved is told with the results."""
         if reason := self.reason_not_to():
             self.refuse(cut, t, reason)
@@ -167,7 +167,7 @@ class Saver:
         else:
             self.save(cut, t, begun, kept)
 
-    def save_for_later(self, begin_capture: Callable[[], Capture]) -> bool:
+    def save_for_later(self, begin_capture: Callable[[], BegunSnapshot]) -> bool:
         """Whoever is started next under this name goes on with this inner optimizer; False: it has no folder."""
         if self._folder is None:
             return False
@@ -211,7 +211,7 @@ class Saver:
                 _set_aside(self._folder, self._folder / other)
             write_atomic(self._folder / RUN, run.encode())
 
-    def save(self, cut: int, t: int, begun: Capture, kept: tuple[int, ...] = ()) -> None:
+    def save(self, cut: int, t: int, begun: BegunSnapshot, kept: tuple[int, ...] = ()) -> None:
         """`kept`: the complete cuts that the run keeps."""
         assert not self.reason_not_to()
         # Not a daemon: an interpreter that ends waits for what is being written.
@@ -233,7 +233,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join(limit_s)
 
-    def _write(self, cut: int, t: int, begun: Capture, kept: tuple[int, ...]) -> None:
+    def _write(self, cut: int, t: int, begun: BegunSnapshot, kept: tuple[int, ...]) -> None:
         assert self._folder is not None
         path = self._folder / part_name(cut)
         ignore_graph_captures()
@@ -353,7 +353,7 @@ class OwnState:
             own = large_tensors(self._model, self._optimizers, self._buffers)
             self.room.make_ready([*own, *bases(box)])
 
-    def begin_capture(self, place: RunPlace) -> tuple[Capture, list[Future[None]]]:
+    def begin_capture(self, place: RunPlace) -> tuple[BegunSnapshot, list[Future[None]]]:
         """Also returns the copy under way of every fragment's base, which must not change until that is made."""
         extras, room, held = {**self._extras, PLACE: place}, self.room.take(), place.state["base"]
         whole = (self._model, self._optimizers, extras)

@@ -28,7 +28,7 @@ from atoll.learner.placement import PlacementWish
 from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot
-from atoll.learner.state import Capture, Optimizers, Stateful, optimizers_by_path
+from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, optimizers_by_path
 from atoll.learner.step_stats import InputDigest, StepCounter
 from atoll.learner.unmerged import FrozenRule, UnmergedTensors
 from atoll.mailbox.channel import (
@@ -435,7 +435,7 @@ class RunSession:
                 optimizer.state.clear()
             say("the inner optimizer starts afresh")
 
-    def _begin_capture(self) -> Capture:
+    def _begin_capture(self) -> BegunSnapshot:
         box, boundary = self.shared.box, self.shared.boundary
         assert box is not None and boundary is not None
         place = describe_place(

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from atoll.learner.copy_room import Taken
+from atoll.learner.copy_room import TakenRoom
 from atoll.learner.model import BufferRule, merged_buffers, named_parameters, persistent_buffers
 from atoll.learner.packing import Json, Packing, Unpacking
 from atoll.learner.snapshot import Snapshot
@@ -42,7 +42,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class BegunSnapshot:
     """A snapshot whose copies are under way."""
 
     packing: Packing
@@ -64,9 +64,9 @@ def begin_capture(
     parameters: bool = True,
     rng: bool = True,
     buffers: BufferRule = None,
-    room: Taken | None = None,
+    room: TakenRoom | None = None,
     steady: Sequence[torch.Tensor] = (),
-) -> Capture:
+) -> BegunSnapshot:
     """Returns as soon as training may go on. `steady`: see `Packing`. ConfigError names the first thing that cannot be
     kept."""
     packing = Packing(room, steady)
@@ -80,7 +80,7 @@ def begin_capture(
         drawn = packing.pack(random_state(), "rng") if rng else None
     finally:
         packing.settle()
-    return Capture(packing, states, drawn)
+    return BegunSnapshot(packing, states, drawn)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def interval(settings: Settings) -> float:
     return settings.sync_every / settings.fragments
 
 
-class Span(NamedTuple):
+class RoundSpan(NamedTuple):
     """The rounds of one phase of a synchronous run, or of all of it."""
 
     number: int
@@ -42,15 +42,15 @@ class Span(NamedTuple):
     """Nominal learner steps by which all of it comes later."""
 
 
-def spans(settings: Settings) -> Iterator[Span]:
+def spans(settings: Settings) -> Iterator[RoundSpan]:
     first = begins = shift = 0
     if not settings.phases:
         shift = _shift_behind(shift, begins, settings.sync_every, settings.overlap, settings.fragments)
-        yield Span(0, first, begins, settings.sync_every, settings.overlap, shift)
+        yield RoundSpan(0, first, begins, settings.sync_every, settings.overlap, shift)
     for number, phase in enumerate(settings.phases, 1):
         assert phase.sync_every is not None and phase.overlap is not None, "phases are resolved"
         shift = _shift_behind(shift, begins, phase.sync_every, phase.overlap, settings.fragments)
-        yield Span(number, first, begins, phase.sync_every, phase.overlap, shift)
+        yield RoundSpan(number, first, begins, phase.sync_every, phase.overlap, shift)
         rounds = ceil((phase.until * settings.steps * settings.fragments - begins) / phase.sync_every - 1e-9)
         first, begins = first + max(0, rounds), begins + max(0, rounds) * phase.sync_every
 
@@ -61,7 +61,7 @@ def _shift_behind(shift: int, begins: int, sync_every: int, overlap: int, fragme
     return max(0, shift + overlap + 1 - steps)
 
 
-def span_of(round: int, settings: Settings) -> Span:
+def span_of(round: int, settings: Settings) -> RoundSpan:
     """Behind the end of the last phase its schedule goes on."""
     return [one for one in spans(settings) if one.first <= max(0, round)][-1]
 

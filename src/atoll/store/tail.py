@@ -51,7 +51,7 @@ class TailModel:
         return facts_of_model(self.run, self.round, self.record.last) | _describe_first(self.record.first)
 
 
-class Span(NamedTuple):
+class TailSpan(NamedTuple):
     """What a cut and the rounds behind it give of the versions that are asked for."""
 
     cut: int
@@ -92,9 +92,9 @@ def digests_of(values: Sequence[FloatArray]) -> tuple[str, ...]:
     return tuple(compute_digest(one.view("u1").data) for one in values)
 
 
-def _choose_span(run: RunDir, cycles: int) -> tuple[Span, list[str]]:
+def _choose_span(run: RunDir, cycles: int) -> tuple[TailSpan, list[str]]:
     """The newest cut that goes back far enough, or else the oldest behind which all outer gradients are kept."""
-    chosen: Span | None = None
+    chosen: TailSpan | None = None
     remarks: list[str] = []
     for number in known_cuts(run.cuts):
         try:
@@ -112,7 +112,7 @@ def _choose_span(run: RunDir, cycles: int) -> tuple[Span, list[str]]:
     return chosen, remarks
 
 
-def find_span(run: RunDir, number: int, cycles: int) -> Span | None:
+def find_span(run: RunDir, number: int, cycles: int) -> TailSpan | None:
     """None: behind this cut an outer gradient is not kept."""
     state = open_cut(run.cuts, number).state
     least = [max(0, version) for version in state.history.versions]
@@ -128,7 +128,7 @@ def find_span(run: RunDir, number: int, cycles: int) -> Span | None:
     wanted = [max(1, version - cycles + 1) for version in last]
     first = tuple(min(v, max(w, n)) for v, w, n in zip(last, wanted, least, strict=True))
     reaches = rolled_back or all(n <= w for w, n in zip(wanted, least, strict=True))
-    return Span(number, first, tuple(last), end, reaches)
+    return TailSpan(number, first, tuple(last), end, reaches)
 
 
 def _keeps_payload(journal: Path, position: Position, record: AnyRecord) -> bool:
@@ -137,7 +137,7 @@ def _keeps_payload(journal: Path, position: Position, record: AnyRecord) -> bool
     return record.payload is not None and payload_path(journal, position.term, record.payload.file).exists()
 
 
-def _tell_fewer(span: Span, cycles: int) -> list[str]:
+def _tell_fewer(span: TailSpan, cycles: int) -> list[str]:
     fewest = min(last - first + 1 for first, last in zip(span.first, span.last, strict=True))
     if fewest >= cycles:
         return []

@@ -221,7 +221,7 @@ def _part(score: RunRecording, learner: str, session: str) -> ProcessRecording:
 
 def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[RecordedCopy]) -> list[RecordedAction]:
     """Copies between the entries; those that were made before them are left out."""
-    held = HeldVersions()
+    held = ModelVersions()
     for entry in before:
         held.take(entry)
     since = before[-1].t if before else 0
@@ -272,7 +272,7 @@ def _without_lost(acts: list[RecordedAction]) -> list[RecordedAction]:
     return found
 
 
-class HeldVersions:
+class ModelVersions:
     """The versions in a model, by fragment."""
 
     def __init__(self) -> None:
