@@ -169,7 +169,7 @@ def test_sgd_is_its_equation(size: int) -> None:
 REAL_USE = """
 import numpy as np
 from atoll import choices
-from atoll.numerics import codec_kernels, compiled, kernels, merge, outer, codec, screen, fragments, filter
+from atoll.numerics import codec_kernels, compiled, kernels, merge, outer, codec, screen, fragments, filter, moments
 from atoll.protocol.messages import TensorSpec
 from atoll.syncer import versions
 
@@ -181,7 +181,7 @@ def kinds():
 
 kernels.warm()
 before = kinds()
-assert set(before.values()) == {1} and len(before) == 20, before
+assert set(before.values()) == {1} and len(before) == 21, before
 fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
 x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
@@ -205,6 +205,11 @@ for by in map(codec.make_codec, choices.CODEC.names()):
     given = np.frombuffer(body.tobytes(), np.uint8)
     by.check(given, rows), by.decode(given, rows, y)
 codec.round_to_dtype(y, "bfloat16")
+form = moments.NAMES.index("adam")
+body = np.zeros(moments.moments_nbytes(codec.make_codec("int8"), fragment, [form]), np.uint8)
+body[0] = form
+bodies = [body, np.frombuffer(body.tobytes(), np.uint8), body]
+moments.average_moments(fragment, bodies, [1.0, 2, 0.5], [*factors, factors[0]])
 assert versions.is_finite(received) and versions.is_finite(y)
 assert screen.NormScreen([8]).judge(0, received) is None
 assert kinds() == before, kinds()
@@ -249,8 +254,13 @@ def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tupl
             (codec_kernels.absmax_check, (read_only(other % 8), *head)),
             (codec_kernels.absmax_decode, (read_only(other), y, *head)),
         ]
+    row = (size, 3 * blocks + size, 0.3)
     return [
         *found,
+        *(
+            (codec_kernels.absmax_add_moment, (read_only(other % 64), np.ones(size), *row, squared, 1))
+            for squared in (0, 1)
+        ),
         (codec_kernels.topk_encode, (given, read_only(y), read_only(z), rest, noise, 0, 1)),
         (codec_kernels.topk_check, (read_only(other), size)),
         (codec_kernels.topk_check, (read_only(other // 8), size)),
@@ -303,7 +313,7 @@ def test_nothing_but_a_call_of_a_kernel_loads_numba() -> None:
 def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernels.warm()
     files = [kernel.index_file for kernel in compiled._KERNELS]
-    assert len(files) == 26 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
+    assert len(files) == 27 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
     sources, numba, kept = {one.source for one in compiled._KERNELS}, tmp_path / "numba.py", tmp_path / "__pycache__"
     assert {one.name for one in sources} == {"kernels.py", "codec_kernels.py"}
     kept.mkdir()

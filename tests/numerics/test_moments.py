@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.numerics.moment_bodies import INT8, Values, pack, unpack
 
+from atoll.numerics import moments
 from atoll.numerics.arrays import ByteArray, DoubleArray
 from atoll.numerics.fragments import Fragment, make_plan
 from atoll.numerics.moments import (
@@ -88,9 +89,12 @@ def test_a_positive_one_never_becomes_zero_and_all_stay_finite(drawn: list[float
         assert (came[values > 0] > 0).all() and (came >= 0).all() and np.isfinite(came).all()
 
 
-def test_the_mean_is_the_one_of_float64_by_weight() -> None:
+@pytest.mark.parametrize("run", [moments.RUN, 140])
+@pytest.mark.parametrize("scale", [1.0, 1e-21, 1e18])
+def test_the_mean_is_the_one_of_float64_by_weight(run: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "RUN", run)
     forms, weights = [ADAM, MOMENTUM], [3.0, 1.0, 0.5]
-    bodies = [pack(PART, forms, draw(PART, forms, seed)) for seed in range(3)]
+    bodies = [pack(PART, forms, draw(PART, forms, seed, scale)) for seed in range(3)]
     arrived = [unpack(PART, body) for body in bodies]
     expected = {
         key: sum(w * one[key].astype(np.float64) for w, one in zip(weights, arrived, strict=True)) / sum(weights)

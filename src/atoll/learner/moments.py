@@ -25,9 +25,9 @@ from atoll.learner.model import view_piece
 from atoll.learner.offload import EncodedMoments
 from atoll.learner.state import Optimizers, optimizers_by_path
 from atoll.numerics.codec import Codec, count_values, make_codec
-from atoll.numerics.codec_kernels import ABSMAX_BLOCK
+from atoll.numerics.codec_kernels import ABSMAX_BLOCK, HALF_CODE, TINY
 from atoll.numerics.fragments import FragmentPlan, Piece, Rows
-from atoll.numerics.moments import CODEC, FORMS, HALF_CODE, NAMES, NONE, TINY, Moment, list_moments, moments_nbytes
+from atoll.numerics.moments import CODEC, FORMS, NAMES, NONE, Moment, list_moments, moments_nbytes
 from atoll.protocol.errors import ConfigError
 
 

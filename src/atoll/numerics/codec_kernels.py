@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.numerics.arrays import ByteArray, FloatArray, HalfBits
+from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray, HalfBits
 from atoll.numerics.compiled import kernel, read_only
 
 ABSMAX_BLOCK = 64
@@ -212,6 +212,42 @@ def absmax_decode(
                 high[i] = np.float32(np.int8(codes[i]) >> 4) * scale
 
 
+HALF_CODE = np.float32(1 / 254)
+"""Of the largest of a block, which is code 127: the least that a positive root of a squared moment may be."""
+TINY = np.float32(np.finfo(np.float32).tiny)
+
+
+@kernel
+def absmax_add_moment(
+    data: ByteArray, total: DoubleArray, width: int, row_bytes: int, share: float, squared: bool, rows: int
+) -> None:
+    """total ← total + share · moment, of a checked body of int8 rows; a squared moment is the square of what is there.
+
+    What is positive in it stays so: a root has at least half a code of its block, its square is a normal number.
+    """
+    per_row, full = -(-width // ABSMAX_BLOCK), 3 + ABSMAX_BLOCK
+    for number in range(rows * per_row):
+        row = number // per_row
+        place = number - row * per_row
+        start = row * width + place * ABSMAX_BLOCK
+        count = min(ABSMAX_BLOCK, width - place * ABSMAX_BLOCK)
+        at = row * row_bytes + place * full
+        scale = float_of(absmax_scale_at(data, at, 8))
+        part, codes = total[start : start + count], data[at + 3 :]
+        if not squared:
+            for i in range(count):
+                part[i] += np.float64(np.float32(np.int8(codes[i])) * scale) * share
+            continue
+        most = np.int8(0)
+        for i in range(count):
+            most = max(most, np.int8(codes[i]))
+        least = np.float32(most) * scale * HALF_CODE
+        if least > 0:
+            for i in range(count):
+                root = max(np.float32(np.int8(codes[i])) * scale, least)
+                part[i] += np.float64(max(root * root, TINY)) * share
+
+
 # ---- top-k --------------------------------------------------------------------------------------------------------
 
 
@@ -342,6 +378,7 @@ def warm() -> None:
     absmax_encode(given, none, none, y[:0], body, 2, 3, 4, 0, 1)
     absmax_check(read_only(body), 2, 3, 4, 0, 1)
     absmax_decode(read_only(body), y, 2, 3, 4, 0, 1)
+    absmax_add_moment(read_only(body), np.zeros(2, np.float64), 2, 5, 1.0, True, 1)
     topk_encode(given, none, none, y[:0], body, 0, 1)
     topk_check(read_only(body), 2)
     topk_decode(read_only(body), y, 0, 1)

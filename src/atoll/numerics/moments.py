@@ -15,15 +15,15 @@ Rules kept here:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
-from atoll.numerics.codec import Codec, make_codec
-from atoll.numerics.codec_kernels import ABSMAX_BLOCK
+from atoll.numerics.codec import Codec, count_values, make_codec
+from atoll.numerics.codec_kernels import ABSMAX_BLOCK, HALF_CODE, TINY, absmax_add_moment
+from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.fragments import Fragment, FragmentPlan, Rows, row_lengths
 from atoll.protocol.errors import PeerError
 
@@ -41,9 +41,8 @@ FORMS: dict[str, tuple[str, ...]] = {
 MOST_SLOTS = max(map(len, FORMS.values()))
 NAMES = tuple(FORMS)
 NONE = NAMES.index("none")
-HALF_CODE = np.float32(1 / 254)
-"""Of the largest of a block, which is code 127."""
-TINY = np.finfo(np.float32).tiny
+RUN = 1 << 16
+"""Values of a moment that one thread averages at a time: sums of 512 KiB stay in cache."""
 LOUD = 10.0
 """Times the median root mean square of a moment."""
 LARGEST_ROOT = np.float32(1.8446743e19)
@@ -70,6 +69,19 @@ def list_moments(codec: Codec, part: Fragment, forms: Sequence[int]) -> list[Mom
             found.append(Moment(number, slot, kind == SQUARED, rows, slice(start, stop)))
             start = stop
     return found
+
+
+def cut_rows(codec: Codec, moment: Moment) -> list[Moment]:
+    """Runs of rows that stay in cache. Blocks start anew at every row, so a run's bytes are those that it has here."""
+    ((count, width),) = moment.rows
+    step, row_bytes = max(1, RUN // max(1, width)), codec.nbytes(((1, width),))
+    return [
+        moment._replace(
+            rows=((min(step, count - first), width),),
+            data=slice(moment.data.start + first * row_bytes, moment.data.start + min(first + step, count) * row_bytes),
+        )
+        for first in range(0, count, step)
+    ]
 
 
 def moments_nbytes(codec: Codec, part: Fragment, forms: Sequence[int]) -> int:
@@ -162,7 +174,7 @@ def average_moments(
     threads: int = 1,
 ) -> ByteArray:
     """Of bodies that were checked; `factors`: per contribution and piece, what a filter left of it."""
-    codec, forms = make_codec(CODEC, threads), [read_forms(part, body) for body in bodies]
+    codec, forms = make_codec(CODEC), [read_forms(part, body) for body in bodies]
     pieces = range(len(part.pieces))
     kept = factors or [np.ones(len(pieces), np.float32)] * len(bodies)
     shares = [[weight * float(of[piece]) for weight, of in zip(weights, kept, strict=True)] for piece in pieces]
@@ -173,19 +185,61 @@ def average_moments(
     for moment in list_moments(codec, part, chosen):
         piece = moment.piece
         counted = [n for n, of in enumerate(forms) if of[piece] == chosen[piece] and shares[piece][n] > 0]
-        sent = [(placed[n][piece, moment.slot], bodies[n], shares[piece][n]) for n in counted]
+        sent = [SentMoment(placed[n][piece, moment.slot], bodies[n], shares[piece][n]) for n in counted]
         if len(sent) > 2:
-            sizes = np.array([_measure(decode_moment(codec, *one[:2]), moment.squared) for one in sent])
+            sizes = _measure_gradients(codec, sent, threads)
             sent = [one for one, size in zip(sent, sizes, strict=True) if size <= LOUD * np.median(sizes)]
-        given = (decode_moment(codec, *one[:2]) for one in sent)
-        encode_moment(codec, moment, _take_mean(given, [share for _, _, share in sent], moment.squared), out)
+        _average_moment(codec, moment, sent, out, threads)
     return out
 
 
-def _measure(values: FloatArray, squared: bool) -> float:
-    """The root mean square of the gradients that a moment stands for."""
-    wide = values.astype(np.float64)
-    return float(np.sqrt(np.mean(wide if squared else wide * wide)))
+class SentMoment(NamedTuple):
+    moment: Moment
+    body: ByteArray
+    share: float
+
+
+def _measure_gradients(codec: Codec, sent: Sequence[SentMoment], threads: int) -> DoubleArray:
+    """By sender, the root mean square of the gradients that its moment stands for."""
+    runs = [cut_rows(codec, one.moment) for one in sent]
+    sums = np.empty((len(sent), len(runs[0])))
+
+    def work(first: int, last: int) -> None:
+        for run in range(first, last):
+            values = np.zeros(count_values(runs[0][run].rows))
+            for number, one in enumerate(sent):
+                values.fill(0.0)
+                _add_moment(codec, runs[number][run], one.body, 1.0, values)
+                sums[number, run] = np.sum(values if one.moment.squared else np.square(values, out=values))
+
+    in_parts(work, len(runs[0]), 1, threads)
+    roots: DoubleArray = np.sqrt(sums.sum(axis=1) / count_values(sent[0].moment.rows))
+    return roots
+
+
+def _average_moment(codec: Codec, moment: Moment, sent: Sequence[SentMoment], out: ByteArray, threads: int) -> None:
+    """Into the body `out`."""
+    runs, written = [cut_rows(codec, one.moment) for one in sent], cut_rows(codec, moment)
+    whole = sum(one.share for one in sent)
+
+    def work(first: int, last: int) -> None:
+        for run in range(first, last):
+            total = np.zeros(count_values(written[run].rows))
+            for of, one in zip(runs, sent, strict=True):
+                _add_moment(codec, of[run], one.body, one.share, total)
+            mean = (total / whole).astype(np.float32)
+            if moment.squared:
+                np.maximum(mean, TINY, out=mean, where=total > 0)
+            encode_moment(codec, written[run], mean, out)
+
+    in_parts(work, len(written), 1, threads)
+
+
+def _add_moment(codec: Codec, moment: Moment, body: ByteArray, share: float, total: DoubleArray) -> None:
+    """total ← total + share · what `decode_moment` gives, in one pass."""
+    ((count, width),) = moment.rows
+    row_bytes = codec.nbytes(((1, width),))
+    absmax_add_moment(read_only(body[moment.data]), total, width, row_bytes, share, moment.squared, count)
 
 
 def _by_place(codec: Codec, part: Fragment, forms: Sequence[int]) -> dict[tuple[int, int], Moment]:
@@ -199,10 +253,3 @@ def _choose_form(forms: Sequence[int], shares: Sequence[float]) -> int:
         if form != NONE and share > 0:
             sums[form] = sums.get(form, 0.0) + share
     return max(sums, key=sums.__getitem__, default=NONE)
-
-
-def _take_mean(given: Iterator[FloatArray], shares: Sequence[float], squared: bool) -> FloatArray:
-    weighted = (values.astype(np.float64) * share for values, share in zip(given, shares, strict=True))
-    total: DoubleArray = reduce(np.add, weighted)
-    mean = (total / sum(shares)).astype(np.float32)
-    return np.maximum(mean, TINY, out=mean, where=total > 0) if squared else mean
