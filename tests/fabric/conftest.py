@@ -127,7 +127,7 @@ class MemoryDesk:
     def score(self, score: ScoreReport) -> None:
         self.note("score", score)
 
-    def change(self, words: Sequence[str]) -> str:
+    async def change(self, words: Sequence[str]) -> str:
         self.note("change", *words)
         return ", ".join(words)
 

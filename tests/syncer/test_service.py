@@ -16,7 +16,7 @@ from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 from atoll.digests import compute_digest
 from atoll.fabric.address import parse_address
 from atoll.fabric.local_secrets import secret_for
-from atoll.fabric.transfer import get_fragment_once, get_json, post_score
+from atoll.fabric.transfer import get_fragment_once, get_json, post_score, post_settings
 from atoll.fabric.wire import ScoreReport
 from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import UsualNorms
@@ -33,10 +33,11 @@ from atoll.protocol.messages import (
     TensorSpec,
     Welcome,
 )
-from atoll.protocol.records import TailRecord
+from atoll.protocol.records import ChangedRecord, TailRecord
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 from atoll.store.verify import verify_run
+from atoll.syncer import service
 from atoll.syncer.versions import OLD
 
 
@@ -421,6 +422,46 @@ async def test_an_end_before_any_learner_saves_nothing(stage: Stage) -> None:
     await stage.end()
     assert stage.saved is None
     assert stage.events("finished")[0]["reason"] == "the test is over"
+
+
+def changes(stage: Stage) -> list[str]:
+    """What the journal on disk has of them."""
+    return [one.what for _, one in read(stage.out.journal, disk=LocalDisk()) if isinstance(one, ChangedRecord)]
+
+
+async def ask_for(stage: Stage, lr: float) -> asyncio.Task[str]:
+    """`atoll set`, until the syncer has decided it."""
+    asking = asyncio.create_task(post_settings(url(stage), [f"outer_lr={lr}"]))
+    async with asyncio.timeout(WAIT_S):
+        while stage.service._begun().history.outer["lr"] != lr:
+            await get_json(url(stage), "/v1/status")
+    return asking
+
+
+async def test_a_change_of_settings_is_answered_once_it_is_durable(stage: Stage) -> None:
+    await one_at_work(stage)
+    with stage.run_store._writing:  # the disk does not answer
+        first = await ask_for(stage, 0.5)
+        second = await ask_for(stage, 0.25)
+        await get_json(url(stage), "/v1/status")
+        assert not first.done() and not second.done() and not changes(stage)
+    assert (await first, await second) == ("outer_lr=0.5", "outer_lr=0.25")
+    assert changes(stage) == ["outer_lr=0.5", "outer_lr=0.25"]
+    assert await post_settings(url(stage), ["outer_lr=0.25"]) == "", "it is like that already"
+
+
+async def test_a_change_that_waits_for_a_round_is_answered_when_it_is_made(stage: Stage) -> None:
+    await one_at_work(stage)
+    assert await post_settings(url(stage), ["sync_every=8"]) == "sync_every=8"
+    assert changes(stage) == ["sync_every=8"]
+
+
+async def test_a_change_that_takes_long_is_answered_as_asked_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    await one_at_work(stage)
+    monkeypatch.setattr(service, "CHANGE_S", 0.0)
+    with stage.run_store._writing:
+        said = await post_settings(url(stage), ["outer_lr=0.5"])
+    assert said.startswith("outer_lr=0.5 (asked for: it holds once")
 
 
 async def test_a_newcomer_with_weights_of_its_own_cannot_get_them_into_the_model(stage: Stage) -> None:

@@ -90,8 +90,8 @@ class Handlers(Protocol):
 
     def score(self, score: ScoreReport) -> None: ...
 
-    def change(self, words: Sequence[str]) -> str:
-        """Settings that the operator changes; what has changed."""
+    async def change(self, words: Sequence[str]) -> str:
+        """Settings that the operator changes; what has changed, once it is durable."""
         ...
 
     def turned_away(self, address: str, reason: str) -> None:

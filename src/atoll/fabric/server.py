@@ -297,7 +297,7 @@ class Server(Port):
         return web.Response(status=204)
 
     async def _settings(self, request: web.Request) -> web.Response:
-        changed = self._handlers.change(await self._read(request, decode_words))
+        changed = await self._handlers.change(await self._read(request, decode_words))
         return web.json_response({"changed": changed})
 
     async def _drain(self, request: web.Request) -> web.Response:

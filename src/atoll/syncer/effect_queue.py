@@ -52,6 +52,9 @@ class EffectQueue:
         self._order.enqueue(effects)
         self._carry_out_ready()
 
+    def awaits(self, kind: type[fx.SyncerEffect]) -> bool:
+        return self._order.awaits(kind)
+
     async def wait_until_empty(self) -> None:
         """Until everything is carried out."""
         while self._order.has_waiting:

@@ -72,6 +72,11 @@ MOST_CYCLES = 16
 """Cycles of H steps that a contribution may claim when its norm is judged: a learner that was away gives several."""
 
 
+CHANGE_S = 8.0
+"""An operator who changes settings is answered after this long, also if the change is not made yet. Less than the
+client's deadline (fabric/transfer.py)."""
+
+
 class SyncerService:
     """The `Handlers` of the fabric's server. Belongs to one event loop."""
 
@@ -95,6 +100,9 @@ class SyncerService:
         self._wake: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.started = asyncio.Event()
+        self._all_changed = asyncio.Event()
+        """Every change of settings that was asked for is durable."""
+        self._all_changed.set()
         self._ending = RunEnding(events, evaluated=evaluated)
         self._refusals = RefusalLog(events, self._loop.time)
         self._standstill = Standstill(self._loop, self._look_for_standstill)
@@ -287,8 +295,20 @@ class SyncerService:
         else:
             self._handle(fx.EndAsked(reason))
 
-    def change(self, words: Sequence[str], *, reopen: bool = False) -> str:
-        """Change settings, as an operator writes them; returns what changed. PeerError: nothing was changed."""
+    async def change(self, words: Sequence[str]) -> str:
+        """Change settings, as an operator writes them; returns what changed, once that is durable. PeerError: nothing
+        was changed."""
+        what = self.ask_to_change(words)
+        try:
+            async with asyncio.timeout(CHANGE_S):
+                await self._all_changed.wait()
+        except TimeoutError:
+            when = "it holds once the rounds under way are committed and the disk has it"
+            return f"{what or 'nothing more'} (asked for: {when})"
+        return what
+
+    def ask_to_change(self, words: Sequence[str], *, reopen: bool = False) -> str:
+        """Returns what will change: at once, or once the rounds under way are committed."""
         if self._machine is None:
             raise PeerError("the run has not begun: settings can change once its first learner is there")
         try:
@@ -298,6 +318,7 @@ class SyncerService:
             raise PeerError(str(error)) from None
         if asked is None:
             return ""
+        self._all_changed.clear()
         self._handle(asked)
         return asked.what
 
@@ -489,6 +510,7 @@ class SyncerService:
                 self._restorer.commit_values(versions, at)
             case fx.Retune(outer):
                 self._retune(msgspec.convert(outer, Outer))
+                self._note_changed()
             case fx.TakeCut():
                 self._cuts.take_cut(effect)
             case fx.CompleteCut():
@@ -517,6 +539,12 @@ class SyncerService:
             self._first.ask_learner(learner, channel.session)
         if channel is not None:
             channel.send(message)
+
+    def _note_changed(self) -> None:
+        """A change of settings is durable. Another may have been asked for, or decided, meanwhile."""
+        machine = self._begun()
+        if machine.next_settings is machine.history and not self._effect_queue.awaits(fx.Retune):
+            self._all_changed.set()
 
     def _retune(self, outer: Outer) -> None:
         self._parameters.change_outer(outer)

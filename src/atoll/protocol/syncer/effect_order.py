@@ -57,6 +57,10 @@ class EffectOrder:
         """Something that was decided is not durable, or not carried out yet."""
         return bool(self._waiting)
 
+    def awaits(self, kind: type[SyncerEffect]) -> bool:
+        """Whether an effect of this kind is not carried out yet."""
+        return any(isinstance(effect, kind) for effect in self._waiting)
+
     def enqueue(self, effects: Iterable[SyncerEffect]) -> None:
         for effect in effects:
             self._waiting.append(effect)
