@@ -230,7 +230,8 @@ def train_row(
             assert summary["data_digest"] == text.digest, "learners have the text of quality.py"
             found = describe_run(summary, read_events(out)) | describe_steps(read_times(times))
         loss = score_model(out / "model.safetensors", workload, text)
-    return {"loss": loss, **found, **seconds, "cores": os.cpu_count()}
+    paces = {"pace_s": task.pace_s, "warm_pace_s": task.warm_pace_s}
+    return {"loss": loss, **found, **paces, **seconds, "cores": os.cpu_count()}
 
 
 def run_atoll(words: Sequence[str], deadline: float, watch: bool) -> str:
@@ -388,8 +389,7 @@ def train_on_text(options: argparse.Namespace, data: list[str]) -> Table:
     text = load_text(options.data)
     assert Text.load(data).digest == text.digest, "learners have the text of quality.py"
     workload = msgspec.structs.replace(read_settings(options), data=tuple(str(Path(one).absolute()) for one in data))
-    shape = describe_options(options, workload, text) | {"pace_s": options.pace, "warm_pace_s": options.warm_pace}
-    table = ProcessTable(options.out, shape, options.reference)
+    table = ProcessTable(options.out, describe_options(options, workload, text), options.reference)
     prepare_torch()
 
     def train_named(name: str, seed: int, deadline: float) -> dict[str, Any]:
@@ -403,7 +403,7 @@ def train_on_text(options: argparse.Namespace, data: list[str]) -> Table:
 def main() -> None:
     parser = make_parser(__doc__, ROWS, HERE / "results" / "quality_processes.json")
     parser.add_argument("--pace", type=float, default=0.05, help="seconds that a step of four learners lasts at least")
-    parser.add_argument("--warm-pace", type=float, default=0.25, help="the same in a warm start")
+    parser.add_argument("--warm-pace", type=float, default=0.3, help="the same in a warm start")
     parser.add_argument("--reference", type=Path, default=HERE / "results" / "quality.json", help="of quality.py")
     parser.add_argument("--watch", action="store_true", help="show what the runs say of their progress")
     parser.add_argument("--scratch", type=Path, default=None, help="a folder for runs; they are deleted")
