@@ -64,6 +64,16 @@ def test_before_there_are_enough_norms_only_what_is_absurd_is_refused() -> None:
     assert seasoned(0.3, count=8).judge(0, of_norm(3.1)) is not None
 
 
+def test_a_fragment_without_a_gradient_in_the_first_step_is_judged_by_what_others_do() -> None:
+    """Parameters in front of a matrix that starts at zero move by weight decay alone, a thousandth of what comes."""
+    screen = NormScreen([4, 16])
+    for _ in range(4):
+        assert screen.judge(0, of_norm(0.3)) is None and screen.judge(1, of_norm(1e-5, size=16)) is None
+    assert screen.judge(1, of_norm(601.0, size=16)) is not None, "a thousand times what others do, for each value"
+    assert [screen.judge(1, of_norm(2.0, size=16)) for _ in range(5)] == [None] * 5
+    assert screen.judge(1, of_norm(21.0, size=16)) is not None, "by now its own norms are known"
+
+
 def test_a_new_term_knows_what_was_usual() -> None:
     screen = NormScreen([4, 2])
     screen.restore_norms(seasoned(0.3).usual_norms())

@@ -3,7 +3,9 @@
 Rules kept here:
 - what is not finite, not of the fragment's length, or far above the usual norm is refused, with the reason as one line;
 - usual is the running median of the merged norms of the same fragment. Before there are enough of them (a learning rate
-  that warms up makes the first ones tiny) only norms far beyond the limit are refused;
+  that warms up makes the first ones tiny) only norms far beyond the limit are refused; and what is usual, for each
+  value, in the fragment that moves most is usual here too: parameters in front of a matrix that starts at zero have no
+  gradient in the first step, and all that learners give later would be refused;
 - up to twice what was usual earlier in the run is never refused: near a loss of zero norms are tiny, and a hard batch
   or an inner optimizer that starts afresh makes them as large as they once were;
 - model buffers have no usual pace: statistics move far at first, and hardly at all later. Once norms are judged, what
@@ -152,9 +154,9 @@ class NormScreen:
         return f"the norm of its buffers is {norm:.3g}, over {BUFFER_LIMIT:,.0f} times the run's {usual:.3g}"
 
     def _judge_norm(self, fragment: int, norm: float, called: str) -> str | None:
-        accepted = self._norms[fragment]
-        usual = median(accepted) if len(accepted) >= min(EARLY, self._least) else 0.0
-        limit = self.limit if len(accepted) >= self._least else EARLY_LIMIT * self.limit
+        known = len(self._norms[fragment])
+        usual = self._find_usual(fragment) if known >= min(EARLY, self._least) else 0.0
+        limit = self.limit if known >= self._least else EARLY_LIMIT * self.limit
         if usual == 0.0 or norm <= max(limit * usual, ONCE_USUAL * self._highest[fragment]):
             return None
         ratio = norm / usual
@@ -163,6 +165,16 @@ class NormScreen:
             return told
         higher = math.ceil(2 * self.limit * ratio / limit)
         return f"{told}; if its learning rate rose: atoll set RUN norm_limit={higher}"
+
+    def _find_usual(self, fragment: int) -> float:
+        own = median(self._norms[fragment])
+        if len(self._norms[fragment]) >= self._least:
+            return own
+        pairs = zip(self._norms, self._sizes, strict=True)
+        per_value = max(
+            median(norms) / math.sqrt(size) for norms, size in pairs if len(norms) >= min(EARLY, self._least)
+        )
+        return max(own, per_value * math.sqrt(self._sizes[fragment]))
 
 
 def _norm(values: FloatArray) -> float:
