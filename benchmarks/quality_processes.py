@@ -278,14 +278,23 @@ def describe_run(summary: dict[str, Any], events: Sequence[dict[str, Any]]) -> d
     tokens = summary["tokens"]["computed"]
     finished = [event for event in events if event["kind"] == "finished"]
     whole = {**{key: summary[key] for key in PHASE_KEYS[1:]}, "sync_every": summary["settings"]["sync_every"]}
-    keys = ("goodput", "merged_share", "participation", "restarts", "rounds", "rounds_passed", "overlap_mean", "wall_s")
+    keys = (
+        "goodput",
+        "merged_share",
+        "participation",
+        "restarts",
+        "refusals",
+        "rounds",
+        "rounds_passed",
+        "overlap_mean",
+    )
     return {
         "tokens": tokens,
         "tokens_by_fate": summary["tokens"],
         "phases": [{key: one[key] for key in PHASE_KEYS} for one in summary["phases"] or [whole]],
         "up_bytes_per_token": sum(event["bytes_in"] for event in finished) / tokens,
         "down_bytes_per_token": sum(event["bytes_out"] for event in finished) / tokens,
-        **{key: summary[key] for key in keys},
+        **{key: summary[key] for key in (*keys, "wall_s")},
         "merged_share_by_learner": {name: one["merged_share"] for name, one in summary["per_learner"].items()},
         "fragments": summary["settings"]["fragments"],
         "evaluator_loss": summary["validation_loss_end"],
