@@ -76,6 +76,8 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
         self.batches = cycle(torch.randint(0, 256, (batch, block + 1), device=self.device) for _ in range(BATCHES))
         self.tokens = batch * block
+        self.steps: list[dict[str, float]] = []
+        """Of the last part that was run."""
 
     def make_step(self) -> torch.Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -92,16 +94,20 @@ class Loop:
         ends: deque[Any] = deque()
         clock = DeviceClock() if self.device.type == "cuda" else HostClock()
         took: list[float] = []
+        self.steps = []
         began = time.perf_counter()
         ends.append(clock.mark())
         while time.perf_counter() - began < seconds:
             loss = self.make_step()
+            launched = time.perf_counter()
             if learner is not None:
                 learner.step(tokens=self.tokens, loss=loss)
+            self.steps.append({"at": time.time(), "held_s": time.perf_counter() - launched})
             ends.append(clock.mark())
             if len(ends) > AHEAD + 1:
                 took.append(clock.measure_s(ends.popleft(), ends[0]))
         took += [clock.measure_s(earlier, later) for earlier, later in pairwise(ends)]
+        self.steps = [{**step, "took_s": took_s} for step, took_s in zip(self.steps, took, strict=True)]
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         return {
             "steps": len(took),
@@ -118,7 +124,16 @@ class Loop:
             torch.cuda.current_stream().synchronize()
 
 
-def measure(loop: Loop, seconds: float, folder: Path, words: list[str], placement: PlacementWish) -> dict[str, Any]:
+def write_trace(path: Path | None, steps: list[dict[str, float]], folder: Path) -> None:
+    """Every step with its time, and what the run did beside it, by the same clock."""
+    if path is not None:
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        path.write_text(json.dumps({"steps": steps, "events": events}) + "\n")
+
+
+def measure(
+    loop: Loop, seconds: float, folder: Path, words: list[str], placement: PlacementWish, trace: Path | None = None
+) -> dict[str, Any]:
     settle_s, bare_s = min(seconds / 10, 10.0), min(seconds / 4, 30.0)
     loop.run_for(settle_s)
     before = loop.run_for(bare_s)
@@ -130,6 +145,7 @@ def measure(loop: Loop, seconds: float, folder: Path, words: list[str], placemen
             joined_s = time.perf_counter() - began
             loop.run_for(settle_s, learner)  # pace and estimates settle
             inside = loop.run_for(seconds, learner)
+            write_trace(trace, loop.steps, folder)
             status: dict[str, Any] = asyncio.run(get_json(url, "/v1/status"))
     finally:
         syncer.kill()
@@ -159,13 +175,14 @@ def main() -> int:
     parser.add_argument("--placement", choices=WISHES, default="host", help="of base and feedback")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the part with a learner")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
+    parser.add_argument("--trace", type=Path, help="write every step's time, and the run's events, to this file")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/real_size.json"))
     options = parser.parse_args()
     words = [word for setting in options.set for word in ("--set", setting)]
     with tempfile.TemporaryDirectory() as scratch:
         loop = Loop(options.depth, options.batch, options.block, options.compile)
-        result = measure(loop, options.seconds, Path(scratch) / "run", words, options.placement)
+        result = measure(loop, options.seconds, Path(scratch) / "run", words, options.placement, options.trace)
     result |= {"commit": options.commit, "versions": versions()}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
