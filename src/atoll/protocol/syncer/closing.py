@@ -15,16 +15,25 @@ An asynchronous round closes when all five hold:
 3. Grace: the grace window is over (`window_s`; the quorum policy says how long it is), or every stepping learner is
    ready.
 4. No change of H, τ or adoption (a phase of training, or the operator's) waits for the rounds under way
-   (`Rounds._must_wait`), and no rollback is under way (machine.py): they come between rounds.
+   (`Rounds._must_wait`), and no rollback is under way. A rollback waits for the merge under way, then passes over every
+   open round, second attempts too; until it is done, no round advances (`Syncer._advance_all`).
 5. Fewer than `Flights.allowed` rounds are being pulled or merged (flights.py).
 
 A second attempt waits for no pace, no change and no free flight: rounds behind it may be frozen, and commit after it.
 
 A synchronous round closes when every learner that was stepping at its opening, and still is, has copied the fragment
-(`judge_all`). At the end of a run (`LastCycle`) a round takes whoever has steps left.
+(`judge_all`).
+
+At the end of a run, rounds come one at a time (`LastCycle`, ending.py). Each is opened once every reachable learner has
+stopped and holds the version with its last contribution, or has been waited for long enough. It closes at once, with
+whoever has stopped and has steps left.
 
 A learner whose training loop has ended is asked for its last steps, but no round waits for it. If only such learners
 are left, no pace applies, and rounds that would collect nothing are passed over.
+
+A new term opens no round until the learners it knows are back or have had `RETURN_S` for it (`Assembly`, ending.py).
+While no round is due, reports are counted and nothing more (`Syncer._is_quiet`). So a rule that closes a round before
+it is due has to be in `Rounds.any_due` too.
 """
 
 from __future__ import annotations
