@@ -21,7 +21,7 @@ def test_a_due_round_closes_early_when_everyone_is_there() -> None:
 def test_one_learner_is_no_plural() -> None:
     assert judge(5.0, ready=1, awaited=1, quorum=1, grace_ends=9.0).reason == "the only live learner reported"
     assert judge(5.0, ready=0, awaited=1, quorum=1, grace_ends=9.0).reason == "0 of 1 learner reported"
-    assert judge_all(ready=1, awaited=0).reason == "1 learner reported, all that were awaited (synchronous)"
+    assert judge_all(ready=1, missing=0).reason == "1 learner reported, all that were awaited (synchronous)"
 
 
 def test_within_the_grace_window_a_round_waits_until_its_end() -> None:
@@ -41,6 +41,6 @@ def test_a_lowered_quorum_is_never_below_one_nor_above_k() -> None:
 
 
 def test_a_synchronous_round_waits_for_all_and_never_closes_empty() -> None:
-    assert not judge_all(ready=2, awaited=1).close
-    assert not judge_all(ready=0, awaited=0).close
-    assert judge_all(ready=3, awaited=0).close
+    assert not judge_all(ready=2, missing=1).close
+    assert not judge_all(ready=0, missing=0).close
+    assert judge_all(ready=3, missing=0).close

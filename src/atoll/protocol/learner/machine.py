@@ -396,9 +396,10 @@ class LearnerMachine:
             self._versions.fetch_missing()
 
     def _order_adoption(self, fragment: int, version: int) -> None:
-        """By the rule of the version's round; overwrite while it recovers, at the end, and across a rollback. `copy_t`
-        is the step of the own copy that the version contains and what is held does not (None: there is none),
-        `held_tokens` the own tokens in it that the counters still count as not merged: these are not dropped."""
+        """By the rule of the version's round; overwrite while it recovers, once the run is finished, and across a
+        rollback. `copy_t` is the step of the own copy that the version contains and what is held does not (None: there
+        is none), `held_tokens` the own tokens in it that the counters still count as not merged: they are not
+        dropped."""
         if not self._versions.take_fetched(fragment, version):
             return
         number = self._versions.rounds.get(fragment, -1)

@@ -87,7 +87,8 @@ def beyond_lease(position: int, before: int, leased: int) -> str | None:
 
 
 def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[float]) -> str | None:
-    """What it adds to its last report. `others`: the usual tokens per step of the other learners."""
+    """What it adds to its last report. `others`: the usual tokens per step of the other learners (`Membership.per_step`
+    gives none where the learner is not known yet and there is only one other)."""
     steps, tokens = t - own.t, total - own.total
     if not own.known:
         return beyond_steps(steps, tokens, own, others)
@@ -100,7 +101,8 @@ def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[flo
 
 
 def beyond_steps(steps: int, tokens: int, own: Usual, others: Sequence[float]) -> str | None:
-    """Whether so many tokens in so many steps are out of all proportion, to its own usual and to everybody's."""
+    """Whether so many tokens in so many steps are out of all proportion, to its own usual and to everybody's. `others`
+    as in `beyond_rate`."""
     if not own.known and not others:
         return None
     per_step, measure = tokens / max(1, steps), own.per_step if own.known else 0.0

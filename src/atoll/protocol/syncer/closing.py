@@ -118,8 +118,8 @@ class RoundClosing:
             self.pace.move_learner(learner.name, learner.t, now, lambda: self._rate_alone(now, learner))
 
     def _rate_alone(self, now: float, learner: KnownLearner) -> float | None:
-        """Steps a second that count while it alone makes steps; None: no limit, since no other is to be back, or no
-        budget follows the run's step."""
+        """Steps a second that count while it alone makes steps; None: no limit, since no other learner is expected
+        back, or the run has no budget of steps."""
         steps = self.state.settings.steps
         others = self.state.members.step_rates(now, learner) if steps else None
         return None if others is None else believed_rate(others, steps, APART)
@@ -149,7 +149,7 @@ class RoundClosing:
         if self.state.draining:
             return Verdict(bool(ready), f"the last steps of {count_learners(len(ready))}")
         if self.state.settings.synchronous:
-            return judge_all(ready=len(ready), awaited=self._awaited_learners(round_, ready))
+            return judge_all(ready=len(ready), missing=self._count_missing(round_, ready))
         if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
             round_.due_at = now
         quorum = self._current_quorum(now, round_, len(ready), wakes)
@@ -200,7 +200,8 @@ class RoundClosing:
             return []
         return [one for one in self.state.members.live_learners() if any(one.steps)]
 
-    def _awaited_learners(self, round_: Round, ready: list[KnownLearner]) -> int:
+    def _count_missing(self, round_: Round, ready: list[KnownLearner]) -> int:
+        """Synchronous: learners that were stepping when the round opened, still are, and have yet to copy it."""
         names = round_.roster - {one.name for one in ready}
         return sum(one.name in names and _may_yet_copy(one, round_) for one in self.state.members.stepping_learners())
 
@@ -298,10 +299,10 @@ def judge(now: float, *, ready: int, awaited: int, quorum: int, grace_ends: floa
     return Verdict(True, f"grace window over with {ready} of {awaited}")
 
 
-def judge_all(*, ready: int, awaited: int) -> Verdict:
+def judge_all(*, ready: int, missing: int) -> Verdict:
     """The synchronous rule: every learner that was stepping when the round opened and still is."""
-    if ready == 0 or awaited > 0:
-        return Verdict(False, f"{ready} of {count_learners(ready + awaited)} reported")
+    if ready == 0 or missing > 0:
+        return Verdict(False, f"{ready} of {count_learners(ready + missing)} reported")
     return Verdict(True, f"{count_learners(ready)} reported, all that were awaited (synchronous)")
 
 

@@ -35,8 +35,8 @@ from atoll.protocol.syncer.effects import (
     TakeCut,
 )
 
-NOT_OF_OTHERS = (Persist, Commit, Send, ConfirmSent, Discard, Expel, Note)
-"""Effects that a merge of another fragment may be carried out before."""
+MERGE_MAY_PASS = (Persist, Commit, Send, ConfirmSent, Discard, Expel, Note)
+"""Effects that a merge of another fragment behind them does not wait for."""
 P = TypeVar("P")
 """A payload: what is kept of a round or a rollback beside its record."""
 
@@ -99,7 +99,7 @@ class EffectOrder:
                 del self._waiting[place]
                 self._merges -= 1
                 return effect
-            if not isinstance(effect, NOT_OF_OTHERS) or (isinstance(effect, Persist) and effect.restored):
+            if not isinstance(effect, MERGE_MAY_PASS) or (isinstance(effect, Persist) and effect.restored):
                 return None
             rounds += isinstance(effect, Persist) and effect.round >= 0
             if isinstance(effect, Commit):

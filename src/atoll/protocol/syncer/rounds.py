@@ -44,24 +44,25 @@ class Rounds:
         self.flights = Flights(state)
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
-        self._since = RecentSamples(RECENT)
+        self._steps_between_syncs = RecentSamples(RECENT)
         self._overlaps = RecentSamples(RECENT)
         self._asked_h = state.settings.sync_every
         self.earlier_h: deque[tuple[int, float | None]] = deque(maxlen=MOST_PHASES)
-        """For each earlier H of this term: the H asked for, and the effective H of late when it ended."""
+        """For each earlier H of this term: the H asked for, and the effective H that was last measured under it."""
 
     @property
     def steps_between_syncs(self) -> Spread:
-        """Learner steps between two syncs of a fragment, of late."""
-        return self._since.spread
+        """Learner steps between two syncs of a fragment, in the last `RECENT` samples."""
+        return self._steps_between_syncs.spread
 
     @property
     def overlap(self) -> Spread:
-        """Learner steps from reading a contribution to adopting the version that holds it, of late."""
+        """Learner steps from reading a contribution to adopting the version that holds it, in the last `RECENT`
+        samples."""
         return self._overlaps.spread
 
     def note_adoptions(self, learner: KnownLearner, versions: Sequence[int], t: int) -> None:
-        """It reports these versions at its step t: measure those that hold its last contributions."""
+        """It reports these versions at its step t: measure the overlap of those that hold its last contributions."""
         if learner.versions == versions or not learner.versions:
             return
         for fragment, version in enumerate(versions):
@@ -90,7 +91,7 @@ class Rounds:
         """H, τ or adoption are others: nothing is measured under them yet."""
         self.earlier_h.append((self._asked_h, self.steps_between_syncs.median))
         self._asked_h = self.state.settings.sync_every
-        self._since, self._overlaps = RecentSamples(RECENT), RecentSamples(RECENT)
+        self._steps_between_syncs, self._overlaps = RecentSamples(RECENT), RecentSamples(RECENT)
         self.closing.pace.change_interval(schedule.interval(self.state.settings))
         self.flights.start_anew()
 
@@ -486,7 +487,7 @@ class Rounds:
             learner.merged[round_.fragment], learner.synced_t[round_.fragment] = version, given.t
             learner.merged_tokens[round_.fragment] = given.tokens
         if since is not None and not self.state.draining:
-            self._since.add(since)
+            self._steps_between_syncs.add(since)
         return {
             "learner": seat.learner,
             "incarnation": seat.incarnation,

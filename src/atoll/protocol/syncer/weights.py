@@ -29,11 +29,12 @@ from atoll.protocol.syncer.claims import KNOWN_STEPS
 FEW = 2
 """In a round of so few nobody can tell which of them claims too much."""
 REPORT_LIMITED_RATIO = 2.0
-"""Weights limited to less than 1/2 are named in the round's reason."""
+"""A weight that is over this many times what was left of it is named in the round's reason."""
 
 
 def weight(given: Contribution | Share) -> float:
-    """w = tokens · (tokens / steps), computed in this order: records are compared with it to the bit."""
+    """w = tokens · (tokens / steps), computed in this order: `atoll verify` compares records with it to the bit
+    (store/audit_members.py)."""
     return given.tokens * (given.tokens / given.steps)
 
 
