@@ -323,7 +323,7 @@ class RunSession:
             self._listen()
             shared.boundary.adopt_ready(t)
             shared.boundary.settle()
-        # Told to end, it still waits: what it was told after that, before its next step, is on its way.
+        # A replay waits at this step, also once it was told to end: what its tape says next may be on its way.
         while self._until is not None and self._until <= t and not self._final:
             self.wait(0.5)
 

@@ -72,8 +72,9 @@ class RunEnd:
         self._idle_since = now
 
     def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
-        """All the run was meant for, and nobody else is away for a moment; or those that are there, and nobody else has
-        come for a while. Who was asked to leave has not come to an end: it may be back, or another in its place."""
+        """Whether all that are connected have stopped, and it is `assemble_s` since then, or as many have stopped as the
+        run is meant for and no other has only lost its connection. One that was asked to leave does not count as
+        stopped: it may be back, or another in its place."""
         there = self.state.members.connected_learners()
         if not there or not all(one.stopped and not one.leaving for one in there):
             self._idle_since = now
@@ -167,8 +168,8 @@ class LastCycle:
         return True
 
     def _patience_s(self) -> float:
-        """Also the slowest learner comes to its next boundary, and words go to it and back, which takes no longer than
-        its answers do. One that has stalled is not waited for longer than a run assembles."""
+        """Long enough for the slowest learner to come to its next boundary, and for a message to it and its answer. One
+        that has stalled is waited for `assemble_s` at most."""
         most_s = self.state.settings.assemble_s
         own_s = [
             min(_needs_s(one), most_s) if one.stalled else _needs_s(one)
@@ -181,7 +182,8 @@ class LastCycle:
         return now < self._stop_by and any(not one.stopped for one in self.state.members.reachable_learners())
 
     def _waits_for_adoption(self, now: float, fragment: int, wakes: list[float]) -> bool:
-        """With adopt = "carry", steps may be left after it."""
+        """Whether a learner has yet to adopt the version with its last contribution: it may not give before. With
+        adopt = "carry" it may have steps left then."""
         until = self._moved_at + self._patience_s()
         wakes.append(until)
         return now < until and any(not one.may_give(fragment) for one in self.state.members.reachable_learners())
@@ -193,16 +195,16 @@ def _needs_s(one: KnownLearner) -> float:
 
 
 RETURN_S = 1.5
-"""So long a new term's rounds wait for the learners it knows: whoever lives dials every second."""
+"""A new term's rounds wait this long for the learners it knows: a living one dials every second."""
 
 
 class Assembly:
     """Whether the learners are there that a run waits for, before it opens rounds or comes to its end.
 
-    Rules kept here, each with its test: a new term lets the learners come back that it knows, before its rounds
-    begin: who misses them would drop what it trained on meanwhile; and longer before it ends: their last steps are to
-    be collected. A synchronous run begins, and goes on in a new term, when all its learners are there, or a while
-    later.
+    Rules kept here, each with its test: a new term waits for the learners it knows. Before its rounds begin it waits
+    for `RETURN_S`: whoever misses a round may drop what it trained on meanwhile. Before the run ends it waits for
+    `patience_s`: their last steps are to be collected. A synchronous run begins, and goes on in a new term, when all
+    its learners are there, or after `assemble_s` with those that are.
     """
 
     def __init__(self, state: SyncerState, *, returning: bool) -> None:
