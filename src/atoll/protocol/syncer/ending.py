@@ -72,8 +72,8 @@ class RunEnd:
         self._idle_since = now
 
     def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
-        """Whether all that are connected have stopped, and it is `assemble_s` since then, or as many have stopped as the
-        run is meant for and no other has only lost its connection. One that was asked to leave does not count as
+        """Whether all that are connected have stopped, and it is `assemble_s` since then, or as many have stopped as
+        the run is meant for and no other has only lost its connection. One that was asked to leave does not count as
         stopped: it may be back, or another in its place."""
         there = self.state.members.connected_learners()
         if not there or not all(one.stopped and not one.leaving for one in there):
