@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     seed: int = 0
     """Of the order in which leases go through the data."""
     startup_s: float = 3.0
-    """Before a step time is known, the most a round waits for all stepping learners."""
+    """Until the times of a step, a quorum and a sync are known, the most a round waits for all stepping learners."""
     assemble_s: float = 60.0
     """How long a run waits for those it was meant for: to begin (synchronous), or to end once those there stopped. Also
     how long a synchronous run waits for a learner's first step, how long a newcomer waits for a peer with the frozen

@@ -17,12 +17,13 @@ An asynchronous round closes when all five hold:
 4. No change of H, τ or adoption (a phase of training, or the operator's) waits for the rounds under way
    (`Rounds._must_wait`), and no rollback is under way. A rollback waits for the merge under way, then passes over every
    open round, second attempts too; until it is done, no round advances (`Syncer._advance_all`).
-5. Fewer than `Flights.allowed` rounds are being pulled or merged (flights.py).
+5. Fewer than `Flights.allowed` rounds are pulling, merging or void (flights.py).
 
-A second attempt waits for no pace, no change and no free flight: rounds behind it may be frozen, and commit after it.
+A second attempt is due at once: it waits for no pace, turn, change or free flight, since rounds behind it may be
+frozen, and commit after it. It waits for its quorum and a grace window of its own.
 
 A synchronous round closes when every learner that was stepping at its opening, and still is, has copied the fragment
-(`judge_all`).
+(`judge_all`), and 4 and 5 hold.
 
 At the end of a run, rounds come one at a time (`LastCycle`, ending.py). Each is opened once every reachable learner has
 stopped and holds the version with its last contribution, or has been waited for long enough. It closes at once, with

@@ -2,7 +2,8 @@
 
 There is to be one round per H/P learner steps. If a round takes nine steps from freezing to commit, nine of them have
 to be under way for that. The syncer measures what a round takes and lets as many rounds start as are needed
-(`schedule.needed_flights`), from ⌈max(1, τ)·P/H⌉ to P − 1, within the memory that the settings allow.
+(`schedule.needed_flights`): at least ⌈max(1, τ)·P/H⌉, above that at most P − 1, within the memory that the settings
+allow. A void round that waits for its turn counts as well.
 
 More rounds under way help only as long as they do not wait for each other. Where a link, the merging or the disk is
 too slow, each of n rounds takes n times as long, as many are committed as with one, and all that has changed is that
