@@ -4,8 +4,8 @@ Rules:
 - an incarnation joins once, before its first contribution and after the previous one ended; numbers increase;
 - a contribution is merged at most once: its step is later than that of the same incarnation's last one to the same
   fragment, and its base contains that one;
-- it has steps and tokens, weighs tokens · (tokens / steps) to the bit, or what the run's limit leaves of that (earlier
-  versions had no limit); members are sorted by learner id;
+- it has steps and tokens, weighs tokens · (tokens / steps) to the bit, or what its limit leaves of that, which is 1 or
+  the one that the run allows it; members are sorted by learner id;
 - no more of an incarnation is merged than it trained on; when it ends, merged + dropped + lost of every fragment equals
   what it trained on;
 - an incarnation that ended is in rounds that were open at that moment, and in no later one.

@@ -7,7 +7,8 @@ Rules kept here, each with its test:
   `MAX_RATIO` times the median of the others. After a pause, a burst, a reconnect or on a slow link the
   tokens per step stay the same, so nothing is refused; neither are larger batches that take their time, or that
   everybody has;
-- a contribution's tokens per step have the same limit, and its tokens are no more than the ledger says it had;
+- a contribution's tokens per step have the same limit, unless no other learner is known, and its tokens are no more
+  than the ledger says it had;
 - a life of fewer than `KNOWN_STEPS` steps has no usual value of its own: its tokens per step are at most
   `MAX_RATIO_NEW` times the median of the others, if there are several. That leaves room for other hardware; below it,
   the weight limit applies (weights.py);

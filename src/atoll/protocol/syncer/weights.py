@@ -11,8 +11,8 @@ So one of n equal learners has at most 2 / (n + 1) of a round, whatever it claim
 claiming it together. A learner with 1.4 times the others' tokens per step reaches the limit, since w grows with their
 square: allow it more with `weight_limits`.
 
-These weights go to the merge. With `robust` a filter may still multiply them per tensor (`Share.factors`,
-syncer/contributions.py).
+These weights go to the merge, which divides by their sum. With `robust` a filter (numerics/filter.py) may still shorten
+single tensors of a contribution or leave them out (`Share.factors`).
 """
 
 from __future__ import annotations
