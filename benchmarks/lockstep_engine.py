@@ -12,8 +12,8 @@ adopted τ steps later. So there is no system, no failure and no waiting in it: 
 - After the last step a cycle without training collects what is left. Scores are those of Θ; of a row with a tail the
   last one is that of the mean of its last versions, as `tail_average` writes it.
 - The batches of a seed are the same for every row; data-parallel takes those of all learners as one batch.
-- On a GPU every learner's step is a CUDA graph on a stream of its own, so that learners step side by side: one of them
-  does not fill it. With Muon, which needs its learning rate on the host, only forward and backward are in the graph.
+- On a GPU every learner's step, its optimizers' too, is a CUDA graph on a stream of its own, so that learners step side
+  by side: one of them does not fill it.
 """
 
 from __future__ import annotations

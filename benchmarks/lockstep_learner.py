@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from batched_muon import BatchedMuon
 from torch.optim import Optimizer
 
 from atoll.learner.boundary import adopt
@@ -16,6 +17,10 @@ from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.training import build_model, learning_rate
 
 Build = Callable[[Gpt, WorkloadSettings], dict[str, Optimizer]]
+
+LR_TYPES = {"adamw": torch.float32, "muon": torch.float64}
+"""Optimizers that take their learning rate from a tensor on the device, and of which type: so it can change between two
+replays of a CUDA graph that holds their steps."""
 
 
 class LockstepLearner:
@@ -29,17 +34,23 @@ class LockstepLearner:
         self._settings = settings
         self._optimizers = build(self.model, settings)
         self.decays = _find_decays(self._optimizers)
-        self._lr = torch.tensor(settings.lr, device=device)
+        self._lrs = {
+            name: torch.tensor(settings.lr, dtype=dtype, device=device)
+            for name, dtype in LR_TYPES.items()
+            if name in self._optimizers
+        }
         self._batch = torch.zeros(settings.batch, settings.block + 1, dtype=torch.int64, device=device)
         self._named = dict(self.model.named_parameters())
         self._moments: dict[str, dict[str, torch.Tensor]] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
-        self._graph_steps = list(self._optimizers) == ["adamw"]
-        """Whether the optimizer's step is in the graph."""
+        self._graph_steps = self._optimizers.keys() <= LR_TYPES.keys()
+        """Whether the optimizers' steps are in the graph."""
         if "adamw" in self._optimizers:
             for group in self._optimizers["adamw"].param_groups:
-                group["lr"], group["capturable"] = self._lr, device.type == "cuda"
+                group["lr"], group["capturable"] = self._lrs["adamw"], device.type == "cuda"
+        if "muon" in self._optimizers:
+            self._optimizers["muon"] = BatchedMuon(self._optimizers["muon"], self._lrs["muon"])
         if self._stream is not None:
             self._capture(self._stream)
 
@@ -60,10 +71,12 @@ class LockstepLearner:
     def _make_step(self, batch: torch.Tensor, progress: float) -> None:
         self._batch.copy_(batch)
         lr = learning_rate(progress, self._settings.lr, self._settings.warmup, self._settings.floor)
-        self._lr.fill_(lr)
         for name, optimizer in self._optimizers.items():
+            if name in self._lrs:
+                self._lrs[name].fill_(lr)
+                continue
             for group in optimizer.param_groups:
-                group["lr"] = self._lr if name == "adamw" else lr
+                group["lr"] = lr
         if self._graph is None:
             self._compute_gradients()
         else:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from batched_muon import BatchedMuon
 from lockstep_engine import OutOfTime, Row, train
 from lockstep_learner import LockstepLearner, flatten_pieces
 from lockstep_syncer import ON_DEVICE, DeviceSyncer, HostSyncer
@@ -24,7 +28,7 @@ from atoll.protocol.phases import TrainingPhase
 from atoll.workloads.gpt import Gpt
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.text import Text
-from atoll.workloads.training import build_optimizers
+from atoll.workloads.training import build_model, build_optimizers
 
 SMALL = WorkloadSettings(depth=1, block=8, batch=2, eval_windows=4)
 TEXT = Text(bytes(np.random.default_rng(0).integers(32, 64, 40_000, dtype=np.uint8)))
@@ -89,6 +93,57 @@ def test_carry_with_moments_over_an_overlap_is_training_alone_where_there_is_one
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert [phase["sync_every"] for phase in ours["phases"]] == [2, 8]
     assert ours["rounds"] == 11 * 2 + 12 * 4 // 8 + 4
+
+
+def test_muon_with_all_matrices_of_a_shape_at_once_is_that_of_torch() -> None:
+    """Weights, wide, high and square, differ by one rounding at most; momenta by none."""
+    settings = WorkloadSettings(depth=2, optimizer="muon", weight_decay=0.3)
+    ours, theirs = build_model(settings, 0), build_model(settings, 0)
+    muon, lr = build_optimizers(theirs, settings)["muon"], torch.tensor(0.0, dtype=torch.float64)
+    batched, generator = BatchedMuon(build_optimizers(ours, settings)["muon"], lr), torch.Generator().manual_seed(0)
+    for step in range(1, 4):
+        lr.fill_(0.003 * step)
+        muon.param_groups[0]["lr"] = 0.003 * step
+        for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            own.grad = torch.randn(own.shape, generator=generator) * 10.0**-step
+            other.grad = own.grad.clone()
+        batched.step()
+        muon.step()
+    assert len(batched.state) == len(muon.state) == 8
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+        if other in muon.state:
+            assert torch.equal(batched.state[own]["momentum_buffer"], muon.state[other]["momentum_buffer"])
+            assert own.any(), "it has been stepped"
+
+
+def count_calls(step: Callable[[], None]) -> int:
+    with CallCount() as count:
+        step()
+    return count.calls
+
+
+class CallCount(TorchDispatchMode):
+    """How often torch is called: on a GPU that is what a short step costs."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return call(*args, **(kwargs or {}))
+
+
+def test_a_step_of_muon_has_as_many_calls_however_many_matrices_there_are() -> None:
+    counted = []
+    for depth in (1, 3):
+        settings = WorkloadSettings(depth=depth, optimizer="muon")
+        model = build_model(settings, 0)
+        muon = BatchedMuon(build_optimizers(model, settings)["muon"], torch.tensor(0.001, dtype=torch.float64))
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        muon.step()
+        counted.append(count_calls(muon.step))
+    assert counted[0] == counted[1]
 
 
 def shrink(name: str) -> Row:
