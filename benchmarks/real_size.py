@@ -39,6 +39,8 @@ from atoll.telemetry.events import versions
 from atoll.workloads.gpt import Gpt, GptConfig
 
 BATCHES = 8
+WARMUP = 20
+"""Steps before any is timed: the first ones compile, and allocate memory."""
 AHEAD = 2
 
 
@@ -135,6 +137,8 @@ def measure(
     loop: Loop, seconds: float, folder: Path, words: list[str], placement: PlacementWish, trace: Path | None = None
 ) -> dict[str, Any]:
     settle_s, bare_s = min(seconds / 10, 10.0), min(seconds / 4, 30.0)
+    for _ in range(WARMUP):
+        loop.make_step()
     loop.run_for(settle_s)
     before = loop.run_for(bare_s)
     syncer, url = start_syncer(folder, *words)
