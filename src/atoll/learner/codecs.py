@@ -91,10 +91,8 @@ def _encode_by_block(
     codec: Absmax | TopK, total: torch.Tensor, rows: Rows, out: torch.Tensor, rest: torch.Tensor | None
 ) -> None:
     def work(values: torch.Tensor, body: torch.Tensor, left: torch.Tensor) -> None:
-        encoded, remainder = _encode_top(values) if isinstance(codec, TopK) else _encode_blocks(codec.bits, values)
-        body.copy_(encoded)
-        if rest is not None:
-            left.copy_(remainder)
+        into = None if rest is None else left
+        body.copy_(_encode_top(values, into) if isinstance(codec, TopK) else encode_blocks(codec.bits, values, into))
 
     _by_block(codec, rows, work, total, out, total if rest is None else rest)
 
@@ -102,7 +100,7 @@ def _encode_by_block(
 def _decode_by_block(codec: Absmax | TopK, data: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
     def work(values: torch.Tensor, body: torch.Tensor, _: torch.Tensor) -> None:
         size = values.shape[-1]
-        values.copy_(_decode_top(body, size) if isinstance(codec, TopK) else _decode_blocks(codec.bits, body, size))
+        values.copy_(_decode_top(body, size) if isinstance(codec, TopK) else decode_blocks(codec.bits, body, size))
 
     _by_block(codec, rows, work, out, data, out)
 
@@ -160,27 +158,28 @@ def _scales(bits: int, most: torch.Tensor) -> torch.Tensor:
     return torch.where(most >= NOT_FINITE, NAN, scale)
 
 
-def _encode_blocks(bits: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of blocks [rows, blocks, values], and their rest."""
+def encode_blocks(bits: int, values: torch.Tensor, rest: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of blocks […, values]; rest ← values − decoded."""
     values = values.contiguous()
-    scale = _scales(bits, (values.view(torch.int32) & 0x7FFFFFFF).amax(-1))
-    codes, rest = _quantise(bits, values, scale.unsqueeze(-1))
-    return torch.cat([_scale_bytes(bits, scale), _pack(bits, codes.to(torch.int8).view(torch.uint8))], -1), rest
+    scale = _scales(bits, (values.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True))
+    codes, step = _quantise(bits, values, scale)
+    if rest is not None:
+        rest.copy_(torch.where(scale == NAN, 0.0, values - codes * step))
+    return torch.cat([_scale_bytes(bits, scale), _pack(bits, codes.to(torch.int8).view(torch.uint8))], -1)
 
 
 def _quantise(bits: int, values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, as float32, and value − code · scale; `scale` as its bits."""
+    """Codes, as float32, and what one of them stands for; `scale` as its bits."""
     levels = float((1 << (bits - 1)) - 1)
     sound = (scale > 0) & (scale < NOT_FINITE)
     step = torch.where(sound, scale, 0).view(torch.float32)
     codes = torch.round(values * (torch.ones_like(step) / step)).clamp(-levels, levels)
-    codes = torch.where(sound, codes, 0.0)
-    return codes, torch.where(scale == NAN, 0.0, values - codes * step)
+    return torch.where(sound, codes, 0.0), step
 
 
 def _scale_bytes(bits: int, scale: torch.Tensor) -> torch.Tensor:
-    shifts = (8, 16, 24) if bits == 8 else (16, 24)
-    return torch.stack([(scale >> shift) & 255 for shift in shifts], -1).to(torch.uint8)
+    """The upper bytes of scales […, 1]."""
+    return scale.view(torch.uint8)[..., 1 if bits == 8 else 2 :]
 
 
 def _pack(bits: int, codes: torch.Tensor) -> torch.Tensor:
@@ -191,7 +190,7 @@ def _pack(bits: int, codes: torch.Tensor) -> torch.Tensor:
     return (codes[..., :half] & 15) | (high << 4)
 
 
-def _decode_blocks(bits: int, body: torch.Tensor, count: int) -> torch.Tensor:
+def decode_blocks(bits: int, body: torch.Tensor, count: int) -> torch.Tensor:
     head = 2 if bits == 4 else 3
     packed = body[..., head:]
     if bits == 4:
@@ -201,29 +200,28 @@ def _decode_blocks(bits: int, body: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _read_scales(head: torch.Tensor) -> torch.Tensor:
-    scale = torch.zeros_like(head[..., :1], dtype=torch.int32)
-    for k in range(head.shape[-1]):
-        scale |= head[..., k : k + 1].to(torch.int32) << (8 * (4 - head.shape[-1] + k))
-    return scale.view(torch.float32)
+    return torch.nn.functional.pad(head, (4 - head.shape[-1], 0)).view(torch.float32)
 
 
 # ---- top-k ----------------------------------------------------------------------------------------------------------
 
 
-def _encode_top(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode_top(values: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
     values = values.contiguous()
     keep = -(-TOPK_PERCENT * values.shape[-1] // 100)
     sizes = values.view(torch.int32) & 0x7FFFFFFF
-    scale = _scales(6, sizes.amax(-1))
-    broken = (scale == NAN).unsqueeze(-1)
+    scale = _scales(6, sizes.amax(-1, keepdim=True))
+    broken = scale == NAN
     # A stable sort keeps the first of equal ones; which values a broken block keeps says nothing.
     order = torch.sort(torch.where(broken, 0, sizes), dim=-1, descending=True, stable=True).indices
     offsets = order[..., :keep].sort(-1).values
-    codes, left = _quantise(6, values.gather(-1, offsets), scale.unsqueeze(-1))
+    kept = values.gather(-1, offsets)
+    codes, step = _quantise(6, kept, scale)
+    if rest is not None:
+        rest.copy_(torch.where(broken, 0.0, values.scatter(-1, offsets, kept - codes * step)))
     words = offsets.to(torch.int32) << 6 | (codes.to(torch.int32) & 63)
-    rest = torch.where(broken, 0.0, values.scatter(-1, offsets, left))
     packed = torch.stack([words & 255, words >> 8], -1).flatten(-2).to(torch.uint8)
-    return torch.cat([_scale_bytes(6, scale), packed], -1), rest
+    return torch.cat([_scale_bytes(6, scale), packed], -1)
 
 
 def _decode_top(body: torch.Tensor, count: int) -> torch.Tensor:
