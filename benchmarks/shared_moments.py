@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from lockstep_learner import LockstepLearner, flatten_pieces, shape_like
 from lockstep_syncer import take_mean
 
-from atoll.learner.moments import decode_moment, encode_moment
+from atoll.learner.moment_blocks import Run, count_bytes, lay_out
 from atoll.numerics.codec import make_codec
-from atoll.numerics.fragments import Fragment, Rows, row_lengths
-from atoll.numerics.moments import Moment
+from atoll.numerics.fragments import Fragment, row_lengths
+from atoll.numerics.moments import NAMES, NONE
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Of AdamW, and of Muon or SGD."""
@@ -41,21 +42,26 @@ class SharedMoments:
         for slot in MOMENTS:
             held = [one.moments(part, slot) for one in learners]
             if held[0]:
-                rows = row_lengths([piece for piece in part.pieces if learners[0].has_moment(piece, slot)])
-                read = [flatten_pieces(pieces) for pieces in held]
-                arrived = [self._transfer(values, rows, slot) for values in read]
-                averaged[slot] = SharedMoment(self._transfer(take_mean(arrived), rows, slot), read)
-                self.sent += self._codec.nbytes(rows)
+                form = NAMES.index("square" if slot == "exp_avg_sq" else "mean")
+                forms = [form if learners[0].has_moment(piece, slot) else NONE for piece in part.pieces]
+                runs = lay_out(part, forms, forms, held[0][0].device)
+                arrived = [self._transfer(pieces, runs) for pieces in held]
+                mean = self._transfer(shape_like(take_mean(arrived), held[0]), runs)
+                averaged[slot] = SharedMoment(mean, [flatten_pieces(pieces) for pieces in held])
+                kept = [piece for piece, form in zip(part.pieces, forms, strict=True) if form != NONE]
+                self.sent += self._codec.nbytes(row_lengths(kept))
         return averaged
 
-    def _transfer(self, values: torch.Tensor, rows: Rows, slot: str) -> torch.Tensor:
+    def _transfer(self, pieces: list[torch.Tensor], runs: list[Run]) -> torch.Tensor:
         """What arrives of them."""
         if self._codec.name == "fp32":
-            return values
-        body = torch.empty(self._codec.nbytes(rows), dtype=torch.uint8, device=values.device)
-        moment = Moment(0, 0, slot == "exp_avg_sq", rows, slice(0, body.numel()))
-        encode_moment(self._codec, moment, values, body)
-        return decode_moment(self._codec, moment, body)
+            return flatten_pieces(pieces)
+        body = torch.empty(count_bytes(runs), dtype=torch.uint8, device=pieces[0].device)
+        left, arrived = iter(pieces), []
+        for run in runs:
+            run.encode(run.gather(list(islice(left, len(run.moments)))), body)
+            arrived += run.shape_blocks(run.decode(body))
+        return flatten_pieces(arrived)
 
 
 def adopt_moments(

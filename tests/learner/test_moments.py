@@ -12,8 +12,10 @@ from tests.learner.small import Remembers
 from tests.numerics.moment_bodies import pack, unpack
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import atoll
+from atoll.learner import moment_blocks
 from atoll.learner.boundary import Boundary
 from atoll.learner.model import describe, merged
 from atoll.learner.moments import InnerMoments
@@ -22,7 +24,7 @@ from atoll.learner.placement import choose_placement
 from atoll.learner.state import Optimizers
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import AdoptOrder, ReadOrder
-from atoll.numerics.arrays import ByteArray
+from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.moments import NAMES, average_moments, check_moments, read_moments
 from atoll.protocol.errors import ConfigError, PeerError
@@ -169,6 +171,203 @@ def test_a_broken_moment_is_encoded_as_what_is_refused() -> None:
         training.state[key][0, 0] = value
         with pytest.raises(PeerError, match="not finite"):
             check_moments(training.plan.fragments[0], as_body(training.moments.encode(0)))
+
+
+# ---- all of a fragment at once --------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """Rows of odd widths, a tensor that is split along its rows, one of other strides, one without a gradient."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Parameter(torch.randn(23, 70, device=device))
+        self.conv = nn.Parameter(torch.randn(5, 3, 3, 3, device=device).to(memory_format=torch.channels_last))
+        self.gain = nn.Parameter(torch.randn(130, device=device, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.randn((), device=device))
+        self.still = nn.Parameter(torch.randn(64, device=device))
+        self.bias = nn.Parameter(torch.randn(64, device=device, dtype=torch.float16))
+        self.matrix = nn.Parameter(torch.randn(8, 128, device=device))
+        self.odd = nn.Parameter(torch.randn(7, 65, device=device, dtype=torch.bfloat16))
+
+
+class MixedTraining:
+    def __init__(self, seed: int, device: str) -> None:
+        self.model = model = Mixture(seed, device)
+        matrices: Any = getattr(torch.optim, "Muon", torch.optim.SGD)
+        self.optimizers: list[Optimizer] = [
+            torch.optim.AdamW([model.embed, model.conv, model.gain, model.scale, model.still], betas=(0.9, 0.95)),
+            torch.optim.SGD([model.bias], lr=0.01, momentum=0.8),
+            matrices([model.matrix, model.odd], lr=0.01, momentum=0.85),
+        ]
+        self.plan = make_plan(describe(model), 3)
+        self.moments = InnerMoments(self.plan, merged(model), self.optimizers)
+        self.step()
+        self.state(model.embed)["exp_avg_sq"] = self.state(model.embed)["exp_avg_sq"].double()
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter is not self.model.still:
+                sizes = 10.0 ** torch.linspace(-22, 1, parameter.numel(), device=parameter.device)
+                parameter.grad = (torch.randn_like(sizes) * sizes).view(parameter.shape).to(parameter.dtype)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        (found,) = [optimizer.state[parameter] for optimizer in self.optimizers if parameter in optimizer.state]
+        return found
+
+    def own(self, fragment: int) -> dict[tuple[int, int], torch.Tensor]:
+        """By piece and slot, as a copy of its type."""
+        found, pieces = {}, self.plan.fragments[fragment].pieces
+        for number, piece in enumerate(pieces):
+            parameter = self.model.get_parameter(piece.tensor.name)
+            if parameter is not self.model.still:
+                held = [one for key, one in self.state(parameter).items() if key != "step"]
+                for slot, one in enumerate(held):
+                    rows = one if piece.is_whole else one[piece.first : piece.first + piece.rows]
+                    found[number, slot] = rows.cpu().clone()
+        return found
+
+    def decay(self, fragment: int, piece: int, slot: int) -> float:
+        parameter = self.model.get_parameter(self.plan.fragments[fragment].pieces[piece].tensor.name)
+        (decays,) = [
+            kept.decays
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            if any(one is parameter for one in group["params"]) and (kept := atoll.kept_moments(optimizer, group))
+        ]
+        return decays[slot]
+
+
+def flatten_own(own: Mapping[tuple[int, int], torch.Tensor]) -> dict[tuple[int, int], FloatArray]:
+    return {place: one.float().reshape(-1).numpy() for place, one in own.items()}
+
+
+def encoded_of(body: ByteArray, pieces: int, device: str) -> EncodedMoments:
+    return EncodedMoments(body[:pieces].tolist(), torch.from_numpy(body).to(device)[pieces:])
+
+
+def due_moment(
+    own: torch.Tensor, mean: torch.Tensor, read: torch.Tensor, rule: str, left: float, squared: bool
+) -> torch.Tensor:
+    """By the page, one moment alone."""
+    if rule == "blend":
+        mean = own.float() * 0.25 + mean * 0.75
+    if rule == "carry":
+        carried = own.float() + (mean - read) * left
+        mean = torch.maximum(carried, mean * left) if squared else carried
+    if squared:
+        mean = torch.where(mean > 0, mean.clamp_min(torch.finfo(own.dtype).tiny), mean)
+    return mean.to(own.dtype)
+
+
+@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+@pytest.mark.parametrize("run_values", [1 << 22, 700])
+@everywhere
+def test_all_moments_at_once_are_those_of_each_alone_bit_for_bit(
+    device: str, run_values: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moment_blocks, "CHUNK", run_values)
+    one, other = MixedTraining(0, device), MixedTraining(1, device)
+    assert any(not piece.is_whole for part in one.plan.fragments for piece in part.pieces)
+    for part in one.plan.fragments:
+        f, count = part.index, len(part.pieces)
+        read = as_body(one.moments.encode(f))
+        check_moments(part, read)
+        assert read.tobytes() == pack(part, read[:count].tolist(), flatten_own(one.own(f))).tobytes()
+        averaged = average_moments(part, [read, as_body(other.moments.encode(f))], [1.0, 3.0])
+        one.step()
+        own = one.own(f)
+        before = encoded_of(read, count, device) if rule == "carry" else None
+        one.moments.adopt(f, encoded_of(averaged, count, device), rule, blend=0.25, read=before, steps=2)
+        means, reads, now = unpack(part, averaged), unpack(part, read), one.own(f)
+        assert means.keys() == own.keys()
+        for place, mine in own.items():
+            mean, then = (torch.from_numpy(values[place]).view(mine.shape) for values in (means, reads))
+            due = due_moment(mine, mean, then, rule, one.decay(f, *place) ** 2, squared=place[1] == 1)
+            assert now[place].dtype == due.dtype and torch.equal(now[place], due), part.pieces[place[0]].label
+
+
+def test_moments_are_taken_where_forms_are_equal_and_left_alone_elsewhere() -> None:
+    one, other = MixedTraining(0, "cpu"), MixedTraining(1, "cpu")
+    for part in one.plan.fragments:
+        f, count = part.index, len(part.pieces)
+        own, theirs = one.own(f), other.own(f)
+        strange = {number for number in range(count) if (number, 0) in own and number % 2}
+        forms = [NAMES.index("mean") if n in strange else form for n, form in enumerate(one.moments.encode(f).forms)]
+        one.moments.adopt(f, encoded_of(pack(part, forms, flatten_own(theirs)), count, "cpu"), "overwrite")
+        means = unpack(part, pack(part, forms, flatten_own(theirs)))
+        for (number, slot), now in one.own(f).items():
+            was = own[number, slot]
+            if number in strange and NAMES[one.moments.encode(f).forms[number]] != "mean":
+                assert torch.equal(now, was)
+            else:
+                mean = torch.from_numpy(means[number, slot]).view(was.shape)
+                assert torch.equal(now, due_moment(was, mean, mean, "overwrite", 1.0, squared=slot == 1))
+
+
+def test_a_state_that_was_loaded_is_the_one_that_is_shared() -> None:
+    one, other = Training(), Training(seed=1)
+    one.moments.encode(0)
+    other.step(2)
+    one.optimizer.load_state_dict(other.optimizer.state_dict())
+    due = as_body(other.moments.encode(0))
+    assert as_body(one.moments.encode(0)).tobytes() == due.tobytes()
+    averaged = as_body(Training(seed=2).moments.encode(0))
+    one.moments.adopt(0, as_encoded(averaged), "overwrite")
+    assert all(torch.equal(one.own(key, 0), v) for key, v in zip(one.keys, values_of(one, 0, averaged), strict=True))
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts what does work: a view does none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += not any(given.alias_info and not given.alias_info.is_write for given in call._schema.returns)
+        return call(*args, **(kwargs or {}))
+
+
+def count_calls(pieces: int, width: int) -> tuple[int, int]:
+    """Of encoding, and of adopting with carry."""
+    model = nn.ModuleList(nn.Linear(width, 3, bias=False) for _ in range(pieces))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moments = shares(optimizer, model)
+    read = moments.encode(0)
+    with CallCounter() as encoding:
+        moments.encode(0)
+    with CallCounter() as adopting:
+        moments.adopt(0, read, "carry", read=read, steps=1)
+    return encoding.calls, adopting.calls
+
+
+@pytest.mark.parametrize("width", [64, 70])
+def test_training_makes_no_more_calls_for_moments_of_more_pieces(width: int) -> None:
+    encoding, adopting = count_calls(30, width)
+    assert (encoding, adopting) == count_calls(1, width)
+    assert encoding <= 40 and adopting <= 50, "each is a kernel that the training thread launches"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+def test_nothing_waits_for_the_device(rule: str) -> None:
+    training = MixedTraining(0, "cuda")
+    for part in training.plan.fragments:
+        read = training.moments.encode(part.index)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sent = training.moments.encode(part.index)
+            before = read if rule == "carry" else None
+            training.moments.adopt(part.index, sent, rule, blend=0.25, read=before, steps=1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- which optimizers -----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The inner optimizer's moments of a fragment on their way out of the training process and in, on the model's device.
 
-Bytes and values are those of numerics/moments.py, bit for bit. Which moments there are, kept_moments.py says. A
-parameter that the optimizer has not stepped yet has none, and none are put there.
+Training waits meanwhile, so all moments of a fragment are worked on at once (moment_blocks.py). Which there are,
+kept_moments.py says. A parameter that the optimizer has not stepped yet has none, and none are put there.
 
 Adoption follows the rule of the fragment, with m̄ the average and n the steps since the copy m_read:
 
@@ -13,22 +13,24 @@ Adoption follows the rule of the fragment, with m̄ the average and n the steps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from atoll.learner.codecs import decode, encode
 from atoll.learner.kept_moments import KeptMoments, kept_moments
 from atoll.learner.model import view_piece
+from atoll.learner.moment_blocks import Run, count_bytes, lay_out
 from atoll.learner.offload import EncodedMoments
 from atoll.learner.state import Optimizers, optimizers_by_path
-from atoll.numerics.codec import Codec, count_values, make_codec
-from atoll.numerics.codec_kernels import ABSMAX_BLOCK, HALF_CODE, TINY
-from atoll.numerics.fragments import FragmentPlan, Piece, Rows
-from atoll.numerics.moments import CODEC, FORMS, NAMES, NONE, Moment, list_moments, moments_nbytes
+from atoll.numerics.fragments import FragmentPlan, Piece
+from atoll.numerics.moments import FORMS, NAMES, NONE
 from atoll.protocol.errors import ConfigError
+
+LAYOUTS = 4
+"""Kept for each fragment. Forms change with the first step of an optimizer, and differ where those of learners do."""
 
 
 class OwnMoments(NamedTuple):
@@ -40,16 +42,21 @@ class OwnMoments(NamedTuple):
 class InnerMoments:
     def __init__(self, plan: FragmentPlan, parameters: Mapping[str, torch.Tensor], optimizers: Optimizers) -> None:
         """ConfigError: the optimizers keep no moments that can be shared."""
-        self._plan, self._parameters, self._codec = plan, parameters, make_codec(CODEC)
-        self._groups: dict[int, tuple[Optimizer, int]] = {}
-        """By the identity of a parameter, its optimizer and group: loading a state makes groups anew."""
+        self._plan, self._parameters = plan, parameters
+        self._device = next(iter(parameters.values())).device
+        self._groups: list[tuple[Optimizer, int]] = []
+        """Each optimizer with the numbers of its groups: loading a state makes groups anew."""
+        self._group_of: dict[int, int] = {}
+        """By the identity of a parameter, its place among them."""
         kept = False
         for optimizer in optimizers_by_path(optimizers).values():
             for number, group in enumerate(optimizer.param_groups):
                 found = kept_moments(optimizer, group)
                 _check_kept(optimizer, found)
                 kept = kept or found is not None
-                self._groups.update((id(parameter), (optimizer, number)) for parameter in group["params"])
+                self._group_of.update((id(parameter), len(self._groups)) for parameter in group["params"])
+                self._groups.append((optimizer, number))
+        self._lay_out = lru_cache(maxsize=LAYOUTS * len(plan.fragments))(self._make_layout)
         if not kept:
             raise ConfigError(
                 'share = "moments", but no inner optimizer keeps any: give Learner its optimizer, and SGD a momentum, '
@@ -59,18 +66,13 @@ class InnerMoments:
     @torch.no_grad()
     def encode(self, fragment: int) -> EncodedMoments:
         """As they are now."""
-        part = self._plan.fragments[fragment]
-        own = [self._find(piece) for piece in part.pieces]
-        forms = [NONE if one is None else NAMES.index(one.kept.form) for one in own]
-        device = self._parameters[part.pieces[0].tensor.name].device
-        head = len(part.pieces)
-        out = torch.empty(moments_nbytes(self._codec, part, forms) - head, dtype=torch.uint8, device=device)
-        for moment in list_moments(self._codec, part, forms):
-            found = own[moment.piece]
-            assert found is not None
-            values = _flatten(found.tensors[moment.slot], device)
-            encode_moment(self._codec, moment, values, out[_behind(moment, head)])
-        return EncodedMoments(forms, out)
+        own = self._find_own(fragment)
+        forms = _name_forms(own)
+        runs = self._lay_out(fragment, forms, forms)
+        out = torch.empty(count_bytes(runs), dtype=torch.uint8, device=self._device)
+        for run in runs:
+            run.encode(run.gather(_choose(own, run)), out)
+        return EncodedMoments(list(forms), out)
 
     @torch.no_grad()
     def adopt(
@@ -85,42 +87,43 @@ class InnerMoments:
     ) -> None:
         """`read`: with carry, the own ones as they were encoded with the copy that was merged; `steps`: made since."""
         assert (rule == "carry") == (read is not None), "carry is given what was read"
-        part = self._plan.fragments[fragment]
-        before = {} if read is None else self._list_by_place(fragment, read)
-        for (number, slot), moment in self._list_by_place(fragment, averaged).items():
-            own = self._find(part.pieces[number])
-            if own is None or NAMES.index(own.kept.form) != averaged.forms[number]:
-                continue
-            if read is not None and read.forms[number] != averaged.forms[number]:
-                continue
-            mine, mean = own.tensors[slot], self._decode(moment, averaged)
-            if read is not None:
-                left = own.kept.decays[slot] ** steps
-                theirs = self._decode(before[number, slot], read)
-                mean = _carry(mine, mean, theirs, left, at_least=moment.squared)
+        own = self._find_own(fragment)
+        bodies = [averaged] if read is None else [averaged, read]
+        each = zip(_name_forms(own), *(body.forms for body in bodies), strict=True)
+        taken = tuple(same[0] if len(set(same)) == 1 else NONE for same in each)
+        layouts = [self._lay_out(fragment, tuple(body.forms), taken) for body in bodies]
+        for runs in zip(*layouts, strict=True):
+            run, mine = runs[0], _choose(own, runs[0])
+            mean, *before = (of.decode(body.data) for of, body in zip(runs, bodies, strict=True))
+            if before:
+                mean = _carry(run, run.gather(mine), mean, before[0], _find_left(own, run, steps))
             elif rule == "blend":
-                mean = _flatten(mine, mean.device) * blend + mean * (1.0 - blend)
-            _put(mine, mean, squared=moment.squared)
+                mean = run.gather(mine) * blend + mean * (1.0 - blend)
+            run.put(mine, mean)
 
-    def _find(self, piece: Piece) -> OwnMoments | None:
+    def _make_layout(self, fragment: int, forms: tuple[int, ...], taken: tuple[int, ...]) -> list[Run]:
+        return lay_out(self._plan.fragments[fragment], forms, taken, self._device)
+
+    def _find_own(self, fragment: int) -> list[OwnMoments | None]:
+        """By piece."""
+        kept = cache(self._find_kept)
+        return [self._find(piece, kept) for piece in self._plan.fragments[fragment].pieces]
+
+    def _find_kept(self, place: int) -> KeptMoments | None:
+        optimizer, number = self._groups[place]
+        return kept_moments(optimizer, optimizer.param_groups[number])
+
+    def _find(self, piece: Piece, kept_by: Callable[[int], KeptMoments | None]) -> OwnMoments | None:
+        """`kept_by`: what `_find_kept` says now."""
         parameter = self._parameters[piece.tensor.name]
-        if id(parameter) not in self._groups:
+        place = self._group_of.get(id(parameter))
+        if place is None or (kept := kept_by(place)) is None:
             return None
-        optimizer, number = self._groups[id(parameter)]
-        kept, state = kept_moments(optimizer, optimizer.param_groups[number]), optimizer.state.get(parameter, {})
-        if kept is None:
-            return None
+        state = self._groups[place][0].state.get(parameter, {})
         held = [state.get(key) for key in kept.keys]
         if not all(isinstance(one, torch.Tensor) and one.shape == parameter.shape for one in held):
             return None
         return OwnMoments(kept, [view_piece(one, piece) for one in held])
-
-    def _list_by_place(self, fragment: int, body: EncodedMoments) -> dict[tuple[int, int], Moment]:
-        found = list_moments(self._codec, self._plan.fragments[fragment], body.forms)
-        return {(moment.piece, moment.slot): moment for moment in found}
-
-    def _decode(self, moment: Moment, body: EncodedMoments) -> torch.Tensor:
-        return decode_moment(self._codec, moment, body.data[_behind(moment, len(body.forms))])
 
 
 def _check_kept(optimizer: Optimizer, kept: KeptMoments | None) -> None:
@@ -132,48 +135,25 @@ def _check_kept(optimizer: Optimizer, kept: KeptMoments | None) -> None:
         )
 
 
-def _behind(moment: Moment, head: int) -> slice:
-    """Where its bytes are behind the forms."""
-    return slice(moment.data.start - head, moment.data.stop - head)
+def _name_forms(own: Sequence[OwnMoments | None]) -> tuple[int, ...]:
+    return tuple(NONE if one is None else NAMES.index(one.kept.form) for one in own)
 
 
-def encode_moment(codec: Codec, moment: Moment, values: torch.Tensor, out: torch.Tensor) -> None:
-    encode(codec, values.sqrt() if moment.squared else values, moment.rows, out)
+def _choose(own: Sequence[OwnMoments | None], run: Run) -> list[torch.Tensor]:
+    """Those of the run."""
+    return [found.tensors[moment.slot] for moment in run.moments if (found := own[moment.piece]) is not None]
 
 
-def decode_moment(codec: Codec, moment: Moment, data: torch.Tensor) -> torch.Tensor:
-    values = torch.empty(count_values(moment.rows), dtype=torch.float32, device=data.device)
-    decode(codec, data, moment.rows, values)
-    if not moment.squared:
-        return values
-    roots = torch.maximum(values, _floor_roots(values, moment.rows))
-    return torch.where(roots > 0, roots.square().clamp_min(float(TINY)), roots)
+def _find_left(own: Sequence[OwnMoments | None], run: Run, steps: int) -> list[float]:
+    """What these steps leave of each moment of the run: βⁿ."""
+    return [
+        found.kept.decays[moment.slot] ** steps for moment in run.moments if (found := own[moment.piece]) is not None
+    ]
 
 
-def _floor_roots(roots: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Half a code of each value's block."""
-    floors, start = [], 0
-    for count, width in rows:
-        values = roots[start : start + count * width].view(count, width)
-        padded = torch.nn.functional.pad(values, (0, -width % ABSMAX_BLOCK)).unflatten(1, (-1, ABSMAX_BLOCK))
-        largest = padded.amax(-1, keepdim=True).expand_as(padded).flatten(1)[:, :width]
-        floors.append(largest.reshape(-1) * float(HALF_CODE))
-        start += count * width
-    return torch.cat(floors)
-
-
-def _carry(mine: torch.Tensor, mean: torch.Tensor, read: torch.Tensor, left: float, *, at_least: bool) -> torch.Tensor:
-    carried = _flatten(mine, mean.device) + (mean - read) * left
-    return torch.maximum(carried, mean * left) if at_least else carried
-
-
-def _flatten(mine: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Where the model is: an optimizer may keep its state in host memory."""
-    return mine.detach().reshape(-1).to(device, torch.float32)
-
-
-def _put(mine: torch.Tensor, values: torch.Tensor, *, squared: bool) -> None:
-    """In the state's own type; a positive square stays one in it."""
-    if squared:
-        values = torch.where(values > 0, values.clamp_min(torch.finfo(mine.dtype).tiny), values)
-    mine.copy_(values.view(mine.shape))
+def _carry(run: Run, mine: torch.Tensor, mean: torch.Tensor, read: torch.Tensor, left: Sequence[float]) -> torch.Tensor:
+    """`mean` is overwritten."""
+    change = mean - read
+    torch._foreach_mul_([*run.split(change), *run.split(mean)], [*left, *left])
+    carried = mine + change
+    return torch.where(run.squared, torch.maximum(carried, mean), carried)

@@ -318,8 +318,9 @@ class StreamOffload:
         return found
 
     def outgoing_moments(self, fragment: int, slot: int) -> EncodedMoments:
+        """The slot is written again on a stream that waits for the caller's next work on the training stream."""
         forms, data = self._views.outgoing_moments(fragment, slot)
-        return EncodedMoments(forms, data.to(self._device))
+        return EncodedMoments(forms, data.to(self._device, non_blocking=True))
 
     def _keep_for(self, data: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Its memory is not given to anybody else before what is queued there is done."""
