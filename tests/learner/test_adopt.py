@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll.learner.boundary import adopt
 
@@ -71,6 +74,39 @@ def test_non_contiguous_and_mixed_parameters_go_together() -> None:
         adopt(own, new, rule, read=[tensor.float() for tensor in own])  # type: ignore[arg-type]
         assert torch.equal(base, torch.arange(6.0).view(2, 3).T)
         assert all(torch.equal(mine.float(), values) for mine, values in zip(own, new, strict=True))
+
+
+class CopiedTypes(TorchDispatchMode):
+    """The types that each call of `_foreach_copy_` wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is torch.ops.aten._foreach_copy_.default:
+            self.written.append({tensor.dtype for tensor in args[0]})
+        return call(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+def test_one_call_copies_to_one_type_as_older_torch_cannot_mix_them_on_cuda(rule: str) -> None:
+    own = [torch.zeros(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
+    new = [torch.full((2,), float(place)) for place in range(3)]
+    with CopiedTypes() as copied:
+        adopt(own, new, rule, read=[torch.zeros(2)] * 3 if rule == "carry" else None)
+    assert sorted(copied.written, key=str) == [{torch.bfloat16}, {torch.float32}]
+    assert [tensor.tolist() for tensor in own] == [tensor.tolist() for tensor in new]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+def test_parameters_of_several_types_are_adopted_on_cuda(rule: str) -> None:
+    types = [torch.bfloat16, torch.float32, torch.float16]
+    own = [torch.zeros(64, 64, dtype=dtype, device="cuda") for dtype in types]
+    new = [torch.full((64, 64), place + 1.0, device="cuda") for place in range(3)]
+    adopt(own, new, rule, read=[torch.zeros_like(one) for one in new] if rule == "carry" else None)
+    assert all(torch.equal(tensor.float(), values) for tensor, values in zip(own, new, strict=True))
 
 
 def test_no_gradient_is_made_or_lost() -> None:

@@ -24,7 +24,7 @@ with several, and a model wrapped or sharded for one (DDP, FSDP, fully_shard) ar
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
@@ -114,6 +114,14 @@ def view_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The rows of the piece, whatever the tensor's strides. Make it anew for every use: a script may give a parameter
     other memory (`parameter.data = …`)."""
     return tensor if piece.is_whole else tensor.detach().narrow(0, piece.first, piece.rows)
+
+
+def copy_into(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Each in its own type, with a call for each type: given several, older torch writes all of them on CUDA as if they
+    were of the first one's (pytorch issue 173383, mended in 2026)."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        torch._foreach_copy_([tensors[place] for place in places], [values[place] for place in places])
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from atoll.learner.codecs import CHUNK, decode_blocks, encode_blocks
+from atoll.learner.model import copy_into
 from atoll.numerics.codec import make_codec
 from atoll.numerics.codec_kernels import ABSMAX_BLOCK, HALF_CODE, TINY
 from atoll.numerics.fragments import Fragment
@@ -68,9 +69,7 @@ class Run(NamedTuple):
         least = blocks.clone()
         torch._foreach_clamp_min_(self.split(least), [torch.finfo(tensor.dtype).tiny for tensor in tensors])
         values = self.shape_blocks(torch.where(self.squared & (blocks > 0), least, blocks))
-        for dtype in {tensor.dtype for tensor in tensors}:  # older torch takes all to be of the first one's type
-            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            torch._foreach_copy_([tensors[place] for place in places], [values[place] for place in places])
+        copy_into(tensors, values)
 
     def split(self, blocks: torch.Tensor) -> list[torch.Tensor]:
         """By moment."""

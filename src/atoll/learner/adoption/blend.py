@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from atoll.learner.model import copy_into
+
 
 def adopt(own: list[torch.Tensor], new: list[torch.Tensor], *, blend: float, read: list[torch.Tensor] | None) -> None:
     mixed = torch._foreach_mul([tensor.float() for tensor in own], blend)
     torch._foreach_add_(mixed, new, alpha=1.0 - blend)
-    torch._foreach_copy_(own, mixed)
+    copy_into(own, mixed)

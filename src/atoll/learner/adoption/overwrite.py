@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from atoll.learner.model import copy_into
+
 
 def adopt(own: list[torch.Tensor], new: list[torch.Tensor], *, blend: float, read: list[torch.Tensor] | None) -> None:
-    torch._foreach_copy_(own, new)
+    copy_into(own, new)
