@@ -7,7 +7,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, make_codec
 from atoll.numerics.fragments import make_plan
 from atoll.numerics.screen import NormScreen, UsualNorms
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import TensorSpec, buffer_name
 
 
 def of_norm(norm: float, size: int = 4) -> FloatArray:
@@ -72,6 +72,24 @@ def test_a_fragment_without_a_gradient_in_the_first_step_is_judged_by_what_other
     assert screen.judge(1, of_norm(601.0, size=16)) is not None, "a thousand times what others do, for each value"
     assert [screen.judge(1, of_norm(2.0, size=16)) for _ in range(5)] == [None] * 5
     assert screen.judge(1, of_norm(21.0, size=16)) is not None, "by now its own norms are known"
+
+
+@pytest.mark.parametrize(("moves", "starts", "most"), [(0, 1, 200.0), (1, 0, 800.0)])
+def test_buffers_do_not_count_where_fragments_are_compared_for_each_value(moves: int, starts: int, most: float) -> None:
+    """A norm is of parameters alone: 16 of them in one fragment, in the other 4 beside 12 values of buffers."""
+    tensors = [("a", 16), (buffer_name("mean", "b"), 12), ("c", 4)]
+    plan = make_plan([TensorSpec(name, (size,), "float32") for name, size in tensors], 2)
+    assert [part.buffers.stop - part.buffers.start for part in plan.fragments] == [0, 12]
+    screen = NormScreen(plan)
+
+    def judge(fragment: int, norm: float) -> str | None:
+        values = np.zeros(16, np.float32)
+        values[0 if plan.fragments[fragment].buffers.start else -1] = norm
+        return screen.judge(fragment, values)
+
+    for _ in range(4):
+        assert judge(moves, 0.4) is None and judge(starts, 1e-6) is None
+    assert judge(starts, 1.01 * most) is not None and judge(starts, 0.99 * most) is None
 
 
 def test_a_new_term_knows_what_was_usual() -> None:

@@ -74,6 +74,9 @@ class NormScreen:
         bodies also hold what earlier ones left out."""
         self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, FragmentPlan) else list(plan)
         self._buffers = [part.buffers for part in plan.fragments] if isinstance(plan, FragmentPlan) else []
+        buffered = [part.stop - part.start for part in self._buffers] or [0] * len(self._sizes)
+        self._counts = [size - count for size, count in zip(self._sizes, buffered, strict=True)]
+        """Per fragment, the values that its norm is of: all but buffers."""
         self.limit = limit
         self._least, self.most_steps = least, most_steps
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
@@ -170,11 +173,11 @@ class NormScreen:
         own = median(self._norms[fragment])
         if len(self._norms[fragment]) >= self._least:
             return own
-        pairs = zip(self._norms, self._sizes, strict=True)
+        pairs = zip(self._norms, self._counts, strict=True)
         per_value = max(
-            median(norms) / math.sqrt(size) for norms, size in pairs if len(norms) >= min(EARLY, self._least)
+            median(norms) / math.sqrt(max(1, count)) for norms, count in pairs if len(norms) >= min(EARLY, self._least)
         )
-        return max(own, per_value * math.sqrt(self._sizes[fragment]))
+        return max(own, per_value * math.sqrt(self._counts[fragment]))
 
 
 def _norm(values: FloatArray) -> float:
