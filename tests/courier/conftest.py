@@ -130,7 +130,7 @@ class Training:
         self.stops: list[StopOrder] = []
         self.drains: list[fx.AskToLeave] = []
         self.progress: list[RunProgress] = []
-        self.done = False
+        self.done = self.leaving = False
         self.direct = direct
         """Whether newcomers may fetch its state from its courier."""
         self.model = nn.Linear(4, 3)
@@ -239,7 +239,8 @@ class Training:
         steps = () if self.box is None else tuple(self.box.steps.tolist())
         tokens = () if self.box is None else tuple(self.box.tokens.tolist())
         dropped = () if self.box is None else tuple(self.box.dropped.tolist())
-        return Stepped(self.t, steps, tokens, tokens_total=self.tokens, stopped=stopped, dropped=dropped)
+        counted = {"tokens_total": self.tokens, "dropped": dropped}
+        return Stepped(self.t, steps, tokens, stopped=stopped, leaving=self.leaving, **counted)
 
     def step(self, change: float, tokens: int = 10) -> None:
         """Every parameter changes by so much; then the boundary, as the learner does it."""

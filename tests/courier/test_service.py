@@ -345,10 +345,14 @@ async def test_a_drain_reaches_the_training_process(stage: Stage) -> None:
     run = await stage.run()
     training = stage.training(run)
     await training.join()
-    assert "learner-0 gives its last steps" in run.service.drain("learner-0")
+    answer = asyncio.create_task(run.service.drain("learner-0"))
     await training.until(lambda: bool(training.drains))
     assert training.drains[0].reason == "the operator asked"
     assert (await run.until_said("draining"))["learner"] == "learner-0"
+    assert not answer.done(), "its courier has it, and may die"
+    training.leaving = True
+    training.stop()
+    assert await answer == "learner-0 is leaving: it stopped at step 0, and its last steps are collected"
 
 
 async def test_it_joins_once_its_kernels_are_loaded_and_is_not_held_up_by_them(

@@ -65,7 +65,7 @@ async def test_a_drained_learner_leaves_with_code_0_and_nothing_is_lost(tmp_path
     stays, leaves = await run.learner("learner-0"), await run.learner("learner-1")
     await run.until("round", "learner-0", 2)
     await run.until("round", "learner-1", 2)
-    run.service.drain("learner-1")
+    assert (await run.service.drain("learner-1")).startswith("learner-1 is leaving: it stopped at step ")
     assert await asyncio.wait_for(leaves.wait(), WAIT_S) == 0
     left = await run.until("left", "learner-1")
     assert "it was drained: the operator asked; its state is saved" in left["text"]

@@ -157,6 +157,30 @@ def test_the_promises_ask_the_process_to_leave_that_had_the_name_when_the_operat
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
+def test_one_that_has_answered_leaves_without_loss_though_the_syncer_dies(synchronous: bool) -> None:
+    world = World(2, fragments=2, sync_every=4, synchronous=synchronous, latency_s=0.1).run_until(round=6)
+    asked, session = world.learners["learner-0"], world.learners["learner-0"].session
+    world.inject(syncer_fx.DrainAsked("learner-0", "x"))
+    while not world.said("leaving"):
+        world.step()
+    assert asked.alive, "its last steps are still collected"
+    world.crash_syncer(down_s=1.0)
+    assert session not in world.syncer.members.asked_to_leave, "the new term knows nothing of it"
+    world.run_until(seconds=30)
+    assert asked.leaving.left and not asked.alive
+    assert world.syncer.phase == "running" and not any(world.syncer.history.ledger.totals().lost)
+
+
+def test_a_syncer_that_dies_before_its_learner_has_answered_forgets_the_drain() -> None:
+    """Why an operator's answer waits for the learner's."""
+    world = World(2, fragments=2, sync_every=4, latency_s=0.1).run_until(round=6)
+    world.inject(syncer_fx.DrainAsked("learner-0", "x"))
+    world.crash_syncer(down_s=1.0)
+    world.run_until(seconds=30)
+    assert world.learners["learner-0"].alive and not world.said("leaving")
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("adopt", ["overwrite", "carry"])
 def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchronous: bool, adopt: str) -> None:
     """Nobody steps any more, so no step makes a round due; and of the fragment that is next it may have none left."""

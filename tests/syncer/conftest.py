@@ -109,7 +109,7 @@ class FakeLearner:
         self.t += 1
         self.report()
 
-    def report(self) -> None:
+    def report(self, *, leaving: bool = False) -> None:
         t, steps = self.t, [self.t - since for since in self.since]
         progress = Progress(
             incarnation=self.incarnation,
@@ -123,6 +123,7 @@ class FakeLearner:
             loss=1.5,
             dropped=tuple(self.dropped),
             counted=tuple(self.versions),
+            leaving=leaving,
         )
         assert self.link.send(progress)
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from atoll.protocol.errors import PeerError
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer import ending
-from atoll.syncer.ending import RunEnding
+from atoll.syncer.ending import RunEnding, describe_unheard_drain
 from atoll.telemetry.events import EventLog
 
 
@@ -75,3 +77,10 @@ async def test_a_run_that_never_began_has_an_end_too(lines: list[bytes]) -> None
     event = json.loads(lines[0])
     assert (event["kind"], event["reason"], event["learners"]) == ("finished", "the operator asked for it", [])
     assert (event["tokens"], event["bytes_in"], event["bytes_out"]) == (None, 3, 4)
+
+
+def test_a_drain_of_a_process_that_another_has_replaced_is_to_be_asked_again() -> None:
+    learner = KnownLearner("a", "session", 1, 0.0, 2, draining="the operator asked")
+    assert describe_unheard_drain(learner).startswith("a is asked to leave, but has not answered yet")
+    with pytest.raises(PeerError, match="another process is a by now: drain it again if that is to leave too"):
+        describe_unheard_drain(KnownLearner("a", "another session", 2, 0.0, 2))

@@ -16,7 +16,7 @@ from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 from atoll.digests import compute_digest
 from atoll.fabric.address import parse_address
 from atoll.fabric.local_secrets import secret_for
-from atoll.fabric.transfer import get_fragment_once, get_json, post_score, post_settings
+from atoll.fabric.transfer import get_fragment_once, get_json, post_drain, post_score, post_settings
 from atoll.fabric.wire import ScoreReport
 from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import UsualNorms
@@ -26,6 +26,8 @@ from atoll.protocol.messages import (
     Announce,
     Contribution,
     Drain,
+    Ending,
+    Leave,
     Pull,
     Recover,
     Refused,
@@ -458,7 +460,7 @@ async def test_a_change_that_waits_for_a_round_is_answered_when_it_is_made(stage
 
 async def test_a_change_that_takes_long_is_answered_as_asked_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     await one_at_work(stage)
-    monkeypatch.setattr(service, "CHANGE_S", 0.0)
+    monkeypatch.setattr(service, "ANSWER_S", 0.0)
     with stage.run_store._writing:
         said = await post_settings(url(stage), ["outer_lr=0.5"])
     assert said.startswith("outer_lr=0.5 (asked for: it holds once")
@@ -504,20 +506,82 @@ async def test_the_event_of_a_round_has_the_autocorrelation_of_its_gradient(stag
 # ---- draining -----------------------------------------------------------------------------------------------------
 
 
+async def asked_to_leave(stage: Stage, learner: FakeLearner) -> asyncio.Task[str]:
+    """`atoll drain`, until the learner has the request; its answer."""
+    answer = asyncio.create_task(post_drain(url(stage), learner.name))
+    assert (await learner.until(Drain)).reason == "the operator asked"
+    return answer
+
+
+async def test_a_drain_is_answered_once_its_learner_has_heard_of_it(stage: Stage) -> None:
+    learner, _ = await one_at_work(stage)
+    other = stage.join("b")
+    await other.begin()
+    with stage.run_store._writing:  # the disk does not answer: what is decided behind a record waits
+        changing = await ask_for(stage, 0.5)
+        answers = [asyncio.create_task(post_drain(url(stage), "a")) for _ in range(2)]
+        await get_json(url(stage), "/v1/status")
+        assert not any(isinstance(message, Drain) for message in learner.heard)
+    await changing
+    await learner.until(Drain)
+    learner.report()
+    await get_json(url(stage), "/v1/status")
+    assert not any(answer.done() for answer in answers), "a syncer that dies now has asked nobody"
+    learner.report(leaving=True)
+    said = f"a is leaving: it stopped at step {learner.t}, and its last steps are collected"
+    assert await asyncio.gather(*answers) == [said, said]
+    assert await post_drain(url(stage), "a") == f"a is leaving already: it stopped at step {learner.t}"
+    assert not any(isinstance(message, Drain) for message in other.heard)
+
+
+async def test_one_that_goes_before_it_answers_is_told_of_with_its_reason(stage: Stage) -> None:
+    """A newcomer leaves without a report; one that dies says so too, by its courier."""
+    await stage.open()
+    learner = stage.join("a")
+    await learner.until(Welcome)
+    answer = await asked_to_leave(stage, learner)
+    learner.link.send(Leave(reason="its training process died"))
+    assert await answer == "a is gone: its training process died"
+    with pytest.raises(PeerError, match="a has left the run: should it come back, it can be drained then"):
+        await post_drain(url(stage), "a")
+
+
+async def test_a_drain_that_its_learner_has_not_heard_of_is_answered_as_asked_for(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, _ = await one_at_work(stage)
+    monkeypatch.setattr(service, "ANSWER_S", 0.0)
+    said = await post_drain(url(stage), "a")
+    assert said.startswith("a is asked to leave, but has not answered yet: it hears of it after its step.")
+    await learner.link.close()
+    await stage.until("lost")
+    assert "it is away, and hears of it when it is back" in await post_drain(url(stage), "a")
+    another = stage.join("a", process=2)
+    await another.until(Welcome)
+    assert not any(isinstance(message, Drain) for message in another.heard), "it was meant for the process before"
+
+
 async def test_only_one_that_is_there_can_be_drained(stage: Stage) -> None:
     await stage.open()
     with pytest.raises(PeerError, match="no learner of this run is called 'a': atoll status says who is there"):
-        stage.service.drain("a")
+        await post_drain(url(stage), "a")
     learner, other = stage.join("a"), stage.join("b")
     await learner.until(Welcome)
     await other.until(Welcome)
-    assert stage.service.drain("a") == "a gives its last steps to the run and leaves"
-    assert (await learner.until(Drain)).reason == "the operator asked"
     await learner.link.close()
     await stage.until("lost")
     with pytest.raises(PeerError, match="a is away: it can be drained once it is back"):
-        stage.service.drain("a")
+        await post_drain(url(stage), "a")
     assert not any(isinstance(message, Drain) for message in other.heard)
+
+
+async def test_nobody_is_drained_out_of_a_run_that_ends(stage: Stage) -> None:
+    learner, _ = await one_at_work(stage)
+    stage.service.end("the test is over")
+    await learner.until(Ending)
+    said = "the run is ending, and a leaves with it: its last steps are collected"
+    assert await post_drain(url(stage), "a") == said
+    assert not any(isinstance(message, Drain) for message in learner.heard)
 
 
 async def test_the_welcome_says_what_both_sides_speak(stage: Stage) -> None:

@@ -319,7 +319,8 @@ def test_a_second_process_of_one_name_is_refused_and_the_run_goes_on(live: Run) 
 
 
 def test_a_drained_learner_leaves(live: Run) -> None:
-    assert live.ask("drain", "learner-2", "--run", live.address()).returncode == 0
+    asked = live.ask("drain", "learner-2", "--run", live.address())
+    assert asked.returncode == 0 and asked.stdout.startswith("learner-2 is leaving: it stopped at step ")
     live.until(lambda events: any(e["kind"] == "exited" and e["process"] == "learner-2" for e in events))
     left = next(e for e in live.events("left") if e["learner"] == "learner-2")
     assert left["unmerged_tokens"] == 0

@@ -97,8 +97,8 @@ class Handlers(Protocol):
     def turned_away(self, address: str, reason: str) -> None:
         """Somebody was not let in."""
 
-    def drain(self, learner: str) -> str:
-        """Have a learner leave in good order; what was done. PeerError: it cannot be asked."""
+    async def drain(self, learner: str) -> str:
+        """Have a learner leave in good order; what came of it, once it has heard. PeerError: it cannot be asked."""
         ...
 
 

@@ -304,7 +304,7 @@ class Server(Port):
         names = await self._read(request, decode_words)
         if len(names) != 1:
             raise Rejected(400, "name one learner to drain")
-        return web.json_response({"drained": self._handlers.drain(names[0])})
+        return web.json_response({"drained": await self._handlers.drain(names[0])})
 
     async def _body(self, request: web.Request) -> bytes:
         try:

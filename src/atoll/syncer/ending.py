@@ -1,20 +1,20 @@
 """How a learner and a run end in good order.
 
-A learner that is connected can be asked to leave. At the end of a run learners fetch the last versions and the
-evaluator scores them: the syncer waits for both, each for a limited time, and an event says whom it did not wait for
-any longer.
+A learner that is connected can be asked to leave. The request is in no record: an operator is told that the learner
+leaves once the learner has said so, since it then leaves whatever becomes of the syncer. At the end of a run learners
+fetch the last versions and the evaluator scores them: the syncer waits for both, each for a limited time, and an event
+says whom it did not wait for any longer.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.wire import one_line
 from atoll.protocol.errors import PeerError
 from atoll.protocol.ledger import Totals
-from atoll.protocol.syncer.effects import DrainAsked
 from atoll.protocol.syncer.machine import Syncer
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.telemetry.events import EventLog
 
 GOODBYE_S = 15.0
@@ -25,15 +25,32 @@ BY_HAND_S = 20.0
 """The same for one that was started by hand and may be gone, beside three times what its last score took."""
 
 
-def ask_to_drain(learner: str, channel: ControlChannel | None, *, known: bool) -> DrainAsked:
-    """`known`: it is or was a learner of this run. PeerError: it cannot be asked."""
-    if channel is None:
-        raise PeerError(
-            f"{learner} is away: it can be drained once it is back"
-            if known
-            else f"no learner of this run is called {one_line(learner)!r}: atoll status says who is there"
-        )
-    return DrainAsked(learner, "the operator asked")
+def check_drain(name: str, machine: Syncer | None) -> str:
+    """The answer to an operator who drains this learner, where it need not be asked; empty: ask it. PeerError: it
+    cannot be asked."""
+    learner = machine.members.learners.get(name) if machine is not None else None
+    if machine is None or learner is None:
+        raise PeerError(f"no learner of this run is called {one_line(name)!r}: atoll status says who is there")
+    if machine.phase in ("ending", "finished") and learner.connected:
+        return f"the run is ending, and {name} leaves with it: its last steps are collected"
+    if learner.closed:
+        raise PeerError(f"{name} has left the run: should it come back, it can be drained then")
+    if learner.leaving:
+        return f"{name} is leaving already: it stopped at step {learner.t}"
+    if not learner.connected and not learner.draining:
+        raise PeerError(f"{name} is away: it can be drained once it is back")
+    return "" if learner.connected else describe_unheard_drain(learner)
+
+
+def describe_unheard_drain(learner: KnownLearner) -> str:
+    """It was asked to leave and has not said that it does. PeerError: the process that was asked is gone."""
+    if not learner.draining:
+        raise PeerError(f"another process is {learner.name} by now: drain it again if that is to leave too")
+    place = "it hears of it after its step" if learner.connected else "it is away, and hears of it when it is back"
+    return (
+        f"{learner.name} is asked to leave, but has not answered yet: {place}. If the syncer restarts before that, the "
+        "request may be lost: the same command tells later whether it is leaving, or asks it again"
+    )
 
 
 class RunEnding:

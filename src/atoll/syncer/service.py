@@ -48,7 +48,7 @@ from atoll.syncer.changes import parse_changes
 from atoll.syncer.contributions import Inbox, Merging
 from atoll.syncer.credentials import RefusalLog, make_port_access
 from atoll.syncer.effect_queue import EffectQueue
-from atoll.syncer.ending import RunEnding, ask_to_drain
+from atoll.syncer.ending import RunEnding, check_drain, describe_unheard_drain
 from atoll.syncer.liveness import Standstill, send_heartbeats
 from atoll.syncer.model import (
     FirstParameters,
@@ -72,9 +72,9 @@ MOST_CYCLES = 16
 """Cycles of H steps that a contribution may claim when its norm is judged: a learner that was away gives several."""
 
 
-CHANGE_S = 8.0
-"""An operator who changes settings is answered after this long, also if the change is not made yet. Less than the
-client's deadline (fabric/transfer.py)."""
+ANSWER_S = 8.0
+"""An operator is answered after this long, also if a change of settings is not made yet, or a learner has not heard
+that it is to leave. Less than the client's deadline (fabric/transfer.py)."""
 
 
 class SyncerService:
@@ -103,6 +103,8 @@ class SyncerService:
         self._all_changed = asyncio.Event()
         """Every change of settings that was asked for is durable."""
         self._all_changed.set()
+        self._drained: dict[str, asyncio.Future[str]] = {}
+        """By learner that the operator drains: what is said once it is leaving, or has left."""
         self._ending = RunEnding(events, evaluated=evaluated)
         self._refusals = RefusalLog(events, self._loop.time)
         self._standstill = Standstill(self._loop, self._look_for_standstill)
@@ -300,7 +302,7 @@ class SyncerService:
         was changed."""
         what = self.ask_to_change(words)
         try:
-            async with asyncio.timeout(CHANGE_S):
+            async with asyncio.timeout(ANSWER_S):
                 await self._all_changed.wait()
         except TimeoutError:
             when = "it holds once the rounds under way are committed and the disk has it"
@@ -322,11 +324,19 @@ class SyncerService:
         self._handle(asked)
         return asked.what
 
-    def drain(self, learner: str) -> str:
-        """Ask a learner to leave in good order; returns what was done. PeerError: it cannot be asked."""
-        known = self._machine is not None and learner in self._machine.members.learners
-        self._handle(ask_to_drain(learner, self._channels.get(learner), known=known))
-        return f"{learner} gives its last steps to the run and leaves"
+    async def drain(self, learner: str) -> str:
+        """Ask a learner to leave in good order; returns what came of it, once it has heard or is gone. PeerError: it
+        cannot be asked."""
+        if answer := check_drain(learner, self._machine):
+            return answer
+        drained = self._drained.setdefault(learner, self._loop.create_future())
+        self._handle(fx.DrainAsked(learner, "the operator asked"))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.shield(drained)
+        except TimeoutError:
+            machine = self._begun()
+            return check_drain(learner, machine) or describe_unheard_drain(machine.members.learners[learner])
 
     def unscored(self) -> None:
         """No evaluator is left: do not wait for its last score."""
@@ -527,6 +537,8 @@ class SyncerService:
                     text += f": atoll set {shlex.quote(str(self._run_store.folder))} {answer}"
                 if kind == "round" and isinstance(index := data["fragment"], int):
                     data = {**data, **self._merging.describe_outer_step(index)}
+                if kind in ("leaving", "left") and (drained := self._drained.pop(str(data["learner"]), None)):
+                    drained.set_result(text)
                 self.meter.note_event(time.time(), kind, data, text)
                 refused = kind == "refused" and "learner" not in data
                 self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")

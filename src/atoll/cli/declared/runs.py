@@ -225,8 +225,9 @@ RUNS = (
         JOIN,
         """Let one learner leave without loss.
 
-        Its last steps are collected, then it goes; Ctrl-C there does the same. The run goes on without it; if
-        it was the last, until somebody comes.
+        Its last steps are collected, then it goes; Ctrl-C there does the same. The answer comes once it has heard
+        that it is to leave, or after 8 s with what it waits for. The run goes on without it; if it was the last,
+        until somebody comes.
 
         Example:
           atoll drain learner-2 --run atoll-runs/first
