@@ -165,7 +165,7 @@ class Decoupled:
         self._syncer: HostSyncer | DeviceSyncer = (
             DeviceSyncer(self._plan, first, outer) if on_device else HostSyncer(self._plan, first, outer, row.down)
         )
-        self._senders = [Sender(make_codec(row.up)) for _ in self._learners]
+        self._sender = Sender(make_codec(row.up))
         self._moments = SharedMoments(row.moments) if row.moments != "off" else None
         self._bases = [[Base(0, values) for values in first] for _ in self._learners]
         """By learner, then fragment."""
@@ -216,8 +216,7 @@ class Decoupled:
         members = [*range(len(self._learners))] if complete else self._draw_members()
         bases = [self._bases[m][part.index] for m in members]
         read = [self._learners[m].read(part) for m in members]
-        given = zip(members, bases, read, strict=True)
-        deltas = [self._senders[m].contribute(part, base.values, theta) for m, base, theta in given]
+        deltas = self._sender.contribute(part, members, [base.values for base in bases], read)
         moments = {} if self._moments is None else self._moments.average(part, self._learners)
         gradient = self._syncer.merge(part, deltas, [base.version for base in bases])
         self._trace.add_gradient(part.index, self._phase, gradient)
@@ -273,7 +272,7 @@ class Decoupled:
         ]
         return {
             "parameters": self._plan.size,
-            "up_bytes": self._senders[0].sent + beside,
+            "up_bytes": self._sender.sent[0] + beside,
             "down_bytes": self._syncer.sent + beside,
             "whole_bytes": self._whole,
             "rounds": self._round,

@@ -95,9 +95,8 @@ class FollowedLearner:
         self._course = self._course or self._train(versions)
         while (fragment, t) not in self._made:
             next(self._course)
-        return self._sender.contribute(
-            self._plan.fragments[fragment], versions[fragment][base], self._made[fragment, t]
-        )
+        part, given = self._plan.fragments[fragment], versions[fragment][base]
+        return self._sender.contribute(part, [0], [given], [self._made[fragment, t]])[0]
 
     def _train(self, versions: Versions) -> Iterator[None]:
         """A fragment is read before or after one of it is adopted at the same step, as the base of the copy says."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 from batched_muon import BatchedMuon
+from lockstep_codec import transfer
 from torch.optim import Optimizer
 
 from atoll.learner.boundary import adopt
-from atoll.learner.codecs import decode, encode_contribution
-from atoll.numerics.codec import Codec, body_nbytes, body_parts
-from atoll.numerics.fragments import Fragment, Piece
+from atoll.numerics.codec import Codec
+from atoll.numerics.fragments import Fragment, Piece, row_lengths
 from atoll.workloads.gpt import Gpt
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.training import build_model, learning_rate
@@ -166,24 +167,28 @@ def shape_like(values: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Ten
 
 
 class Sender:
-    """A learner's contributions: encoded with feedback, as it does it on a device."""
+    """The contributions of all learners: encoded with feedback, as a learner does it on its device."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._feedback: dict[int, torch.Tensor] = {}
-        self.sent = 0
+        self._feedback: dict[tuple[int, int], torch.Tensor] = {}
+        """By learner and fragment."""
+        self.sent: Counter[int] = Counter()
+        """Bytes, by learner."""
 
-    def contribute(self, part: Fragment, base: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
-        """What arrives of Δ = base − θ."""
-        self.sent += body_nbytes(self._codec, part)
+    def contribute(
+        self, part: Fragment, members: list[int], bases: list[torch.Tensor], thetas: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """By member, what arrives of Δ = base − θ."""
+        rows = row_lengths(part.pieces)
+        self.sent.update(dict.fromkeys(members, self._codec.nbytes(rows)))
+        total = torch.stack(bases) - torch.stack(thetas)
         if self._codec.name == "fp32":
-            return base - theta
-        body = torch.empty(body_nbytes(self._codec, part), dtype=torch.uint8, device=base.device)
-        rest = torch.empty_like(base) if self._codec.needs_feedback else None
-        encode_contribution(self._codec, part, base, theta.clone(), self._feedback.get(part.index), rest, body)
-        if rest is not None:
-            self._feedback[part.index] = rest
-        delta = torch.empty_like(base)
-        for by, rows, values, data, _ in body_parts(self._codec, part):
-            decode(by, body[data], rows, delta[values])
-        return delta
+            return list(total)
+        if self._codec.needs_feedback:
+            none = torch.zeros_like(total[0])
+            total += torch.stack([self._feedback.get((m, part.index), none) for m in members])
+        arrived = transfer(self._codec, total, rows)
+        if self._codec.needs_feedback:
+            self._feedback.update(zip([(m, part.index) for m in members], total - arrived, strict=True))
+        return list(arrived)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from lockstep_codec import find_blocks, transfer_blocks, work_on_blocks
 from lockstep_learner import LockstepLearner, flatten_pieces, shape_like
 from lockstep_syncer import take_mean
 
-from atoll.learner.moment_blocks import Run, count_bytes, lay_out
-from atoll.numerics.codec import make_codec
-from atoll.numerics.fragments import Fragment, row_lengths
-from atoll.numerics.moments import NAMES, NONE
+from atoll.learner.moment_blocks import square_roots
+from atoll.numerics.absmax import Absmax
+from atoll.numerics.codec import Codec, make_codec
+from atoll.numerics.fragments import Fragment, Rows, row_lengths
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Of AdamW, and of Muon or SGD."""
@@ -20,8 +21,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 class SharedMoment(NamedTuple):
     averaged: torch.Tensor
-    read: list[torch.Tensor]
-    """Each learner's own."""
+    read: torch.Tensor
+    """[learners, values]: each learner's own."""
 
 
 class SharedMoments:
@@ -42,36 +43,35 @@ class SharedMoments:
         for slot in MOMENTS:
             held = [one.moments(part, slot) for one in learners]
             if held[0]:
-                form = NAMES.index("square" if slot == "exp_avg_sq" else "mean")
-                forms = [form if learners[0].has_moment(piece, slot) else NONE for piece in part.pieces]
-                runs = lay_out(part, forms, forms, held[0][0].device)
-                arrived = [self._transfer(pieces, runs) for pieces in held]
-                mean = self._transfer(shape_like(take_mean(arrived), held[0]), runs)
-                averaged[slot] = SharedMoment(mean, [flatten_pieces(pieces) for pieces in held])
-                kept = [piece for piece, form in zip(part.pieces, forms, strict=True) if form != NONE]
-                self.sent += self._codec.nbytes(row_lengths(kept))
+                rows = row_lengths([piece for piece in part.pieces if learners[0].has_moment(piece, slot)])
+                read = torch.stack([flatten_pieces(pieces) for pieces in held])
+                transfer = partial(transfer_moments, self._codec, rows=rows, squared=slot == "exp_avg_sq")
+                mean = take_mean(list(transfer(read)))
+                averaged[slot] = SharedMoment(transfer(mean.unsqueeze(0))[0], read)
+                self.sent += self._codec.nbytes(rows)
         return averaged
 
-    def _transfer(self, pieces: list[torch.Tensor], runs: list[Run]) -> torch.Tensor:
-        """What arrives of them."""
-        if self._codec.name == "fp32":
-            return flatten_pieces(pieces)
-        body = torch.empty(count_bytes(runs), dtype=torch.uint8, device=pieces[0].device)
-        left, arrived = iter(pieces), []
-        for run in runs:
-            run.encode(run.gather(list(islice(left, len(run.moments)))), body)
-            arrived += run.shape_blocks(run.decode(body))
-        return flatten_pieces(arrived)
+
+def transfer_moments(codec: Codec, values: torch.Tensor, rows: Rows, *, squared: bool) -> torch.Tensor:
+    """What arrives of moments [learners, values]; squared ones travel as their roots."""
+    if not isinstance(codec, Absmax):
+        return values
+
+    def work(blocks: torch.Tensor) -> torch.Tensor:
+        return square_roots(transfer_blocks(codec, blocks.sqrt())) if squared else transfer_blocks(codec, blocks)
+
+    return work_on_blocks(find_blocks(codec, rows), values, work)
 
 
 def adopt_moments(
     learners: list[LockstepLearner], part: Fragment, slot: str, moment: SharedMoment, rule: str, steps: int
 ) -> None:
     """`steps`: made since it was read."""
-    for one, read in zip(learners, moment.read, strict=True):
-        own = one.moments(part, slot)
-        if rule == "carry":
-            change = (moment.averaged - read) * one.decays[slot] ** steps
-            torch._foreach_add_(own, shape_like(change, own))
-        else:
-            torch._foreach_copy_(own, shape_like(moment.averaged, own))
+    own = [one.moments(part, slot) for one in learners]
+    flat = [piece for pieces in own for piece in pieces]
+    if rule == "carry":
+        changes = (moment.averaged - moment.read) * learners[0].decays[slot] ** steps
+        each = zip(changes, own, strict=True)
+        torch._foreach_add_(flat, [piece for change, pieces in each for piece in shape_like(change, pieces)])
+    else:
+        torch._foreach_copy_(flat, shape_like(moment.averaged, own[0]) * len(own))

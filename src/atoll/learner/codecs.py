@@ -92,7 +92,7 @@ def _encode_by_block(
 ) -> None:
     def work(values: torch.Tensor, body: torch.Tensor, left: torch.Tensor) -> None:
         into = None if rest is None else left
-        body.copy_(_encode_top(values, into) if isinstance(codec, TopK) else encode_blocks(codec.bits, values, into))
+        body.copy_(encode_top(values, into) if isinstance(codec, TopK) else encode_blocks(codec.bits, values, into))
 
     _by_block(codec, rows, work, total, out, total if rest is None else rest)
 
@@ -100,7 +100,7 @@ def _encode_by_block(
 def _decode_by_block(codec: Absmax | TopK, data: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
     def work(values: torch.Tensor, body: torch.Tensor, _: torch.Tensor) -> None:
         size = values.shape[-1]
-        values.copy_(_decode_top(body, size) if isinstance(codec, TopK) else decode_blocks(codec.bits, body, size))
+        values.copy_(decode_top(body, size) if isinstance(codec, TopK) else decode_blocks(codec.bits, body, size))
 
     _by_block(codec, rows, work, out, data, out)
 
@@ -206,7 +206,8 @@ def _read_scales(head: torch.Tensor) -> torch.Tensor:
 # ---- top-k ----------------------------------------------------------------------------------------------------------
 
 
-def _encode_top(values: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+def encode_top(values: torch.Tensor, rest: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of blocks […, values]; rest ← values − decoded."""
     values = values.contiguous()
     keep = -(-TOPK_PERCENT * values.shape[-1] // 100)
     sizes = values.view(torch.int32) & 0x7FFFFFFF
@@ -224,7 +225,7 @@ def _encode_top(values: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor
     return torch.cat([_scale_bytes(6, scale), packed], -1)
 
 
-def _decode_top(body: torch.Tensor, count: int) -> torch.Tensor:
+def decode_top(body: torch.Tensor, count: int) -> torch.Tensor:
     words = body[..., 2::2].to(torch.int32) | body[..., 3::2].to(torch.int32) << 8
     codes = ((words & 63) - ((words & 32) << 1)).to(torch.float32)
     out = torch.zeros(*body.shape[:-1], count, device=body.device)

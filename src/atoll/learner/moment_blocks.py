@@ -93,9 +93,7 @@ class Run(NamedTuple):
         packed = torch.zeros(self.blocks, BLOCK_BYTES, dtype=torch.uint8, device=body.device)
         torch._foreach_copy_(self._cut_packed(packed), self._cut_body(body))
         values = decode_blocks(BITS, packed, ABSMAX_BLOCK)
-        roots = torch.maximum(values, values.amax(-1, keepdim=True) * float(HALF_CODE))
-        squares = torch.where(roots > 0, roots.square().clamp_min(float(TINY)), roots)
-        return torch.where(self.squared, squares, values)
+        return torch.where(self.squared, square_roots(values), values)
 
     def _cut_body(self, body: torch.Tensor) -> list[torch.Tensor]:
         start = body.storage_offset()
@@ -112,6 +110,12 @@ class Run(NamedTuple):
             )
             for some in self.byte_rows
         ]
+
+
+def square_roots(blocks: torch.Tensor) -> torch.Tensor:
+    """Squared moments, from what was decoded of blocks of their roots […, values]."""
+    roots = torch.maximum(blocks, blocks.amax(-1, keepdim=True) * float(HALF_CODE))
+    return torch.where(roots > 0, roots.square().clamp_min(float(TINY)), roots)
 
 
 def count_bytes(runs: Iterable[Run]) -> int:
