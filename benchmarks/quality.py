@@ -93,6 +93,7 @@ ROWS = {
     # the mean of the last versions
     "tail": Row(tail=4),
     "h2-tail": Row(adopt="carry", phases=H2, tail=4),
+    "muon-h2-moments-tail": vary(WARM, optimizer="muon", tail=4, against="muon-dp"),
 }
 REFERENCE = {"depth": 10, "block": 256, "batch": 16, "steps": 2100}
 MOST_TEXT_BYTES = 96 << 20
