@@ -5,6 +5,7 @@ from __future__ import annotations
 from threading import Barrier
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
-from atoll.numerics.compiled import PART, in_parts, read_only, thread_count
+from atoll.numerics.compiled import MOST_THREADS, PART, _helpers, in_parts, read_only, thread_count
 from atoll.numerics.filter import Filter
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.merge import take_mean
@@ -216,6 +217,19 @@ def test_a_failure_is_raised_after_all_threads_have_stopped() -> None:
     before = list(done)
     in_parts(lambda first, last: None, 20, 1, 4)
     assert done == before
+
+
+def test_helpers_that_come_late_do_not_keep_what_was_worked_on() -> None:
+    busy = 2 * MOST_THREADS
+    together = Barrier(busy + 1, timeout=60)
+    for _ in range(busy):
+        _helpers().submit(together.wait)
+    values = np.zeros(3)
+    kept = ref(values)
+    in_parts(lambda first, last, values=values: values[first:last].fill(1.0), 3, 1, 3)
+    del values
+    assert kept() is None
+    together.wait()
 
 
 def test_work_in_parts_may_run_in_parts_itself() -> None:

@@ -114,10 +114,10 @@ class Packing:
         if room is None:
             room = _allocate(tensor, pinned=tensor.is_cuda)
         if key in self._steady:
-            self.steady_copies[key] = _copiers().submit(_fill, room, tensor)
+            self.steady_copies[key] = _copiers().submit(_fill, [room, tensor])
             return room
         if tensor.is_cpu and tensor.nbytes >= LARGE_BYTES:
-            self._under_way.append(_copiers().submit(_fill, room, tensor))
+            self._under_way.append(_copiers().submit(_fill, [room, tensor]))
             return room
         return room.copy_(tensor, non_blocking=True)
 
@@ -245,7 +245,10 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{name!r} is {kind}, a type that a snapshot cannot hold")
 
 
-def _fill(room: torch.Tensor, tensor: torch.Tensor) -> None:
+def _fill(given: list[torch.Tensor]) -> None:
+    """Empties what it is given: a copier keeps that a moment longer than the copy takes, and the room with it."""
+    room, tensor = given
+    given.clear()
     room.copy_(tensor)
 
 

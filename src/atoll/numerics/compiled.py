@@ -114,10 +114,11 @@ def in_parts(work: Callable[[int, int], None], count: int, step: int, threads: i
 
     The caller works too, so it never waits for helpers that are busy elsewhere."""
     starts = iter(range(0, count, step))  # hands each one out once, whichever thread asks
+    given = [work]
 
     def work_on() -> None:
         for first in starts:
-            work(first, min(first + step, count))
+            given[0](first, min(first + step, count))
 
     helpers = [_helpers().submit(work_on) for _ in range(min(threads, -(-count // step)) - 1)]
     try:
@@ -125,5 +126,6 @@ def in_parts(work: Callable[[int, int], None], count: int, step: int, threads: i
     finally:
         running = [one for one in helpers if not one.cancel()]
         wait(running)
+        given.clear()  # helpers keep `work_on` for a while, but not the arrays that were worked on
     for one in running:
         one.result()
