@@ -88,7 +88,7 @@ class Fort:
         """Its honest learner has given the first parameters, and makes no step unless it is told to."""
         service = {"keys": str(self.keys.path), "mutual": mutual, "advertise": ["syncer.example.org:7077"]}
         pages = Dashboard(self.stage.out.events)
-        await self.stage.open(service, limits, pages, quorum=2)
+        await self.stage.open(service, limits, pages, quorum=2, pull_floor_s=WAIT_S)  # no round fails meanwhile
         looking = asyncio.create_task(pages.run(self.stage.service.figures))
         self._stack.callback(looking.cancel)
         self.own = self.of_learner(HONEST) if mutual else ()
