@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from atoll.learner.state import BegunSnapshot, begin_capture
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.learner.effects import Saved
 from atoll.store.cuts import digest_file
+from atoll.store.disk import MOST_REST_S, Rests
 
 WAIT_S = 60.0
 
@@ -57,8 +59,10 @@ class Slow:
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
+        self.rests: Rests | None = None
 
-    def __call__(self, path: Path, snapshot: Snapshot) -> str:
+    def __call__(self, path: Path, snapshot: Snapshot, rests: Rests | None = None) -> str:
+        self.rests = rests
         self.begun.set()
         assert self.may_end.wait(WAIT_S)
         return "digest"
@@ -89,6 +93,21 @@ def test_training_goes_on_while_a_part_is_written(tmp_path: Path, slow: Slow) ->
     slow.may_end.set()
     saver.finish(WAIT_S)
     assert not saver.busy and saver.results() == [Saved(120, 7, "cut-000120.safetensors", "digest")]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_learner_that_makes_no_more_steps_writes_without_rests(tmp_path: Path, slow: Slow, before: bool) -> None:
+    saver = Saver(tmp_path)
+    if before:
+        saver.hurry()
+    saver.save(1, 10, copied())
+    assert slow.begun.wait(WAIT_S) and slow.rests is not None
+    began = time.monotonic()
+    saver.hurry()
+    slow.rests.rest(MOST_REST_S)
+    assert time.monotonic() - began < MOST_REST_S
+    slow.may_end.set()
+    saver.finish(WAIT_S)
 
 
 def test_while_one_part_is_written_there_is_no_other(tmp_path: Path, slow: Slow) -> None:

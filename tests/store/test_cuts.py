@@ -33,6 +33,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
+from atoll.store.disk import Rests
 from atoll.store.writer_lease import Deposed
 
 ARRAYS = {
@@ -112,11 +113,11 @@ def test_a_part_that_was_not_finished_is_no_cut(shelf: Shelf, monkeypatch: pytes
     shelf.whole(10)
     write, written = cuts._write, list[Path]()
 
-    def dies(path: Path, values: cuts.Bytes, known: str | None = None) -> cuts.FileEntry:
+    def dies(path: Path, values: cuts.Bytes, known: str | None, rests: Rests | None) -> cuts.FileEntry:
         if len(written) == files:
             raise KeyboardInterrupt
         written.append(path)
-        return write(path, values, known)
+        return write(path, values, known, rests)
 
     monkeypatch.setattr(cuts, "_write", dies)
     with pytest.raises(KeyboardInterrupt):

@@ -2,21 +2,27 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.store.faulty import FOLDER, FaultyDisk
 
+from atoll.store import disk as module
 from atoll.store.disk import (
     Disk,
     DiskFailed,
     GrowingFile,
     LocalDisk,
     NoRoom,
+    Rests,
     delete,
     make_durable,
     not_written,
     reading,
+    sync_between,
 )
 
 
@@ -172,3 +178,73 @@ def test_what_is_durable_and_large_is_not_kept_in_memory_too(tmp_path: Path, mon
     file.close()
     assert done == ["synced", "synced", "dropped", "synced"]
     assert (tmp_path / "payload").stat().st_size == 2000 + (1 << 20)
+
+
+# ---- gigabytes in the background ------------------------------------------------------------------------------------
+
+
+class Noted(Rests):
+    """Takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rests: list[float] = []
+
+    def _wait(self, seconds: float) -> None:
+        self.rests.append(seconds)
+
+
+def write_pieces(path: Path, pieces: list[bytes], rests: Rests | None) -> None:
+    with path.open("wb") as file:
+        for piece in sync_between(file, map(memoryview, pieces), rests):
+            file.write(piece)
+
+
+@pytest.fixture
+def slow_syncs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A sync takes three seconds of a clock that only syncs move; the size of the file at each."""
+    sizes: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(module, "datasync", sync)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 3.0 * len(sizes)))
+    return sizes
+
+
+def test_a_rest_is_as_long_as_the_sync_before_it(
+    tmp_path: Path, slow_syncs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 2 << 20)
+    rests = Noted()
+    write_pieces(tmp_path / "a", [bytes(1 << 20)] * 5, rests)
+    assert slow_syncs == [2 << 20, 4 << 20, 5 << 20], "the last one too, though it is no whole piece"
+    assert rests.rests == [3.0, 3.0, 3.0]
+
+
+def test_a_file_rests_no_longer_than_its_cut_can_wait(
+    tmp_path: Path, slow_syncs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 1 << 20)
+    rests = Noted()
+    write_pieces(tmp_path / "a", [bytes(1 << 20)] * 9, rests)
+    assert sum(rests.rests) == module.MOST_REST_S
+
+
+def test_small_files_and_those_that_are_waited_for_rest_not_at_all(tmp_path: Path, slow_syncs: list[int]) -> None:
+    rests = Noted()
+    write_pieces(tmp_path / "a", [b"small"], rests)
+    write_pieces(tmp_path / "b", [bytes(1 << 20)], None)
+    assert len(slow_syncs) == 2 and rests.rests == []
+
+
+def test_a_rest_ends_when_somebody_waits_for_the_file() -> None:
+    rests = Rests()
+    writer = threading.Thread(target=rests.rest, args=(module.MOST_REST_S,))
+    began = time.monotonic()
+    writer.start()
+    rests.end()
+    writer.join()
+    rests.rest(module.MOST_REST_S)
+    assert time.monotonic() - began < module.MOST_REST_S

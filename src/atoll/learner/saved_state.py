@@ -10,10 +10,10 @@ lost connection. In its folder:
     lives                     the parts that the last processes continued from; a replay needs them
 
 Saving: the training thread only begins to copy, between two steps; another thread waits for the copies, writes the file
-and fsyncs it, one at a time. The base is not changed before it is copied (`Boundary.hold_bases`). If
-the last part is still being written, the next one is refused with that reason: no step waits for a disk. Parts of
-complete snapshots that the run keeps stay, as do the newest few (whether their snapshots will be complete is not known
-yet) and those in `lives`. All others are deleted.
+and fsyncs it, one at a time, with rests while steps go on (store/disk.py): a syncer may commit rounds to the same disk.
+The base is not changed before it is copied (`Boundary.hold_bases`). If the last part is still being written, the next
+one is refused with that reason: no step waits for a disk. Parts of complete snapshots that the run keeps stay, as do
+the newest few (whether their snapshots will be complete is not known yet) and those in `lives`. All others are deleted.
 
 Continuing:
 - exactly (the run resumes from the same snapshot): everything is as it was, and the same incarnation goes on;
@@ -54,6 +54,7 @@ from atoll.protocol.limits import is_name
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.store.atomic import make_folder, write_atomic
+from atoll.store.disk import Rests
 from atoll.store.rundir import UNMERGED
 
 
@@ -144,6 +145,7 @@ class Saver:
         self._folder = folder
         self._results: SimpleQueue[Saved] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._rests, self._hurried = Rests(), False
 
     @property
     def busy(self) -> bool:
@@ -214,6 +216,9 @@ class Saver:
     def save(self, cut: int, t: int, begun: BegunSnapshot, kept: tuple[int, ...] = ()) -> None:
         """`kept`: the complete cuts that the run keeps."""
         assert not self.reason_not_to()
+        self._rests = Rests()
+        if self._hurried:
+            self._rests.end()
         # Not a daemon: an interpreter that ends waits for what is being written.
         self._thread = threading.Thread(target=self._write, args=(cut, t, begun, kept), name="atoll-cut")
         self._thread.start()
@@ -229,6 +234,11 @@ class Saver:
         except Empty:
             return found
 
+    def hurry(self) -> None:
+        """This learner makes no more steps: what it writes is waited for."""
+        self._hurried = True
+        self._rests.end()
+
     def finish(self, limit_s: float) -> None:
         if self._thread is not None:
             self._thread.join(limit_s)
@@ -239,7 +249,7 @@ class Saver:
         ignore_graph_captures()
         try:
             make_folder(self._folder)
-            mark = write(path, begun.finish())
+            mark = write(path, begun.finish(), self._rests)
             wanted = {*read_lives(self._folder), *(part_name(one) for one in kept)}
             for old in list_parts(self._folder)[:-NEWEST]:
                 if old.name not in wanted:

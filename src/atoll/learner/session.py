@@ -459,6 +459,7 @@ class RunSession:
     def finish(self) -> None:
         """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
         self._stopped = True
+        self._saver.hurry()
         if self._preemption.asked:
             self._tape.add(StoppedEntry(self._tally.t))
         self._tape.tell()

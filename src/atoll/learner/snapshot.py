@@ -25,16 +25,13 @@ from atoll.digests import digest_pieces
 from atoll.learner.packing import DTYPES, Json, Unpacking
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.store.atomic import staged
-from atoll.store.disk import datasync
+from atoll.store.disk import PIECE_BYTES, Rests, sync_between
 
 FORMAT = 1
 KEY = "atoll"
 """Where in the header's `__metadata__` the rest stands."""
 HEADER_LIMIT_BYTES = 32 * 2**20
 """About 25,000 parameters with AdamW. The worst that a peer can write into one takes some 50 times as much to read."""
-PIECE_BYTES = 32 * 2**20
-"""A thread of the training process writes and hashes them. Around each it takes the interpreter's lock from the loop
-that launches steps, so they are large: while a cut was written in pieces of 1 MiB, steps took up to a fifth longer."""
 DIMENSIONS = 64
 """What torch can work on."""
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -109,24 +106,11 @@ def digest(header: bytes, parts: Sequence[memoryview]) -> str:
     return digest_pieces([header, *parts])
 
 
-def write(path: Path, snapshot: Snapshot) -> str:
+def write(path: Path, snapshot: Snapshot, rests: Rests | None = None) -> str:
     """The file is there, whole and durable, once this returns; its digest."""
     header, parts = encode(snapshot)
     with staged(path) as draft, draft.open("wb") as file:
-        return write_pieces(file, _sync_between(file, ranged(header, parts)))
-
-
-def _sync_between(file: IO[bytes], pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Gigabytes that are synced all at once at the end would hold up whoever syncs a little file meanwhile: the syncer
-    its journal, round by round, on the same disk. A sync for every small tensor would take as long."""
-    waiting = 0
-    for piece in pieces:
-        yield piece
-        waiting += piece.nbytes
-        if waiting >= PIECE_BYTES:
-            file.flush()
-            datasync(file.fileno())
-            waiting = 0
+        return write_pieces(file, sync_between(file, ranged(header, parts), rests))
 
 
 def write_pieces(file: IO[bytes], pieces: Iterable[memoryview]) -> str:

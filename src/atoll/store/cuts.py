@@ -34,6 +34,7 @@ from atoll.digests import compute_digest, digest_pieces
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.store.atomic import make_folder, mode_in, sync_path, write_atomic
+from atoll.store.disk import Rests, cut_in_pieces, sync_between
 from atoll.store.segments import Position
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -47,7 +48,8 @@ FORMAT = 2
 GONE, DRAFT = "gone-", "draft-"
 """What a cut that is being deleted, or written, is called."""
 WRITERS = 2
-"""Files of a cut that are written at once: one is hashed and copied while another waits for the disk."""
+"""Files of a cut that are written at once: one is hashed and copied while another waits for the disk. While rounds are
+committed to the same disk, one at a time."""
 
 
 class BadCut(AtollError):
@@ -138,15 +140,16 @@ def write_syncer_part(
     arrays: Mapping[str, Bytes],
     check: Callable[[], None] = lambda: None,
     known: Mapping[str, str] = MappingProxyType({}),
+    rests: Rests | None = None,
 ) -> str:
     """Durable once this returns; the digest of its table. `check` is asked last: it raises where nothing may be.
-    `known`: digests of arrays that were hashed when they were made."""
+    `known`: digests of arrays that were hashed when they were made. `rests`: rounds are committed meanwhile."""
     folder, mark = folder_of(root, cut), os.urandom(4).hex()
     draft = root / f"{DRAFT}{cut}-{mark}"
     make_folder(draft)
     try:
         whole = {"state": np.frombuffer(state, dtype=np.uint8), **arrays}
-        files = _write_all(draft, whole, known)
+        files = _write_all(draft, whole, known, rests)
         table = msgspec.json.format(msgspec.json.encode(SyncerPart(run, cut, round, files, FORMAT)))
         write_atomic(draft / "syncer.json", table)
         check()
@@ -290,26 +293,25 @@ def digest_file(path: Path) -> str:
         return digest_pieces(iter(partial(file.read, 1 << 20), b""))
 
 
-def _write_all(draft: Path, arrays: Mapping[str, Bytes], known: Mapping[str, str]) -> dict[str, FileEntry]:
-    """Durable but for their names: those are with the folder. Several at once, since each waits for the disk."""
-    with ThreadPoolExecutor(WRITERS) as writers:
+def _write_all(
+    draft: Path, arrays: Mapping[str, Bytes], known: Mapping[str, str], rests: Rests | None
+) -> dict[str, FileEntry]:
+    """Durable but for their names: those are with the folder."""
+    with ThreadPoolExecutor(WRITERS if rests is None else 1) as writers:
         under_way = {
-            f"{name}.bin": writers.submit(_write, draft / f"{name}.bin", values, known.get(name))
+            f"{name}.bin": writers.submit(_write, draft / f"{name}.bin", values, known.get(name), rests)
             for name, values in arrays.items()
         }
     return {name: written.result() for name, written in under_way.items()}
 
 
-def _write(path: Path, values: Bytes, known: str | None) -> FileEntry:
+def _write(path: Path, values: Bytes, known: str | None, rests: Rests | None) -> FileEntry:
     """Zeros, such as the momentum of a run that has only begun, take no room on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode_in(path.parent))
     with open(descriptor, "wb") as file:
-        if values.any():
-            file.write(values.data)
-        else:
-            file.truncate(values.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
+        file.truncate(values.nbytes)
+        for piece in sync_between(file, cut_in_pieces(values.data) if values.any() else (), rests):
+            file.write(piece)
     return FileEntry(values.nbytes, known or compute_digest(values.data))
 
 

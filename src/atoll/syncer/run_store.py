@@ -46,7 +46,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import Disk, LocalDisk, not_written
+from atoll.store.disk import Disk, LocalDisk, Rests, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.tail import TailModel, average_tail
@@ -181,7 +181,12 @@ class RunStore:
         return CutState(history, position, self._journal.rotate(), tuple(rounds))
 
     def write_cut(
-        self, cut: int, state: CutState, arrays: Mapping[str, FloatArray], known: Mapping[str, str] = _UNKNOWN
+        self,
+        cut: int,
+        state: CutState,
+        arrays: Mapping[str, FloatArray],
+        known: Mapping[str, str] = _UNKNOWN,
+        rests: Rests | None = None,
     ) -> None:
         """In a thread. When it returns, the cut and the journal up to it are durable; NoRoom: try again later. `known`:
         digests of some of the arrays."""
@@ -191,7 +196,8 @@ class RunStore:
             with self._writing:  # later rounds are in the same file: payloads are synced first, as in an append
                 self._journal.sync()
         try:
-            write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole, self._check_lease, known)
+            rounds, check = state.history.committed, self._check_lease
+            write_syncer_part(self._out.cuts, run, cut, rounds, data, whole, check, known, rests)
         except OSError as error:
             raise not_written(error, folder_of(self._out.cuts, cut)) from error
         self._kept = [*self._kept, (state.position.term, state.file)][-self._payload_cuts :]
@@ -266,11 +272,11 @@ class CutWriter:
 
     async def write_first(self, cut: fx.TakeCut) -> None:
         """Write and complete cut 0, which has no learner's part. NoRoom: try again later."""
-        await self._write_captured(self._capture_state(cut))
+        await self._write_captured(self._capture_state(cut), None)
         await asyncio.to_thread(self._run_store.complete_cut, self._run, CompleteCut(cut.cut, (), ()))
 
     def take_cut(self, cut: fx.TakeCut) -> None:
-        self._spawn(self._write_part(self._capture_state(cut)))
+        self._spawn(self._write_part(self._capture_state(cut), None if cut.last else Rests()))
 
     def complete_cut(self, done: CompleteCut) -> None:
         self._spawn(self._write_manifest(done))
@@ -281,18 +287,18 @@ class CutWriter:
         parameters = self._parameters
         return CapturedCut(cut.cut, state, parameters.hold_arrays(), parameters.known_digests(), held)
 
-    async def _write_part(self, captured: CapturedCut) -> None:
+    async def _write_part(self, captured: CapturedCut, rests: Rests | None) -> None:
         reason = ""
         try:
-            await self._write_captured(captured)
+            await self._write_captured(captured, rests)
         except AtollError as error:
             reason = one_line(error)
         self._tell(fx.CutKept(captured.cut, reason))
 
-    async def _write_captured(self, captured: CapturedCut) -> None:
+    async def _write_captured(self, captured: CapturedCut, rests: Rests | None) -> None:
         try:
             write = self._run_store.write_cut
-            await asyncio.to_thread(write, captured.cut, captured.state, captured.arrays, captured.digests)
+            await asyncio.to_thread(write, captured.cut, captured.state, captured.arrays, captured.digests, rests)
         finally:
             for buffer in captured.held:
                 buffer.readers -= 1

@@ -83,7 +83,7 @@ class Cuts:
         awaited = {one.name: one.incarnation for one in learners}
         self.open = OpenCut(rounds, now, now + self.state.settings.cut_wait_s, awaited, last=last)
         self.state.out.cut = rounds
-        self.state.out.add_effect(TakeCut(rounds, self.state.history.state()))
+        self.state.out.add_effect(TakeCut(rounds, self.state.history.state(), last=last))
 
     def note_saved(self, learner: KnownLearner, said: CutSaved) -> None:
         open_ = self.open

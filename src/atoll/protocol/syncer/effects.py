@@ -233,12 +233,13 @@ class Persist(Fact, frozen=True):
 class TakeCut(Fact, frozen=True):
     """Effect: record Θ, the outer state and this history as they are now, and answer CutKept.
 
-    The `first` is durable before any effect behind it is carried out.
+    The `first` is durable before any effect behind it is carried out. For the `last` the end of the run waits.
     """
 
     cut: int
     history: State
     first: bool = False
+    last: bool = False
 
 
 class CompleteCut(Fact, frozen=True):
