@@ -34,6 +34,7 @@ KNOWN = {
     "learner/saved_state.py": (2, "a thread that answers whatever happens; the same for what is not merged"),
     "observe/tail.py": (1, "a thread that prints who comes and goes: no run waits for it"),
     "observe/dashboard/site.py": (2, CONNECTION),
+    "store/removal.py": (1, "a thread that frees the room of removed files; what it leaves, the next removal takes"),
     "syncer/process.py": (4, VITAL),
     "syncer/service.py": (4, VITAL),
     "workloads/elastic.py": (1, "a thread that reads orders; without it the supervisor ends the process"),

@@ -144,7 +144,7 @@ def test_what_was_refused_is_told_with_its_reason(tmp_path: Path) -> None:
 def test_a_part_that_cannot_be_written_is_a_reason_and_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fails(path: Path, snapshot: Snapshot) -> str:
+    def fails(path: Path, snapshot: Snapshot, rests: Rests) -> str:
         raise error
 
     saver = Saver(tmp_path)

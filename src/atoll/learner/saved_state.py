@@ -55,6 +55,7 @@ from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.store.atomic import make_folder, write_atomic
 from atoll.store.disk import Rests
+from atoll.store.removal import remove_gently
 from atoll.store.rundir import UNMERGED
 
 
@@ -253,7 +254,8 @@ class Saver:
             wanted = {*read_lives(self._folder), *(part_name(one) for one in kept)}
             for old in list_parts(self._folder)[:-NEWEST]:
                 if old.name not in wanted:
-                    old.unlink(missing_ok=True)
+                    with suppress(FileNotFoundError):
+                        remove_gently(old)
         except Exception as error:  # whatever it is: the syncer waits for an answer
             self.refuse(cut, t, f"its part could not be written: {error}")
         else:

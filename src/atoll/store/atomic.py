@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from atoll.store.removal import replace_gently
+
 
 def mode_in(folder: Path) -> int:
     """The mode of a file that is made there, before the umask."""
@@ -49,7 +51,7 @@ def staged(path: Path) -> Iterator[Path]:
         # Whoever wrote may have made the file anew and private (safetensors does): its folder says how open it is.
         draft.chmod(mode)
         sync_path(draft)
-        draft.replace(path)
+        replace_gently(draft, path)
     except BaseException:
         with suppress(FileNotFoundError):
             draft.unlink()

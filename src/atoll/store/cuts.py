@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.store.atomic import make_folder, mode_in, sync_path, write_atomic
 from atoll.store.disk import Rests, cut_in_pieces, sync_between
+from atoll.store.removal import remove_folder_gently
 from atoll.store.segments import Position
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -284,7 +286,8 @@ def prune(root: Path, keep: int, spared: int = -1) -> list[int]:
     for cut in old:
         folder_of(root, cut).rename(root / f"{GONE}{cut}")
     for entry in (*root.glob(f"{GONE}*"), *root.glob(f"{DRAFT}*")):
-        shutil.rmtree(entry, ignore_errors=True)
+        with suppress(OSError):
+            remove_folder_gently(entry)
     return sorted(old)
 
 

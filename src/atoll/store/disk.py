@@ -24,6 +24,7 @@ from typing import IO, Protocol, TypeAlias
 
 from atoll.protocol.errors import AtollError
 from atoll.store.atomic import mode_in
+from atoll.store.removal import remove_gently
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -131,7 +132,7 @@ class LocalDisk:
         return os.listdir(folder)
 
     def remove(self, path: Path) -> None:
-        path.unlink()
+        remove_gently(path)
 
     def sync(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
