@@ -45,7 +45,7 @@ def test_a_large_file_loses_its_name_at_once_and_its_bytes_step_by_step(tmp_path
     assert gone.name.startswith(GONE) and gone.stat().st_size == 3 * STEP + 1, "who has it open reads on"
     remover.wait_until_done()
     assert list(tmp_path.iterdir()) == []
-    assert lengths == [2 * STEP + 1, STEP + 1, 1]
+    assert lengths == [2 * STEP + 1, STEP + 1, 1, 0]
 
 
 def test_a_large_folder_goes_with_all_that_is_in_it(tmp_path: Path, lengths: list[int]) -> None:
@@ -58,7 +58,7 @@ def test_a_large_folder_goes_with_all_that_is_in_it(tmp_path: Path, lengths: lis
     remover.remove_folder(tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
     remover.wait_until_done()
-    assert [one.name for one in tmp_path.iterdir()] == ["outside"] and lengths == [1, 1, 1]
+    assert [one.name for one in tmp_path.iterdir()] == ["outside"] and lengths == [1, 0] * 3
     assert (tmp_path / "outside").stat().st_size == 5 * STEP, "what a link names stays"
 
 
@@ -112,4 +112,18 @@ def test_a_large_file_that_is_replaced_goes_step_by_step(
     remover.replace(tmp_path / "draft", tmp_path / "model")
     remover.wait_until_done()
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("model", b"new")]
-    assert lengths == ([2 * STEP, STEP] if links else [])
+    assert lengths == ([2 * STEP, STEP, 0] if links else [])
+
+
+def test_who_ends_in_good_order_leaves_nothing_behind(tmp_path: Path, lengths: list[int]) -> None:
+    """A finished run kept gigabytes that nobody looked for."""
+    (tmp_path / "a").write_bytes(bytes(9 * STEP))
+    remover = Remover(readers_s=3600.0)
+    remover.remove_file(tmp_path / "a")
+    remover.finish()
+    assert list(tmp_path.iterdir()) == lengths == []
+    (tmp_path / "b").write_bytes(bytes(9 * STEP))
+    remover._readers_s = 0.0
+    remover.remove_file(tmp_path / "b")
+    remover.wait_until_done()
+    assert len(lengths) == 9, "and after that it is gentle again"

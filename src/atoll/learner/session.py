@@ -48,6 +48,7 @@ from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Stepped
 from atoll.protocol.tape import BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, StoppedEntry, SuppliedEntry
+from atoll.store.removal import finish_removals
 from atoll.store.rundir import UNMERGED
 
 DIAL_S = 5.0
@@ -502,4 +503,6 @@ class RunSession:
         self._preemption.stop()
         self._courier.close()
         self._own.room.close()
+        if not self._preemption.hurried:
+            finish_removals()
         self.shared.close()

@@ -2,8 +2,9 @@
 
 To free gigabytes at once holds up every sync on that disk: the unlink of 4 GB took 6 s on ext4 mounted with `discard`,
 and while it went on commits beside it took forty times as long. So a large file, or a folder of such, loses its name at
-once, and a thread shortens it step by step, with rests, until nothing is left. What a process did not come to, the next
-removal in that folder goes on with.
+once, and a thread shortens it step by step, with rests, until nothing is left. Where more waits to be removed it takes
+no rests: room must come back as fast as it is used. Who ends in good order calls `finish_removals`; what a process did
+not come to, the next removal in that folder goes on with.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Remover:
         self._lock = threading.Lock()
         self._known: set[Path] = set()
         self._thread: threading.Thread | None = None
+        self._hurried = threading.Event()
 
     def remove_file(self, path: Path) -> None:
         """Once this returns its name is free. OSError as by unlink: it is not there, or a folder."""
@@ -64,6 +66,12 @@ class Remover:
         if gone is not None and gone.exists():
             self._take(gone)
 
+    def finish(self) -> None:
+        """Remove what is left, without rests: nobody commits to that disk any more."""
+        self._hurried.set()
+        self.wait_until_done()
+        self._hurried.clear()
+
     def wait_until_done(self) -> None:
         while True:
             with self._lock:
@@ -88,25 +96,25 @@ class Remover:
                     self._thread = None
                     return
                 gone, since = self._queue.get()
-            time.sleep(max(0.0, since + self._readers_s - time.monotonic()))
+            self._hurried.wait(max(0.0, since + self._readers_s - time.monotonic()))
             with suppress(OSError):  # it is tried again with the next removal there
                 for file in _list_files(gone):
-                    _shorten(file)
+                    self._shorten(file)
                 _remove_now(gone)
             with self._lock:
                 self._known.discard(gone)
 
+    def _shorten(self, file: Path) -> None:
+        left = file.stat().st_size
+        while left > 0 and not self._hurried.is_set():
+            left = max(0, left - STEP_BYTES)
+            began = time.perf_counter()
+            os.truncate(file, left)
+            self._rest(time.perf_counter() - began)
 
-def _shorten(file: Path) -> None:
-    left = file.stat().st_size
-    while left > STEP_BYTES:
-        left -= STEP_BYTES
-        began = time.perf_counter()
-        os.truncate(file, left)
-        time.sleep(time.perf_counter() - began)
-    began = time.perf_counter()
-    file.unlink()
-    time.sleep(time.perf_counter() - began)
+    def _rest(self, seconds: float) -> None:
+        if self._queue.empty():
+            self._hurried.wait(seconds)
 
 
 def _name_gone(path: Path) -> Path:
@@ -133,3 +141,4 @@ def _remove_now(path: Path) -> None:
 
 _REMOVER = Remover()
 remove_gently, remove_folder_gently, replace_gently = _REMOVER.remove_file, _REMOVER.remove_folder, _REMOVER.replace
+finish_removals = _REMOVER.finish

@@ -48,6 +48,7 @@ from atoll.store.cuts import (
 )
 from atoll.store.disk import Disk, LocalDisk, Rests, not_written
 from atoll.store.journal import Entry, Journal
+from atoll.store.removal import finish_removals
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.tail import TailModel, average_tail
 from atoll.store.writer_lease import Deposed, WriterLease
@@ -244,6 +245,7 @@ class RunStore:
     def close(self) -> None:
         self._journal.close()
         self._lease.release()
+        finish_removals()
 
 
 @dataclass(frozen=True, slots=True)
