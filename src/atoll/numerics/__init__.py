@@ -4,6 +4,7 @@ Nothing here does I/O, knows a clock or imports torch. Arrays are flat, contiguo
 into buffers the caller allocated once.
 
     fragments      tensors → a plan of fragments, and its fingerprint
+    rank_plan      what one rank of a learner holds of each fragment
     codec          Δ ↔ bytes
     absmax         int8 and int4: few bits a value, and a scale for every block
     screen         refuses contributions with broken or absurd numbers

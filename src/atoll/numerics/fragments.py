@@ -1,7 +1,7 @@
 """How a model's tensors become fragments, the units of communication.
 
 A fragment holds pieces: whole tensors, or some rows of one. Rules kept here:
-- the pieces of a tensor tile it exactly once, and no fragment is empty;
+- the pieces of a tensor tile it exactly once, and no fragment is empty (a rank's part of one may be);
 - a piece is whole rows (first dimension) of a tensor with two dimensions or more, elements of a tensor with one; a
   scalar is never cut. So what works row by row (codecs' blocks, row-wise merging) never sees half a row;
 - a plan follows from the tensors' names, shapes and dtypes, the count and the strategy alone: never from the order in
@@ -64,7 +64,8 @@ class Piece(msgspec.Struct, frozen=True):
 class Fragment(msgspec.Struct, frozen=True):
     index: int
     pieces: tuple[Piece, ...]
-    """In order of name and row, as they lie one after the other in the fragment's array."""
+    """As they lie one after the other in the fragment's array: in order of name and row. Of a rank's plan
+    (rank_plan.py) those that it sends come first."""
     offsets: tuple[int, ...]
     """The element at which each piece starts."""
     size: int
@@ -142,8 +143,19 @@ def make_plan(tensors: Sequence[TensorSpec], count: int, strategy: str = "balanc
     by = PLAN.load(strategy)
     _check(tensors, count)
     bins = by.deal(sorted(tensors, key=lambda tensor: tensor.name), count)
-    fragments = tuple(_fragment(index, held) for index, held in enumerate(bins))
-    return FragmentPlan(strategy, fragments, _fingerprint(strategy, fragments))
+    in_order = [sorted(held, key=lambda piece: (piece.tensor.name, piece.first)) for held in bins]
+    return lay_out_plan(strategy, in_order)
+
+
+def lay_out_plan(strategy: str, fragments: Sequence[Sequence[Piece]]) -> FragmentPlan:
+    """A plan of these fragments, with the pieces of each in this order."""
+    made = tuple(lay_out_fragment(index, pieces) for index, pieces in enumerate(fragments))
+    return FragmentPlan(strategy, made, _fingerprint(strategy, made))
+
+
+def lay_out_fragment(index: int, pieces: Sequence[Piece]) -> Fragment:
+    sizes = [piece.size for piece in pieces]
+    return Fragment(index, tuple(pieces), _starts(sizes), sum(sizes))
 
 
 def assemble_tensors(plan: FragmentPlan, values: Sequence[FloatArray]) -> dict[str, FloatArray]:
@@ -220,14 +232,8 @@ def _check_tensor(tensor: TensorSpec, seen: set[str]) -> None:
         )
 
 
-def _fragment(index: int, held: list[Piece]) -> Fragment:
-    pieces = tuple(sorted(held, key=lambda piece: (piece.tensor.name, piece.first)))
-    sizes = [piece.size for piece in pieces]
-    return Fragment(index, pieces, _starts(sizes), sum(sizes))
-
-
 def _starts(sizes: list[int]) -> tuple[int, ...]:
-    return tuple(accumulate(sizes[:-1], initial=0))
+    return tuple(accumulate([0, *sizes][:-1]))
 
 
 def _fingerprint(strategy: str, fragments: tuple[Fragment, ...]) -> str:

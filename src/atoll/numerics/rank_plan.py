@@ -1,0 +1,199 @@
+"""What one rank of a learner holds of each fragment, and where that lies in the whole fragment's array.
+
+A rank holds boxes of tensors (protocol/boxes.py). Its plan is a `FragmentPlan` of the boxes: fragment f has the parts
+of the whole plan's fragment f that lie in them, as pieces of tensors of the boxes' shapes. Rules kept here:
+
+- the boxes that all ranks of a learner send tile every tensor exactly once (`check_tiling`);
+- in a fragment's array, pieces that the rank sends come first, so that what it sends is the front of the array; then in
+  order of name and row. A fragment of which the rank holds nothing is empty;
+- values are only moved: ranks' bodies in fp32 and bf16, which encode each value for itself, give the bits that the body
+  of the whole fragment gives. In codecs with blocks (int8, int4, topk) a box's rows are rows of its own: where it cuts
+  columns, and with topk also where it cuts rows, blocks begin elsewhere, so numbers are rounded differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from types import EllipsisType
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.fragments import (
+    Fragment,
+    FragmentPlan,
+    Piece,
+    elements,
+    lay_out_fragment,
+    lay_out_plan,
+)
+from atoll.protocol.boxes import Box, RankBoxes
+from atoll.protocol.errors import PlanError
+from atoll.protocol.messages import TensorSpec
+
+
+class Place(NamedTuple):
+    """Where a rank's piece lies in the array of the whole fragment."""
+
+    values: slice
+    """Of the whole plan's piece that it is a part of …"""
+    shape: tuple[int, ...]
+    """… which has this shape, …"""
+    part: tuple[slice, ...]
+    """… and the part of it."""
+
+    def find_in(self, whole: FloatArray) -> FloatArray:
+        """A view; strided where the box cuts columns."""
+        part: tuple[slice | EllipsisType, ...] = (*self.part, ...)  # so that a scalar is a view too
+        return whole[self.values].reshape(self.shape)[part]
+
+
+class RankPlan(msgspec.Struct, frozen=True):
+    plan: FragmentPlan
+    """Of what the rank holds. Fragments may be empty, all of them too."""
+    fragments_sent: tuple[Fragment, ...]
+    places: tuple[tuple[Place, ...], ...]
+    """Per fragment, of each piece."""
+
+    def sent(self, fragment: int) -> Fragment:
+        """What the rank sends of this fragment: the leading pieces, a prefix of the fragment's array."""
+        return self.fragments_sent[fragment]
+
+    def scatter(self, fragment: int, sent_values: FloatArray, whole: FloatArray) -> None:
+        """Write what the rank sent (an array of `sent(fragment)`) to its place in the whole fragment's array."""
+        for (piece, part), place in zip(self.sent(fragment).parts, self.places[fragment], strict=False):
+            place.find_in(whole)[...] = sent_values[part].reshape(piece.shape)
+
+    def take(self, fragment: int, whole: FloatArray, local: FloatArray) -> None:
+        """Fill the rank's array of this fragment, also what it does not send, from the whole fragment's array."""
+        for (piece, part), place in zip(self.plan.fragments[fragment].parts, self.places[fragment], strict=True):
+            local[part].reshape(piece.shape)[...] = place.find_in(whole)
+
+
+def make_rank_plan(plan: FragmentPlan, boxes: RankBoxes) -> RankPlan:
+    """Of boxes that `check_tiling` has let through."""
+    held = {box.tensor: box for box in boxes if prod(box.sizes) > 0}
+    specs = {
+        tensor.name: msgspec.structs.replace(tensor, shape=held[tensor.name].sizes)
+        for tensor in plan.tensors
+        if tensor.name in held
+    }
+    pieces, sent, places = [], [], []
+    for fragment in plan.fragments:
+        cuts = [(part, held[part[0].tensor.name]) for part in fragment.parts if part[0].tensor.name in held]
+        found = [cut_out for part, box in cuts if (cut_out := _cut_out(*part, box, specs[box.tensor])) is not None]
+        found.sort(key=lambda one: not one[0])  # stable: in order of name and row otherwise
+        pieces.append([piece for _, piece, _ in found])
+        sent.append(lay_out_fragment(fragment.index, [piece for sends, piece, _ in found if sends]))
+        places.append(tuple(place for _, _, place in found))
+    return RankPlan(lay_out_plan(plan.strategy, pieces), tuple(sent), tuple(places))
+
+
+def _cut_out(whole: Piece, values: slice, box: Box, spec: TensorSpec) -> tuple[bool, Piece, Place] | None:
+    """What of a piece lies in the box, and whether it is sent; None: nothing."""
+    if not whole.shape:
+        return box.sends, Piece(spec, 0, 1), Place(values, (), ())
+    offset, size = box.offsets[0], box.sizes[0]
+    first, last = max(whole.first, offset), min(whole.first + whole.rows, offset + size)
+    if first >= last:
+        return None
+    columns = (slice(start, start + count) for start, count in zip(box.offsets[1:], box.sizes[1:], strict=True))
+    part = (slice(first - whole.first, last - whole.first), *columns)
+    return box.sends, Piece(spec, first - offset, last - first), Place(values, whole.shape, part)
+
+
+# ---- whether boxes are of a model -----------------------------------------------------------------------------------
+
+
+class SentBox(NamedTuple):
+    rank: int
+    box: Box
+
+
+def check_tiling(tensors: Sequence[TensorSpec], ranks: Sequence[RankBoxes]) -> None:
+    """PlanError in one line unless every box is of one of these tensors and inside of it, and those that are sent hold
+    every value exactly once."""
+    known = {tensor.name: tensor for tensor in tensors}
+    sent: dict[str, list[SentBox]] = {tensor.name: [] for tensor in tensors}
+    for rank, boxes in enumerate(ranks):
+        seen: set[str] = set()
+        for box in boxes:
+            _check_box(rank, box, known.get(box.tensor), seen)
+            seen.add(box.tensor)
+            if box.sends and prod(box.sizes) > 0:
+                sent[box.tensor].append(SentBox(rank, box))
+    for tensor in tensors:
+        _check_disjoint(sent[tensor.name])
+        _check_whole(tensor, sent[tensor.name])
+
+
+def _check_box(rank: int, box: Box, tensor: TensorSpec | None, seen: set[str]) -> None:
+    if tensor is None:
+        raise PlanError(f"rank {rank} has a box of {box.tensor!r}, which is no tensor of the model")
+    if box.tensor in seen:
+        raise PlanError(f"rank {rank} has two boxes of {box.tensor!r}: it may have one")
+    if not len(box.offsets) == len(box.sizes) == len(tensor.shape):
+        raise PlanError(
+            f"rank {rank}'s box of {box.tensor!r} has {len(box.offsets)} offsets and {len(box.sizes)} sizes: "
+            f"the tensor has {len(tensor.shape)} dimensions"
+        )
+    ends = map(sum, zip(box.offsets, box.sizes, strict=True))
+    if prod(box.sizes) > 0 and any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
+        raise PlanError(f"rank {rank}'s {_describe(box)} is outside of the tensor, which has shape {tensor.shape}")
+
+
+def _check_disjoint(sent: list[SentBox]) -> None:
+    """In order of one dimension, each box is compared with those that begin before it ends. The dimension is the one
+    with the most beginnings, so these are few, or none."""
+    if len(sent) < 2:
+        return
+    if not sent[0].box.sizes:
+        _refuse_overlap(*sent[:2])
+    starts = np.array([one.box.offsets for one in sent], dtype=np.int64)
+    ends = starts + np.array([one.box.sizes for one in sent], dtype=np.int64)
+    along = int(np.argmax([len(set(column)) for column in starts.T.tolist()]))
+    order = np.argsort(starts[:, along], kind="stable")
+    starts, ends = starts[order], ends[order]
+    until = np.searchsorted(starts[:, along], ends[:, along])
+    for at in np.flatnonzero(until > np.arange(len(sent)) + 1):
+        others = slice(at + 1, until[at])
+        meet = (starts[at] < ends[others]) & (starts[others] < ends[at])
+        if (both := _first_of(meet.all(axis=1))) is not None:
+            _refuse_overlap(sent[order[at]], sent[order[at + 1 + both]])
+
+
+def _first_of(found: NDArray[np.bool_]) -> int | None:
+    return int(found.argmax()) if found.any() else None
+
+
+def _refuse_overlap(one: SentBox, other: SentBox) -> None:
+    one, other = sorted((one, other), key=lambda sent: sent.rank)
+    raise PlanError(
+        f"rank {one.rank} and rank {other.rank} both send a part of {one.box.tensor!r}: "
+        f"{_extent(one.box)} and {_extent(other.box)} overlap"
+    )
+
+
+def _check_whole(tensor: TensorSpec, sent: Iterable[SentBox]) -> None:
+    found = sum(prod(box.sizes) for _, box in sent)
+    if not found:
+        raise PlanError(f"no rank sends {tensor.name!r}")
+    if found < elements(tensor):
+        ranks = sorted(rank for rank, _ in sent)
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        raise PlanError(
+            f"of the {elements(tensor)} values of {tensor.name!r} {found} are sent, by {who}: the others by nobody"
+        )
+
+
+def _describe(box: Box) -> str:
+    return f"box of {box.tensor!r}, {_extent(box)},"
+
+
+def _extent(box: Box) -> str:
+    sides = ", ".join(f"{start}:{start + size}" for start, size in zip(box.offsets, box.sizes, strict=True))
+    return f"[{sides}]"
