@@ -10,7 +10,7 @@ Rules:
 - every message is numbered, and no number comes twice in a session, also over another connection or another courier of
   the same training process;
 - a dead syncer is noticed within 9 s by pings, at once where its machine says so;
-- bodies travel on connections of their own (16 at most) so that bulk never starves control.
+- bodies travel on connections of their own (`bodies`) so that bulk never starves control.
 """
 
 from __future__ import annotations
@@ -20,29 +20,15 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import aiohttp
 import msgspec
 
-from atoll.fabric.address import SyncerAddress, checked_url, parse_address
+from atoll.fabric.address import SyncerAddress
+from atoll.fabric.bodies import BodyConnection
 from atoll.fabric.calls import close_session, close_socket, dial_socket, open_session, receive_frame, send_frame
 from atoll.fabric.control_channel import ClientSocket, SendQueue
-from atoll.fabric.state import Into, Parts, StateArrival, StateSource, get_state, put_relay
-from atoll.fabric.transfer import (
-    FetchedVersion,
-    FragmentArrival,
-    body_headers,
-    body_session,
-    fragment_url,
-    get_body,
-    get_moments,
-    get_version,
-    moments_url,
-    put_body,
-    reason_of,
-    showing,
-)
+from atoll.fabric.transfer import reason_of, showing
 from atoll.fabric.wire import (
     PROTOCOL_HEADER,
     FabricLimits,
@@ -51,11 +37,11 @@ from atoll.fabric.wire import (
     encode,
     one_line,
 )
-from atoll.protocol.errors import ConfigError, PeerError, Unreachable
+from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.messages import FromLearner, FromSyncer, Hello, Refused
 
 
-class SyncerConnection:
+class SyncerConnection(BodyConnection):
     """One learner's connection to its syncer. Belongs to one event loop; `run` is started once."""
 
     def __init__(
@@ -69,35 +55,20 @@ class SyncerConnection:
         limits: FabricLimits | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._address = parse_address(where)
-        self._urls = list(self._address.urls)
-        self.bytes_in = 0
-        self.bytes_out = 0
+        super().__init__(where, limits=limits)
         self._hello = hello
         self._on_open = on_open
         self._on_message = on_message
         self._on_lost = on_lost
-        self._limits = limits or FabricLimits()
         self._jitter = jitter
         self._outbox: SendQueue | None = None
         self._seq = time.monotonic_ns()
         """Of the last message. Where a courier died, its successor begins above whatever it had counted to."""
         self._backoff_s = self._limits.backoff_s
         self._control: aiohttp.ClientSession | None = None
-        self._bodies: aiohttp.ClientSession | None = None
         self._closing = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-
-    @property
-    def url(self) -> str:
-        """Where the syncer is, or is looked for now."""
-        return self._urls[0]
-
-    @property
-    def private(self) -> bool:
-        """Its syncer authenticates learners; then they do not talk to each other directly."""
-        return self._address.private
 
     @property
     def up(self) -> bool:
@@ -113,7 +84,7 @@ class SyncerConnection:
                     break
                 self._on_lost(reason)
                 await self._pause()
-                self._urls.append(self._urls.pop(0))
+                self._take_next_address()
         finally:
             self._idle.set()
             await close_session(self._control, self._limits.flush_s)
@@ -134,74 +105,6 @@ class SyncerConnection:
         if self._outbox is not None:
             self._outbox.close(discard=True)
 
-    async def put_contribution(
-        self, learner: str, session: str, round: int, attempt: int, data: memoryview, digest: str, deadline_s: float
-    ) -> None:
-        """Returns once the syncer has it whole. Unreachable: try again; PeerError: it does not want it."""
-        url = f"{self.url}/v1/contributions/{learner}/{round}/{attempt}"
-        await self._put(url, data, body_headers(session, digest), deadline_s)
-
-    async def put_initial(
-        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float
-    ) -> None:
-        await self._put(f"{self.url}/v1/initial/{learner}/{fragment}", data, body_headers(session, digest), deadline_s)
-
-    async def get_fragment(self, index: int, into: memoryview, deadline_s: float) -> tuple[int, int, str]:
-        """Version, round and digest of what is now in `into`; after an error its content is undefined."""
-        arrival = FragmentArrival(into.cast("B"))
-        try:
-            where = partial(self._fragment_url, index)
-            return await get_body(self._for_bodies(), where, arrival, deadline_s, self._limits)
-        finally:
-            self.bytes_in += arrival.received
-
-    def _fragment_url(self, index: int) -> str:
-        """At the syncer of now."""
-        return fragment_url(self.url, index)
-
-    async def get_version(
-        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float
-    ) -> FetchedVersion:
-        """The same for whoever holds version `have`: perhaps as steps from there, of `step_bytes` each."""
-        url = fragment_url(self.url, index)
-        found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s)
-        self.bytes_in += found.nbytes or into.nbytes
-        return found
-
-    async def get_moments(self, index: int, version: int, into: memoryview, deadline_s: float) -> int:
-        """The bytes of the averaged moments of that version, now in `into`; PeerError: the syncer has none."""
-        size = await get_moments(self._for_bodies(), moments_url(self.url, index, version), into, deadline_s)
-        self.bytes_in += size
-        return size
-
-    async def get_state(
-        self,
-        ticket: str,
-        into: Into,
-        *,
-        learner: str,
-        session: str,
-        most_bytes: int,
-        deadline_s: float,
-        direct: str = "",
-    ) -> str:
-        """The digest of a peer's state, which came into the buffer that `into` gave for its size."""
-        near = _direct(direct, ticket) if not self.private else []
-        sources = [*near, StateSource.relayed(self.url, ticket, learner, session)]
-        arrival = StateArrival(into, most_bytes)
-        try:
-            return await get_state(self._for_bodies(), sources, arrival, deadline_s, self._limits)
-        finally:
-            self.bytes_in += arrival.received
-
-    async def put_relay(
-        self, ticket: str, parts: Parts, *, offset: int, digest: str, learner: str, session: str, deadline_s: float
-    ) -> None:
-        """Our state from `offset` on, which must not change meanwhile. The newcomer asks again for what it lacks."""
-        source = StateSource.relayed(self.url, ticket, learner, session)
-        sent = await put_relay(self._for_bodies(), source, parts, offset, digest, deadline_s, self._limits)
-        self.bytes_out += sent
-
     async def close(self) -> None:
         """Sends what is queued (2 s at most), ends `run`, and cuts whatever is still on its way."""
         self._closing.set()
@@ -212,18 +115,12 @@ class SyncerConnection:
                 await self._idle.wait()
         except TimeoutError:
             pass  # the syncer does not take it: closing the session below cuts the connection
-        for session in (self._control, self._bodies):
-            if session is not None:
-                await close_session(session, self._limits.flush_s)
+        if self._control is not None:
+            await close_session(self._control, self._limits.flush_s)
+        await super().close()
 
-    async def _put(self, url: str, data: memoryview, headers: dict[str, str], deadline_s: float) -> None:
-        await put_body(self._for_bodies(), url, data, headers, deadline_s, self._limits)
-        self.bytes_out += data.nbytes
-
-    def _for_bodies(self) -> aiohttp.ClientSession:
-        if self._bodies is None:
-            self._bodies = body_session(self._address, self._limits)
-        return self._bodies
+    def _miss_syncer(self) -> None:
+        """The control channel says when it is lost."""
 
     async def _pause(self) -> None:
         wait_s = self._jitter() * self._backoff_s
@@ -303,14 +200,6 @@ class SyncerConnection:
         with suppress(Unreachable, TimeoutError):  # closing it tells the reader
             await outbox.drain(lambda data: send_frame(socket, data), self._limits.send_s)
         await close_socket(socket)
-
-
-def _direct(url: str, ticket: str) -> list[StateSource]:
-    """Where a peer on this machine says that it can be reached. Of any other the syncer passes the state on."""
-    try:
-        return [StateSource.direct(checked_url(url), ticket)]
-    except ConfigError:
-        return []
 
 
 def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -> str:

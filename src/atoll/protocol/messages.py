@@ -28,6 +28,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.clock import Clock
 from atoll.protocol.limits import MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
 from atoll.protocol.settings import Settings
@@ -38,6 +39,8 @@ PROTOCOL = 2
 OLDEST = 2
 """The oldest version that is still understood."""
 
+MOST_RANKS = 4096
+"""Of one learner."""
 
 BUFFER_RULES = ("mean", "first")
 """How buffers of the model are merged, where they are (numerics/merge.py)."""
@@ -107,6 +110,8 @@ class Hello(Message, frozen=True):
     """… and what only that process and its restarts can show (succession.py); empty: nothing. It is kept nowhere."""
     frozen: Line = ""
     """A digest of what it does not merge: frozen parameters, buffers of its own. Empty: not to be compared."""
+    ranks: Annotated[tuple[RankBoxes, ...], Meta(max_length=MOST_RANKS)] = ()
+    """What each of its ranks holds, in order of rank; empty: it has one, which holds everything (docs/adr/0030)."""
 
 
 class Progress(Message, frozen=True):

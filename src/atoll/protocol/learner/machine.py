@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from atoll.protocol import messages as msg
+from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as fx
@@ -50,10 +51,11 @@ class LearnerMachine:
         holder: Holder | None = None,
         frozen: str = "",
         takes_frozen: bool = False,
+        ranks: tuple[RankBoxes, ...] = (),
     ) -> None:
         """`restored`: its inner optimizer comes from what this learner saved, so it seeks none when it joins. `holder`:
         who has this name, and by what it is proved. `frozen`: a digest of what it does not merge; where it is not the
-        run's, `takes_frozen` has it seek a peer's."""
+        run's, `takes_frozen` has it seek a peer's. `ranks`: what each of them holds; empty: it has one."""
         self.name, self.session = name, session
         self._holder = holder or Holder(session)
         self.phase: Phase = "out"
@@ -66,6 +68,7 @@ class LearnerMachine:
         self.wake_at: float | None = None
         self._tensors, self._data, self._restored, self._declared = tensors, data, restored, tokens_per_step
         self._frozen, self._takes_frozen, self._run_frozen = frozen, takes_frozen, ""
+        self._ranks = ranks
         self._data_of: fx.Registered | None = None
         self._effects: list[fx.LearnerEffect] = []
         self._counters = Counters()
@@ -156,6 +159,7 @@ class LearnerMachine:
             pid=self._holder.pid,
             proof=self._holder.proof,
             frozen=self._frozen,
+            ranks=self._ranks,
             clock=self._connection.clock,
             term=self.term,
         )

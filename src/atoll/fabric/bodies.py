@@ -1,0 +1,181 @@
+"""Bodies to and from a syncer, without a control channel: all that the courier of a follower needs (docs/adr/0030).
+
+A learner of several ranks has one control channel, its leader's (`client`). The couriers of its other ranks only send
+and fetch bodies, under the learner's name and session and by the same join link:
+
+    bodies = BodyConnection(where)
+    await bodies.put_contribution(learner, session, round, attempt, data, digest, deadline_s, rank=1)
+    await bodies.get_fragment(fragment, into, deadline_s, learner, rank=1)
+    await bodies.close()
+
+Rules:
+- the syncer takes bodies while the leader's channel is open under that session, and serves a rank's part while it is
+  open at all. Otherwise a PUT is a PeerError, and a GET Unreachable: it is worth another try;
+- at most 16 connections;
+- where several addresses are named (a,b,c), each request that finds no syncer moves on to the next.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import aiohttp
+
+from atoll.fabric.address import checked_url, parse_address
+from atoll.fabric.calls import close_session
+from atoll.fabric.state import Into, Parts, StateArrival, StateSource, get_state, put_relay
+from atoll.fabric.transfer import (
+    FetchedVersion,
+    FragmentArrival,
+    body_headers,
+    body_session,
+    fragment_url,
+    get_body,
+    get_moments,
+    get_version,
+    moments_url,
+    put_body,
+)
+from atoll.fabric.wire import FabricLimits
+from atoll.protocol.errors import ConfigError, Unreachable
+
+
+class BodyConnection:
+    """Belongs to one event loop."""
+
+    def __init__(self, where: str, *, limits: FabricLimits | None = None) -> None:
+        self._address = parse_address(where)
+        self._urls = list(self._address.urls)
+        self._limits = limits or FabricLimits()
+        self._bodies: aiohttp.ClientSession | None = None
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    @property
+    def url(self) -> str:
+        """Where the syncer is, or is looked for now."""
+        return self._urls[0]
+
+    @property
+    def private(self) -> bool:
+        """Its syncer authenticates learners; then they do not talk to each other directly."""
+        return self._address.private
+
+    async def put_contribution(
+        self,
+        learner: str,
+        session: str,
+        round: int,
+        attempt: int,
+        data: memoryview,
+        digest: str,
+        deadline_s: float,
+        rank: int = 0,
+    ) -> None:
+        """Returns once the syncer has it whole. Unreachable: try again; PeerError: it does not want it. `rank`: which
+        rank's part it is, of a learner that declared several."""
+        path = f"contributions/{learner}/{round}/{attempt}"
+        await self._put(path, rank, data, body_headers(session, digest), deadline_s)
+
+    async def put_initial(
+        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float, rank: int = 0
+    ) -> None:
+        """The same for version 0."""
+        await self._put(f"initial/{learner}/{fragment}", rank, data, body_headers(session, digest), deadline_s)
+
+    async def get_fragment(
+        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1
+    ) -> tuple[int, int, str]:
+        """Version, round and digest of what is now in `into`; after an error its content is undefined. With `learner`
+        and `rank`: what this rank holds of the fragment, and its digest; −1: all of the fragment."""
+        arrival = FragmentArrival(into.cast("B"))
+        try:
+            where = partial(self._fragment_url, index, learner, rank)
+            return await get_body(self._for_bodies(), where, arrival, deadline_s, self._limits)
+        except Unreachable:
+            self._miss_syncer()
+            raise
+        finally:
+            self.bytes_in += arrival.received
+
+    def _fragment_url(self, index: int, learner: str, rank: int) -> str:
+        """At the syncer of now."""
+        part = "" if rank < 0 else f"?learner={learner}&rank={rank}"
+        return fragment_url(self.url, index) + part
+
+    async def get_version(
+        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float
+    ) -> FetchedVersion:
+        """The same for whoever holds version `have`: perhaps as steps from there, of `step_bytes` each."""
+        url = fragment_url(self.url, index)
+        found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s)
+        self.bytes_in += found.nbytes or into.nbytes
+        return found
+
+    async def get_moments(self, index: int, version: int, into: memoryview, deadline_s: float) -> int:
+        """The bytes of the averaged moments of that version, now in `into`; PeerError: the syncer has none."""
+        size = await get_moments(self._for_bodies(), moments_url(self.url, index, version), into, deadline_s)
+        self.bytes_in += size
+        return size
+
+    async def get_state(
+        self,
+        ticket: str,
+        into: Into,
+        *,
+        learner: str,
+        session: str,
+        most_bytes: int,
+        deadline_s: float,
+        direct: str = "",
+    ) -> str:
+        """The digest of a peer's state, which came into the buffer that `into` gave for its size."""
+        near = _direct(direct, ticket) if not self.private else []
+        sources = [*near, StateSource.relayed(self.url, ticket, learner, session)]
+        arrival = StateArrival(into, most_bytes)
+        try:
+            return await get_state(self._for_bodies(), sources, arrival, deadline_s, self._limits)
+        finally:
+            self.bytes_in += arrival.received
+
+    async def put_relay(
+        self, ticket: str, parts: Parts, *, offset: int, digest: str, learner: str, session: str, deadline_s: float
+    ) -> None:
+        """Our state from `offset` on, which must not change meanwhile. The newcomer asks again for what it lacks."""
+        source = StateSource.relayed(self.url, ticket, learner, session)
+        sent = await put_relay(self._for_bodies(), source, parts, offset, digest, deadline_s, self._limits)
+        self.bytes_out += sent
+
+    async def close(self) -> None:
+        """Cuts whatever is still on its way."""
+        if self._bodies is not None:
+            await close_session(self._bodies, self._limits.flush_s)
+
+    async def _put(self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float) -> None:
+        url = f"{self.url}/v1/{path}" + (f"?rank={rank}" if rank else "")
+        try:
+            await put_body(self._for_bodies(), url, data, headers, deadline_s, self._limits)
+        except Unreachable:
+            self._miss_syncer()
+            raise
+        self.bytes_out += data.nbytes
+
+    def _for_bodies(self) -> aiohttp.ClientSession:
+        if self._bodies is None:
+            self._bodies = body_session(self._address, self._limits)
+        return self._bodies
+
+    def _miss_syncer(self) -> None:
+        """A request did not reach it."""
+        self._take_next_address()
+
+    def _take_next_address(self) -> None:
+        self._urls.append(self._urls.pop(0))
+
+
+def _direct(url: str, ticket: str) -> list[StateSource]:
+    """Where a peer on this machine says that it can be reached. Of any other the syncer passes the state on."""
+    try:
+        return [StateSource.direct(checked_url(url), ticket)]
+    except ConfigError:
+        return []
