@@ -18,9 +18,10 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from torch import nn
 from atoll.choices import ADOPT
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.device_offload import DeviceOffload
-from atoll.learner.model import BufferRule, describe, merged, view_piece
+from atoll.learner.model import BufferRule, describe, merged, merged_here, view_piece
 from atoll.learner.moments import InnerMoments
 from atoll.learner.offload import DeviceCopy, Offload, find_device, make_offload
 from atoll.learner.placement import PlacementWish, choose_placement, free_bytes
+from atoll.learner.ranks import RankGroup, find_boxes, reshard
 from atoll.learner.saved_state import fill_box, settings_of
 from atoll.learner.script import say
 from atoll.learner.state import Optimizers
@@ -51,8 +53,10 @@ from atoll.mailbox.channel import (
     Welcomed,
 )
 from atoll.numerics.codec import make_codec
-from atoll.numerics.fragments import FragmentPlan, make_plan
-from atoll.protocol.errors import PlanError
+from atoll.numerics.fragments import FragmentPlan, difference, make_plan
+from atoll.numerics.rank_plan import make_rank_plan
+from atoll.protocol.boxes import RankBoxes
+from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Adopted, Stepped
 from atoll.protocol.messages import TensorSpec
@@ -70,9 +74,13 @@ class Boundary:
         courier: CourierProcess,
         tape: TapeRecorder | None = None,
         moments: InnerMoments | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        """`moments`: where they are shared."""
+        """`moments`: where they are shared. `prepare`: of a learner of several ranks, called before its parameters are
+        read or written; then all ranks adopt what they are told at the same step, and wait for it if need be."""
         self.settings, self._moments = settings, moments
+        self._prepare: Callable[[], None] = prepare or (lambda: None)
+        self._together = prepare is not None
         self._box, self._courier, self._tape = box, courier, tape or TapeRecorder(courier)
         self._steps, self._tokens = box.steps, box.tokens
         self._parameters = parameters
@@ -110,7 +118,8 @@ class Boundary:
     def _make_offload(self) -> Offload:
         if self._box.layout.on_device:
             codec = make_codec(self.settings.codec)
-            return DeviceOffload(self._box, self._own, find_device(self._own), codec)
+            device = find_device(self._own, self._box.layout.fragments)
+            return DeviceOffload(self._box, self._own, device, codec)
         return make_offload(self._box, self._own)
 
     def take_base(self) -> None:
@@ -161,6 +170,11 @@ class Boundary:
         self._steps += 1
         self._tokens += tokens
 
+    def add_tokens(self, tokens: int) -> None:
+        """Of other ranks' steps, which are known later than the own."""
+        self._total += tokens
+        self._tokens += tokens
+
     def _read(self, order: ReadOrder) -> None:
         self._cancel_read(order.round)
         self._reads[order.round] = order
@@ -181,6 +195,7 @@ class Boundary:
         f, version = order.fragment, int(self._box.adopted[order.fragment])
         steps, tokens = int(self._box.steps[f]), int(self._box.tokens[f])
         moments = None if self._moments is None else self._moments.encode(f)
+        self._prepare()
         under_way = self._offload.read(f, order.slot, t, moments)
         told = (self.epoch, self._total, self._position, under_way.feedback)
         made = CopyMade(order.slot, order.round, f, t, steps, tokens, version, *told)
@@ -226,7 +241,7 @@ class Boundary:
         waiting = []
         for transfer, order in self._arriving:
             awaited = any(hold.fragment == order.fragment and hold.step <= t for hold in self._holds.values())
-            if awaited or (order.step <= t and transfer.done()):
+            if awaited or (order.step <= t and (self._together or transfer.done())):
                 transfer.wait()
                 self._take(order)
             else:
@@ -241,6 +256,7 @@ class Boundary:
             read = self._offload.base(f) if order.minus == BASE else self._offload.outgoing(f, order.minus)
             steps = int(self._box.steps[f]) - order.minus_steps
             tokens = int(self._box.tokens[f]) - order.minus_tokens
+        self._prepare()
         own, arrived = self._own(f), self._offload.arrived(f, order.slot)
         adopt(own, arrived, order.rule, blend=order.blend, read=read)
         if held := self._buffers[f]:  # statistics are taken as they are: carried on, a variance could fall below zero
@@ -290,6 +306,7 @@ class Boundary:
 
     def load_base(self) -> None:
         """The run's own values, with no steps of this learner's on top: what a finished run leaves in the model."""
+        self._prepare()
         for fragment in range(self._box.layout.fragments):
             if self._box.base_version[fragment] >= 0:
                 adopt(self._own(fragment), self._offload.base(fragment), "overwrite")
@@ -321,6 +338,7 @@ class Boundary:
 
     def _reset_to_base(self) -> None:
         """Broken numbers are gone at once: steps on what is left of them would break the fresh optimizer again."""
+        self._prepare()
         for fragment in range(self._box.layout.fragments):
             adopt(self._own(fragment), self._offload.base(fragment), "overwrite")
 
@@ -360,9 +378,15 @@ class SharedMailbox:
         buffers: BufferRule = None,
         placement: PlacementWish = "auto",
         optimizers: Optimizers = None,
+        ranks: RankGroup | None = None,
     ) -> None:
+        self._ranks = ranks
+        self.boxes: tuple[RankBoxes, ...] = ()
+        """Of every rank, where there are several."""
         self._model, self._courier, self._tape, self._buffers = model, courier, tape, buffers
         self._optimizers = optimizers
+        self._fingerprint = ""
+        """Of the whole model's plan."""
         self._wish, self._made_for = placement, Settings()
         """Where it is to encode; and the settings that the shared memory was made for."""
         self.tensors: tuple[TensorSpec, ...] = ()
@@ -377,6 +401,16 @@ class SharedMailbox:
     def describe(self) -> None:
         """ConfigError: this model cannot take part."""
         self.tensors = describe(self._model, self._buffers)
+        if self._ranks is not None:
+            self.boxes = self._exchange_boxes(self._ranks)
+
+    def _exchange_boxes(self, ranks: RankGroup) -> tuple[RankBoxes, ...]:
+        """ConfigError: another rank has another model. All ranks find that, and say it."""
+        told = ranks.gather((self.tensors, find_boxes(merged(self._model, self._buffers), ranks.rank)))
+        for rank, (tensors, _) in enumerate(told):
+            if (apart := difference(tensors, told[0][0])) is not None:
+                raise ConfigError(f"rank {rank} has another model than rank 0: {apart.partition(': ')[2]}")
+        return tuple(boxes for _, boxes in told)
 
     def apply_welcome(self, frame: Welcomed) -> bool:
         """The run's settings are known: split the model as they say. True: the courier is to get other memory."""
@@ -385,7 +419,7 @@ class SharedMailbox:
         if plan.fingerprint != frame.fingerprint:
             raise PlanError("the run cuts its model another way than this version of Atoll: install the same version")
         if self.box is not None and self.boundary is not None:
-            same_plan = self.box.plan.fingerprint == plan.fingerprint
+            same_plan = self._fingerprint == plan.fingerprint
             if same_plan and serves(self._made_for, frame.settings):
                 self.boundary.settings = frame.settings
                 return False
@@ -403,14 +437,17 @@ class SharedMailbox:
         boundary.continue_from(place["t"], place["total"], place["feed"].get("position", -1))
 
     def _make(self, plan: FragmentPlan, settings: Settings) -> tuple[Mailbox, Boundary]:
-        taking_part, replays = merged(self._model, self._buffers), self._courier.replays
+        taking_part, replays = merged_here(self._model, self._buffers), self._courier.replays
+        self._fingerprint, prepare = plan.fingerprint, None
+        if self._ranks is not None:
+            plan, prepare = make_rank_plan(plan, self.boxes[self._ranks.rank]).plan, partial(reshard, self._model)
         device = next(iter(taking_part.values())).device
         moments = InnerMoments(plan, taking_part, self._optimizers) if settings.shares_moments else None
         placement = choose_placement(self._wish, device, plan, settings, free_bytes(device), replays=replays)
         if placement.text:
             say(placement.text)
         self.box, self._made_for = Mailbox.create(plan, settings, on_device=placement.on_device), settings
-        self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape, moments)
+        self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape, moments, prepare)
         return self.box, self.boundary
 
     def hand_to_courier(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:

@@ -33,8 +33,9 @@ from atoll.learner.loading import (
     load,
     seed_of,
 )
-from atoll.learner.model import BufferRule, check_model, refuse_several_ranks
+from atoll.learner.model import BufferRule, check_model, refuse_old_shards
 from atoll.learner.placement import WISHES, PlacementWish
+from atoll.learner.ranks import RankGroup, count_ranks, find_ranks, rank_folder
 from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find_syncer, say
 from atoll.learner.session import JoinRequest, RunSession
 from atoll.learner.state import Optimizers, Stateful, check_kept, check_trained
@@ -99,7 +100,8 @@ class Learner:
         _refuse_mistakes(model, optimizer)
         self.model, self.optimizer = model, optimizer
         url = syncer or find_syncer(os.environ)
-        self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""))
+        self._ranks = _find_ranks() if url else None
+        self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""), self._ranks)
         self.name = folder.name
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
         if tokens_per_step < 0:
@@ -195,7 +197,9 @@ class Learner:
     def __enter__(self) -> Learner:
         if self._inside or (self._left and not self.alone):
             raise RuntimeError("a Learner is entered once: make another one for another run")
-        _refuse_mistakes(self.model, self.optimizer)  # ranks may have come together since, parameters been replaced
+        _refuse_mistakes(self.model, self.optimizer)  # parameters may have been replaced since
+        if not self.alone and count_ranks() != (1 if self._ranks is None else self._ranks.size):
+            raise RuntimeError("torch.distributed.init_process_group comes before atoll.Learner(...)")
         self._inside = True
         if self.alone:
             say(
@@ -213,6 +217,7 @@ class Learner:
                 courier=self._courier,
                 tally=self._tally,
                 feed=self._feed,
+                ranks=self._ranks,
             )
             try:
                 self._session.join()
@@ -241,7 +246,7 @@ class Learner:
                 f"tokens = {tokens} is more than the {self._joining.tokens_per_step} that were declared: "
                 "name the most that a step can have, Learner(tokens_per_step=...)"
             )
-        self._tally.stepped(tokens)
+        self._tally.stepped(tokens if self._ranks is None else 0)
         if self._session is not None:
             self._session.stepped(tokens, loss)
         else:
@@ -309,7 +314,10 @@ class Learner:
         if self._session is None or not self._inside:
             return self._feed.draw_own(found, batch_size, lambda: self.done, incarnation=loop, passes=1)
         self._session.ask_for_leases(found, batch_size, epochs)
-        return self._feed.draw_leased(found, batch_size, lambda: self.done, self._session.wait, self._joining.wait_s)
+        session, share = self._session, self._session.data_share
+        size = batch_size * share.parts
+        drawn = self._feed.draw_leased(found, size, lambda: self.done, session.wait, self._joining.wait_s)
+        return drawn if share.parts == 1 else ((dataset, share.take(indices)) for dataset, indices in drawn)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -337,14 +345,27 @@ class Learner:
             end_script("interrupted; the same command lets it join again", INTERRUPTED, error)
 
 
-def _claim_folder(url: str, name: str) -> LearnerFolder:
-    """Alone, and in a replay, there is nothing to take from others."""
-    if not url or "ATOLL_REPLAY" in os.environ:
-        return LearnerFolder(name or ALONE)
+def _find_ranks() -> RankGroup | None:
     try:
-        return claim_folder(url, name)
+        return find_ranks()
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)
+
+
+def _claim_folder(url: str, name: str, ranks: RankGroup | None) -> LearnerFolder:
+    """Alone, and in a replay, there is nothing to take from others. Of several ranks the first has the name."""
+    if not url or "ATOLL_REPLAY" in os.environ:
+        return LearnerFolder(name or ALONE)
+    if ranks is not None and ranks.rank > 0:
+        name, first = ranks.share(("", None))
+        return LearnerFolder(name, rank_folder(first, ranks.rank))
+    try:
+        folder = claim_folder(url, name)
+    except ConfigError as error:
+        end_script(str(error), error.exit_code, error)
+    if ranks is not None:
+        ranks.share((folder.name, folder.path))
+    return folder
 
 
 def _find_placement(named: PlacementWish | None) -> PlacementWish:
@@ -357,7 +378,7 @@ def _find_placement(named: PlacementWish | None) -> PlacementWish:
 
 def _refuse_mistakes(model: nn.Module, optimizers: Optimizers) -> None:
     try:
-        refuse_several_ranks(model)
+        refuse_old_shards(model)
         check_trained(optimizers, model)
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)

@@ -15,26 +15,21 @@ AveragedModel `module.`, activation checkpointing and FSDP prefixes of their own
 exports use the names without them, so a compiled and a plain learner share a run, and an export loads into the bare
 model. Models have modules called `module` of their own, so that is stripped only where torch's wrappers put it.
 
-A learner is one process. Two ranks of one job would compete for one name; under different names they would average
-their gradients but adopt different versions, and drift apart silently. So a process group of several ranks, torchrun
-with several, and a model wrapped or sharded for one (DDP, FSDP, fully_shard) are refused. Variables of other launchers
-(SLURM_NTASKS, a bare WORLD_SIZE) prove nothing about this process: many one-rank jobs run under them.
+A learner is one process, or all ranks of a process group (ranks.py): then a rank has a part of each tensor, or a copy.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from atoll.learner.ranks import is_dtensor, take_local
 from atoll.numerics.fragments import Piece
 from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.messages import TensorSpec, buffer_name
@@ -95,6 +90,12 @@ def merged(model: nn.Module, rule: BufferRule = None) -> dict[str, torch.Tensor]
     return {**trained(model), **{buffer_name(rule or "mean", name): buffer for name, buffer in buffers.items()}}
 
 
+@torch.no_grad()
+def merged_here(model: nn.Module, rule: BufferRule = None) -> dict[str, torch.Tensor]:
+    """Of each, the part that this rank holds: all of it where there is one rank."""
+    return {name: take_local(tensor) for name, tensor in merged(model, rule).items()}
+
+
 def describe(model: nn.Module, rule: BufferRule = None) -> tuple[TensorSpec, ...]:
     """What the fragment plan depends on; PlanError names the first tensor that cannot take part."""
     for name, buffer in merged_buffers(model, rule).items():
@@ -139,6 +140,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         if held[name].shape != parameter.shape:
             here, there = tuple(parameter.shape), tuple(held[name].shape)
             raise ConfigError(f"{path} is of another model: '{name}' is {here} here, {there} in the file")
+        if is_dtensor(parameter):
+            raise ConfigError("weights to begin with are loaded before a model is sharded: leave out --init")
         parameter.data.copy_(held[name])
 
 
@@ -152,9 +155,9 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise PlanError(f"parameter '{name}' has no memory yet (meta device): materialise the model first")
     if parameter.is_sparse or parameter.layout != torch.strided:
         raise PlanError(f"parameter '{name}' is sparse, which Atoll cannot merge: use a dense tensor")
-    if type(parameter.data) is not torch.Tensor:
+    if type(parameter.data) is not torch.Tensor and not is_dtensor(parameter):
         kind = type(parameter.data).__name__
-        raise PlanError(f"parameter '{name}' is a {kind}: sharded and quantised parameters are not supported yet")
+        raise PlanError(f"parameter '{name}' is a {kind}: quantised parameters are not supported yet")
     if parameter.numel() == 0:
         raise PlanError(f"parameter '{name}' is empty: leave it out, or set requires_grad = False")
 
@@ -212,59 +215,18 @@ def _bare(name: str, wrapped: set[str]) -> str:
     return ".".join(part for place, part in enumerate(parts) if ".".join(parts[: place + 1]) not in wrapped)
 
 
-# ---- one rank only --------------------------------------------------------------------------------------------------
-
-INSTEAD = (
-    "start one process per learner: atoll train SCRIPT --learners {count}, without torchrun and init_process_group"
-)
-SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+# ---- what cannot be a part of a learner -----------------------------------------------------------------------------
 
 
-def refuse_several_ranks(model: nn.Module, environment: Mapping[str, str] = os.environ) -> None:
-    """ConfigError: this process, or this model, is one part of several."""
-    count = _ranks_of_group()
-    if count > 1:
-        where = f"rank {dist.get_rank()} of a torch.distributed process group of {count}"
-        raise ConfigError(f"this process is {where}, and a learner is one rank: {INSTEAD.format(count=count)}")
-    count = _ranks_of_torchrun(environment)
-    if count > 1:
-        raise ConfigError(f"torchrun started {count} ranks, and a learner is one: {INSTEAD.format(count=count)}")
-    _refuse_wrapped(model)
-
-
-def _ranks_of_group() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _ranks_of_torchrun(environment: Mapping[str, str]) -> int:
-    """What WORLD_SIZE says where torchrun set it."""
-    size = environment.get("WORLD_SIZE", "")
-    return int(size) if "TORCHELASTIC_RUN_ID" in environment and size.isdecimal() else 1
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
+def refuse_old_shards(model: nn.Module) -> None:
+    """ConfigError: the model is sharded in a way that leaves no tensor of its own shape on any rank."""
     for name, module in model.named_modules():
-        where = f"'{name}'" if name else "the model"
-        if isinstance(module, DistributedDataParallel):
+        if _is_of(type(module), "FullyShardedDataParallel"):
+            where = f"'{name}'" if name else "the model"
             raise ConfigError(
-                f"{where} is wrapped in DistributedDataParallel, and a learner is one rank: "
-                "hand the model inside it (its .module) to atoll.Learner, and wrap nothing"
+                f"{where} is sharded by FullyShardedDataParallel, which flattens its tensors: "
+                "use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        if _is_sharded(type(module)):
-            raise ConfigError(
-                f"{where} is sharded ({type(module).__name__}), and a learner holds its model whole: "
-                "leave out FullyShardedDataParallel and fully_shard, and start one process per learner"
-            )
-    for name, parameter in model.named_parameters():
-        if _is_of(type(parameter), "DTensor") or _is_of(type(parameter.data), "DTensor"):
-            raise ConfigError(
-                f"parameter '{name}' is a DTensor, one shard of several, and a learner holds its model whole: "
-                "leave out fully_shard and parallelize_module, and start one process per learner"
-            )
-
-
-def _is_sharded(kind: type) -> bool:
-    return any(_is_of(kind, name) for name in SHARDED)
 
 
 def _is_of(kind: type, name: str) -> bool:

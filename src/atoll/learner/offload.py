@@ -426,13 +426,13 @@ def _runtime() -> ctypes.CDLL:
 
 
 def make_offload(box: Mailbox, own: OwnPieces) -> Offload:
-    device = find_device(own)
+    device = find_device(own, box.layout.fragments)
     return CpuOffload(box, own) if device.type == "cpu" else StreamOffload(box, own, device)
 
 
-def find_device(own: OwnPieces) -> torch.device:
+def find_device(own: OwnPieces, fragments: int = 1) -> torch.device:
     """ConfigError: it is none of those that are known."""
-    device = own(0)[0].device
+    device = next((tensor.device for fragment in range(fragments) for tensor in own(fragment)), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"the model is on '{device}': Atoll moves fragments to and from cpu and cuda devices")
     return device

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from atoll.learner.copy_room import TakenRoom
+from atoll.learner.ranks import take_local
 from atoll.protocol.errors import ConfigError, PeerError
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
@@ -104,7 +105,7 @@ class Packing:
             return known[0]
         _check(name, tensor)
         name = self._free(name)
-        self.tensors[name] = self._copy(tensor.detach(), id(tensor))
+        self.tensors[name] = self._copy(take_local(tensor.detach()), id(tensor))
         self._names[id(tensor)] = (name, tensor)
         return name
 

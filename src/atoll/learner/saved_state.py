@@ -310,11 +310,13 @@ class SavedPart:
     """The run of the folder it was found in; empty for one that ATOLL_STATE names: that one has to fit."""
 
 
-def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
+def find_saved_part(folder: Path | None, run: str = "", rank: int = 0) -> SavedPart | None:
     """What was saved on leaving; else what ATOLL_STATE names, nothing if it is empty; else, where it is not set, the
     newest part in this learner's folder. Exactly: only what ATOLL_STATE names. `run`: the run that it joins; empty: not
     known yet."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
+    if path and rank:
+        path = str(Path(path).parent / f"rank-{rank}" / Path(path).name)
     if folder is not None and is_name(run) and read_run(folder) != run == read_run(folder / run):
         folder = folder / run  # another run had the folder in between
     of = read_run(folder) if folder is not None else ""

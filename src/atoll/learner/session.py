@@ -15,19 +15,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from atoll.fabric.address import parse_address
 from atoll.learner.boundary import SharedMailbox
 from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe_machine
 from atoll.learner.data import Feed, NamedDataset
-from atoll.learner.folder import LearnerFolder, ask_run
+from atoll.learner.folder import LearnerFolder, ask_run, read_run
 from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
 from atoll.learner.placement import PlacementWish
-from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part
+from atoll.learner.ranks import (
+    RANKS_PAUSE_S,
+    AgreedFacts,
+    DataShare,
+    Meeting,
+    RankFacts,
+    RankGroup,
+    find_data_share,
+    open_meeting_place,
+    rank_folder,
+)
+from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part, list_parts
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
-from atoll.learner.snapshot import Snapshot
+from atoll.learner.snapshot import Snapshot, read
 from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, optimizers_by_path
 from atoll.learner.step_stats import InputDigest, StepCounter
 from atoll.learner.unmerged import FrozenRule, UnmergedTensors
@@ -90,6 +102,7 @@ class RunSession:
         courier: CourierProcess,
         tally: StepCounter,
         feed: Feed,
+        ranks: RankGroup | None = None,
     ) -> None:
         """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer;
         `folder`: where it saves its part of cuts, by the run."""
@@ -97,8 +110,12 @@ class RunSession:
         self._courier, self._tally, self._feed = courier, tally, feed
         self._session = secrets.token_hex(8)
         self._tape = TapeRecorder(courier)
-        self.shared = SharedMailbox(model, courier, self._tape, joining.buffers, joining.placement, optimizers)
-        self._unmerged = UnmergedTensors(model, joining.buffers, joining.frozen)
+        where = (joining.buffers, joining.placement, optimizers, ranks)
+        self.shared = SharedMailbox(model, courier, self._tape, *where)
+        self._ranks, self._meeting = ranks, Meeting()
+        self._leads = ranks is None or ranks.rank == 0
+        self.data_share = DataShare() if ranks is None else find_data_share(ranks, model)
+        self._unmerged = UnmergedTensors(model, joining.buffers, joining.frozen if ranks is None else "mine")
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         rest = [name for name in extras if name not in from_peers]
         self._own = OwnState(model, optimizers, extras, joining.buffers)
@@ -128,7 +145,7 @@ class RunSession:
     @property
     def done(self) -> bool:
         """The run has ended, or this machine is taken away."""
-        return self._done or self._preemption.asked
+        return self._done or (self._preemption.asked if self._ranks is None else self._meeting.leaving)
 
     @property
     def progress(self) -> float:
@@ -149,8 +166,9 @@ class RunSession:
             load_weights(self._model, Path(init))
         self._join_by = time.monotonic() + self._joining.wait_s
         run = self._named_run() or self._ask_run()
+        run = run if self._ranks is None else self._ranks.share(run)
         self._use_folder_of(run)
-        earlier = find_saved_part(self._folder, run)
+        earlier = find_saved_part(self._folder, run) if self._ranks is None else self._find_common_part(run)
         self._restored = earlier is not None
         if earlier is not None:
             self._saver.note_life(earlier.file)
@@ -169,6 +187,20 @@ class RunSession:
         self._say_joined()
         self._look_up()
         self._preemption.begun = True
+
+    def _find_common_part(self, run: str) -> SavedPart | None:
+        """The newest that every rank has: their inner optimizers are to be of the same step."""
+        assert self._ranks is not None
+        earlier = find_saved_part(self._folder, run, self._ranks.rank)
+        files = self._ranks.gather(earlier.file if earlier is not None else "")
+        if len(set(files)) == 1:
+            return earlier
+        names = [part.name for part in list_parts(self._folder)] if self._folder is not None else []
+        common = set(names).intersection(*self._ranks.gather(names))
+        for name in reversed(names):
+            if name in common and self._folder is not None:
+                return SavedPart(read(self._folder / name), False, name, run=read_run(self._folder))
+        return None
 
     def _put_back(self, earlier: SavedPart) -> None:
         if earlier.run and self._run and self._run != earlier.run:
@@ -205,12 +237,17 @@ class RunSession:
 
     def _use_folder_of(self, run: str) -> None:
         """Save into the folder of this run from now on. Nothing is being saved yet."""
-        if run and (folder := self._own_folder.enter_run(run)) != self._folder:
+        if self._ranks is not None:
+            leads = self._ranks.rank == 0
+            first = self._ranks.share(self._own_folder.enter_run(run) if leads and run else self._folder)
+            if (own := rank_folder(first, self._ranks.rank)) != self._folder:
+                self._folder, self._saver = own, Saver(own)
+        elif run and (folder := self._own_folder.enter_run(run)) != self._folder:
             self._folder, self._saver = folder, Saver(folder)
 
     def _say_connected(self, welcome: Welcomed) -> None:
         """Once, where the run has not begun: the terminal would stay empty until the others are there."""
-        if self._connected or self._courier.replays or min(welcome.versions, default=0) >= 0:
+        if self._connected or not self._leads or self._courier.replays or min(welcome.versions, default=0) >= 0:
             return
         self._connected = True
         learners, wait_s = welcome.settings.learners, welcome.settings.wait_for_learners_s
@@ -224,7 +261,9 @@ class RunSession:
             self._joined = True
             self._use_folder_of(self._run)
             self._saver.enter_run(self._run)
-            say(f"joined run {self._run} as {self._joining.name}")
+            if self._leads:
+                ranks = f", {self._ranks.size} ranks" if self._ranks is not None else ""
+                say(f"joined run {self._run} as {self._joining.name}{ranks}")
 
     def _restore_exactly(self, saved: Snapshot) -> None:
         """The same incarnation goes on: the courier finds its place in shared memory, as after a courier's death."""
@@ -247,11 +286,27 @@ class RunSession:
         unmerged = (self._unmerged.digest, self._unmerged.takes, self._unmerged.frozen_bytes)
         known = (who.data, self._restored, who.tokens_per_step, who.host, who.pid, who.proof, *unmerged)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
-        self._courier.send(start)
+        if self._ranks is None:
+            self._courier.send(start)
+        else:
+            self._introduce_rank(start, self._ranks)
         self.shared.hand_to_courier(self._counted(), sure=sure, waits=self._peers.waits)
         if self._feed.registered is not None:
             self._courier.send(self._feed.registered)
         self._tape.send_all_entries()
+
+    def _introduce_rank(self, start: Start, ranks: RankGroup) -> None:
+        """The couriers of the other ranks find rank 0's at a socket that is made here."""
+        listening, address = open_meeting_place() if ranks.rank == 0 else (None, "")
+        session, address, secret = ranks.share((self._session, address, secrets.token_hex(16)))
+        self._session = session
+        leader = address if ranks.rank else ""
+        told = structs.replace(
+            start, session=session, ranks=self.shared.boxes, rank=ranks.rank, leader=leader, secret=secret
+        )
+        self._courier.send(told, listening.fileno() if listening is not None else None)
+        if listening is not None:
+            listening.close()
 
     def _wait_until_joined(self) -> None:
         """Wait for the run's parameters and a peer's state, at most until `_join_by`, or for `DIAL_S` where that is
@@ -259,9 +314,11 @@ class RunSession:
         deadline = max(self._join_by, time.monotonic() + min(self._joining.wait_s, DIAL_S))
         while self._until is not None and self._until <= self._tally.t and not self._final:
             self.wait(0.5)
-        while self._until is None and not self._final and not self._is_current() and not self._preemption.asked:
+        while self._agree(
+            self._until is None and not self._final and not self._is_current() and not self._preemption.asked
+        ):
             left = deadline - time.monotonic()
-            if left <= 0:
+            if self._agree(left <= 0):
                 self._check_reached()
                 self._say_unjoined()
                 return
@@ -287,7 +344,7 @@ class RunSession:
     def ask_for_leases(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int) -> None:
         boundary = self.shared.boundary
         seed = boundary.settings.seed if boundary is not None else self._joining.seed
-        self._courier.send(self._feed.ask(found, batch_size, epochs, seed))
+        self._courier.send(self._feed.ask(found, batch_size * self.data_share.parts, epochs, seed))
 
     # ---- between two steps --------------------------------------------------------------------------------------
 
@@ -297,9 +354,12 @@ class RunSession:
         self._feed.stepped()
         tally.add_loss(loss)
         self._inputs.stepped(tally.t)
-        self._unmerged.look(tally.t)
+        if self._ranks is None:
+            self._unmerged.look(tally.t)
         if shared.boundary is not None:
-            shared.boundary.count_step(tally.t, tokens, tally.tokens, self._feed.position)
+            shared.boundary.count_step(tally.t, 0 if self._ranks else tokens, tally.tokens, self._feed.position)
+        if self._ranks is not None:
+            self._exchange(self._ranks, tokens)
         self._listen()
         if shared.boundary is not None:
             shared.boundary.adopt_ready(tally.t)
@@ -319,8 +379,8 @@ class RunSession:
         """Only a synchronous run ever holds, and a replay."""
         t, shared = self._tally.t, self.shared
         assert shared.boundary is not None
-        while shared.boundary.is_held(t) and not self.done:
-            self._courier.wait(0.5)
+        while self._agree(shared.boundary.is_held(t) and not self.done):
+            self._courier.wait(self._pause_s(0.5))
             self._listen()
             shared.boundary.adopt_ready(t)
             shared.boundary.settle()
@@ -329,11 +389,76 @@ class RunSession:
             self.wait(0.5)
 
     def wait(self, seconds: float) -> None:
-        """Not training: listen, and serve what is due."""
-        self._courier.wait(seconds)
+        """Not training: listen, and serve what is due. All ranks call it together."""
+        self._courier.wait(self._pause_s(seconds))
+        self._agree(False)
         self._listen()
         if self.shared.boundary is not None:
             self.shared.boundary.serve_orders()
+
+    # ---- together with the other ranks ----------------------------------------------------------------------------
+
+    def _exchange(self, ranks: RankGroup, tokens: int) -> None:
+        """After a step. What the last exchange said holds from now on; a synchronous run waits for this one."""
+        self._collect_frames()
+        self._apply(ranks.finish_exchange())
+        ranks.begin_exchange(self._facts(tokens if self.data_share.counts else 0))
+        if self.shared.boundary is not None and self.shared.boundary.settings.synchronous:
+            self._apply(ranks.finish_exchange())
+
+    def _agree(self, vote: bool) -> bool:
+        """What rank 0 says, on all ranks; and they all have the same frames to carry out. Not while training."""
+        if self._ranks is None:
+            return vote
+        self._collect_frames()
+        self._apply(self._ranks.finish_exchange())
+        self._ranks.begin_exchange(self._facts(vote=vote))
+        agreed = self._ranks.finish_exchange()
+        self._apply(agreed)
+        return agreed is not None and agreed.first.vote
+
+    def _facts(self, tokens: int = 0, *, vote: bool = False) -> RankFacts:
+        meeting = self._meeting
+        heard = meeting.heard or RunProgress(committed=-1)
+        told = (heard.committed, heard.progress, heard.global_step)
+        return RankFacts(meeting.received, tokens, self._preemption.asked, vote, *told)
+
+    def _apply(self, agreed: AgreedFacts | None) -> None:
+        if agreed is None:
+            return
+        self._meeting.agreed = agreed.frames
+        self._tally.tokens += agreed.tokens
+        if self.shared.boundary is not None:
+            self.shared.boundary.add_tokens(agreed.tokens)
+        if agreed.first.committed >= 0:
+            self._told = RunProgress(agreed.first.committed, agreed.first.progress, agreed.first.global_step)
+        if agreed.leaving:
+            self._meeting.leaving = True
+            self._preemption.ask("another of its ranks was asked to leave")
+
+    def _collect_frames(self) -> None:
+        """Keep what the courier sent until all ranks have it. What is rank 0's alone, and what ends the learner, is
+        not waited with: the other ranks may be gone."""
+        for frame in self._courier.receive():
+            if isinstance(frame, RunProgress):
+                self._meeting.heard = frame
+            elif isinstance(frame, DialFailed) or (isinstance(frame, StopOrder) and frame.failed):
+                self._carry_out(frame)
+            else:
+                self._meeting.add(frame)
+
+    def _take_frames(self) -> list[ToTraining]:
+        """Those to be carried out now."""
+        if self._ranks is None:
+            return self._courier.receive()
+        self._collect_frames()
+        return self._meeting.take_agreed()
+
+    def _pause_s(self, seconds: float) -> float:
+        """Ranks wait for one another at every turn, so the turns are short."""
+        return seconds if self._ranks is None else min(seconds, RANKS_PAUSE_S)
+
+    # ---- how far the run is -----------------------------------------------------------------------------------------
 
     def _look_up(self) -> None:
         """How far the run is, as the next step is to know it. It does not change while that step is under way, whatever
@@ -367,6 +492,8 @@ class RunSession:
     # ---- what the courier orders --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        if self._ranks is not None and not self._final and not self._courier.alive:
+            raise RunFailed(f"the courier of rank {self._ranks.rank} died, and with it this learner: start it again")
         if not self._final and self._courier.restart_if_dead():
             say("the courier died; another one is started, training goes on")
             if self.shared.boundary is not None:
@@ -374,7 +501,7 @@ class RunSession:
             self._peers.courier_died()
             self._introduce()
             self._report()
-        for frame in self._courier.receive():
+        for frame in self._take_frames():
             self._carry_out(frame)
         for saved in self._saver.results():
             self._courier.send(saved)
@@ -459,6 +586,8 @@ class RunSession:
 
     def finish(self) -> None:
         """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
+        if self._ranks is not None:
+            self._apply(self._ranks.finish_exchange())
         self._stopped = True
         self._saver.hurry()
         if self._preemption.asked:
@@ -478,11 +607,15 @@ class RunSession:
         """Wait until the run is over, or until nothing keeps this learner in it any more."""
         shared = self.shared
         leaving = LeaveWait(time.monotonic(), ending=self._done)
-        while not self._final and shared.boundary is not None:
-            if leaving.may_go(time.monotonic(), self._patience_s(), replay=self._until is not None):
-                break
-            self._courier.wait(0.2)
+        while self._agree(
+            not self._final
+            and shared.boundary is not None
+            and not leaving.may_go(time.monotonic(), self._patience_s(), replay=self._until is not None)
+        ):
+            self._courier.wait(self._pause_s(0.2))
             self._listen()
+            if shared.boundary is None:
+                break
             shared.boundary.serve_orders(over=True)
             self._tape.tell()
             leaving.look(time.monotonic(), ending=self._done, unmerged=shared.unmerged())

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from atoll.learner.copy_room import TakenRoom
 from atoll.learner.model import BufferRule, merged_buffers, named_parameters, persistent_buffers
 from atoll.learner.packing import Json, Packing, Unpacking
+from atoll.learner.ranks import make_like, take_local
 from atoll.learner.snapshot import Snapshot
 from atoll.protocol.errors import ConfigError
 
@@ -116,7 +117,7 @@ def large_tensors(model: nn.Module, optimizers: Optimizers, buffers: BufferRule 
     yield from (tensor for _, tensor in _tensors(model, True, buffers))
     for one in optimizers_by_path(optimizers).values():
         for state in one.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            yield from (take_local(value) for value in state.values() if isinstance(value, torch.Tensor))
 
 
 # ---- what there is --------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def _tensors(model: nn.Module, parameters: bool, rule: BufferRule) -> Iterator[t
     if parameters:
         for name, parameter in named_parameters(model):
             if parameter.requires_grad:
-                yield f"model/{name}", parameter
+                yield f"model/{name}", take_local(parameter)
     merged = merged_buffers(model, rule)
     for _, name, buffer in persistent_buffers(model):
         if parameters or name not in merged:
@@ -357,7 +358,7 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: dict[str
     optimizer.load_state_dict({**saved["further"], "state": state | saved["unowned"], "param_groups": groups})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, value in state.items():
-        optimizer.state[parameters[number]] = _uncast(optimizer.state[parameters[number]], value)
+        optimizer.state[parameters[number]] = _uncast(optimizer.state[parameters[number]], value, parameters[number])
 
 
 def parameters_by_key(optimizer: Optimizer, model: nn.Module) -> dict[str | int, torch.Tensor]:
@@ -391,16 +392,18 @@ def _spec_text(spec: tuple[tuple[int, ...], str]) -> str:
     return f"{spec[0]} {spec[1].removeprefix('torch.')}"
 
 
-def _uncast(loaded: Any, saved: Any) -> Any:
-    """What was loaded, where it was loaded to, as it was saved."""
+def _uncast(loaded: Any, saved: Any, of: torch.Tensor) -> Any:
+    """What was loaded, where it was loaded to, as it was saved; where its parameter is a shard, as one."""
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
-        return saved.to(loaded.device) if loaded.shape == saved.shape else loaded
+        if loaded.shape != saved.shape:
+            return loaded
+        return make_like(of, saved.to(loaded.device))
     if isinstance(saved, str):
         return saved  # torch takes text for a list of values to cast
     if isinstance(loaded, dict) and isinstance(saved, dict):
-        return {key: _uncast(value, saved[key]) if key in saved else value for key, value in loaded.items()}
+        return {key: _uncast(value, saved[key], of) if key in saved else value for key, value in loaded.items()}
     if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
-        return type(loaded)(_uncast(value, own) for value, own in zip(loaded, saved, strict=True))
+        return type(loaded)(_uncast(value, own, of) for value, own in zip(loaded, saved, strict=True))
     return loaded
 
 

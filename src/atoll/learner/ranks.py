@@ -1,0 +1,264 @@
+"""The ranks of one learner: what each holds of the model, and what they agree on between two steps.
+
+A learner is one process, or all ranks of the default process group (docs/adr/0030): DDP, FSDP2 (`fully_shard`), HSDP,
+and FSDP2 with tensor parallel.
+
+All ranks carry out the courier's frames at the same step. After each step they exchange, by an all_gather of a few
+numbers over gloo that nobody waits for, how many frames each has received; at the next boundary all carry out the
+frames that all had by then. What a script reads between two steps (whether it is done, how far the run is) is agreed
+in the same way. Where the learner does not train (joining, a synchronous round, the end) they exchange and wait.
+
+FSDP2 keeps a model's shards as DTensors. They are taken once, on entering: after a forward pass without a backward one,
+`named_parameters` shows other tensors, and what is written into a shard is ignored, until `reshard` was called.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atoll.mailbox.channel import RunProgress, ToTraining
+from atoll.protocol.boxes import Box, RankBoxes
+from atoll.protocol.errors import ConfigError
+
+MEET_S = 600.0
+"""How long a rank waits for the others before it takes them for dead."""
+RANKS_PAUSE_S = 0.05
+"""Between two exchanges of ranks that do not train."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank says after a step."""
+
+    frames: int = 0
+    """Received from its courier so far, of those that all ranks carry out at the same step."""
+    tokens: int = 0
+    """Of its own step, where no other rank trained on the same data."""
+    leaving: bool = False
+    vote: bool = False
+    committed: int = 0
+    progress: float = 0.0
+    global_step: int = 0
+    """Of these, rank 0's count."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedFacts:
+    frames: int
+    """That all ranks have."""
+    tokens: int
+    """Of all."""
+    leaving: bool
+    """Some rank was asked to leave."""
+    first: RankFacts
+    """What rank 0 said."""
+
+
+@dataclass(slots=True)
+class Meeting:
+    """What a rank has received, and how much of it all ranks have."""
+
+    received: int = 0
+    agreed: int = 0
+    carried_out: int = 0
+    waiting: deque[ToTraining] = field(default_factory=deque)
+    heard: RunProgress | None = None
+    """The newest that the courier said of the run."""
+    leaving: bool = False
+    """All ranks know that some rank was asked to leave."""
+
+    def add(self, frame: ToTraining) -> None:
+        self.waiting.append(frame)
+        self.received += 1
+
+    def take_agreed(self) -> list[ToTraining]:
+        count = self.agreed - self.carried_out
+        self.carried_out = self.agreed
+        return [self.waiting.popleft() for _ in range(count)]
+
+
+class RankGroup:
+    """All ranks of the default process group. Its calls are made by all ranks, in the same order."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=MEET_S))
+        self._pending: tuple[dist.Work, list[torch.Tensor], torch.Tensor] | None = None
+
+    def begin_exchange(self, facts: RankFacts) -> None:
+        """Nobody waits here."""
+        assert self._pending is None, "one exchange at a time"
+        progress = torch.tensor([facts.progress], dtype=torch.float64).view(torch.int64)
+        words = [facts.frames, facts.tokens, int(facts.leaving), int(facts.vote), facts.committed, facts.global_step]
+        own = torch.cat([torch.tensor(words, dtype=torch.int64), progress])
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        work = dist.all_gather(rows, own, group=self._group, async_op=True)
+        assert work is not None
+        self._pending = work, rows, own
+
+    def finish_exchange(self) -> AgreedFacts | None:
+        """Of the exchange that was begun last; None: none was."""
+        if self._pending is None:
+            return None
+        work, rows, _ = self._pending
+        self._pending = None
+        work.wait()
+        told = [_read_facts(row) for row in rows]
+        return AgreedFacts(
+            frames=min(one.frames for one in told),
+            tokens=sum(one.tokens for one in told),
+            leaving=any(one.leaving for one in told),
+            first=told[0],
+        )
+
+    def share(self, value: T) -> T:
+        """What rank 0 has, for all."""
+        held: list[T] = [value]
+        dist.broadcast_object_list(held, src=0, group=self._group)
+        return held[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank has, for all."""
+        held: list[Any] = [None] * self.size
+        dist.all_gather_object(held, value, group=self._group)
+        return held
+
+
+def _read_facts(row: torch.Tensor) -> RankFacts:
+    frames, tokens, leaving, vote, committed, global_step = row[:6].tolist()
+    progress = row[6:].view(torch.float64).item()
+    return RankFacts(frames, tokens, bool(leaving), bool(vote), committed, progress, global_step)
+
+
+def find_ranks() -> RankGroup | None:
+    """None: this process is the whole learner. ConfigError: several ranks were started, and there is no process group
+    yet."""
+    if count_ranks() > 1:
+        return RankGroup()
+    if dist.is_available() and dist.is_initialized():
+        return None
+    size = os.environ.get("WORLD_SIZE", "")
+    if "TORCHELASTIC_RUN_ID" in os.environ and size.isdecimal() and int(size) > 1:
+        raise ConfigError(
+            f"torchrun started {size} ranks, and there is no process group: call torch.distributed.init_process_group "
+            "before atoll.Learner(...)"
+        )
+    return None
+
+
+def count_ranks() -> int:
+    """Ranks of the default process group; 1: there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def open_meeting_place() -> tuple[socket.socket, str]:
+    """A socket at which the couriers of the other ranks find rank 0's, and its address."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    host = "127.0.0.1" if master in ("localhost", "127.0.0.1") else socket.gethostname()
+    listening = socket.create_server(("" if host != "127.0.0.1" else host, 0))
+    return listening, f"{host}:{listening.getsockname()[1]}"
+
+
+# ---- what a rank holds ----------------------------------------------------------------------------------------------
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """By name: to import it costs every learner a second, and a model that has any has it imported already."""
+    return any(
+        one.__name__ == "DTensor" and one.__module__.startswith("torch.distributed") for one in type(tensor).__mro__
+    )
+
+
+def take_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of it that this rank holds, in the same memory."""
+    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+def make_like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A shard of the parameter's layout where it is one and the values are of its local shape; else the values."""
+    if not is_dtensor(parameter) or values.shape != take_local(parameter).shape:
+        return values
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    kind: Any = next(one for one in type(parameter).__mro__ if one.__name__ == "DTensor")
+    made: torch.Tensor = kind.from_local(
+        values, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return made
+
+
+def rank_folder(first: Path | None, rank: int) -> Path | None:
+    """Where a rank saves its state, in or beside the folder of rank 0."""
+    return first if first is None or rank == 0 else first / f"rank-{rank}"
+
+
+def find_boxes(tensors: Mapping[str, torch.Tensor], rank: int) -> RankBoxes:
+    """ConfigError names the first tensor whose layout is not known here."""
+    return tuple(_find_box(name, tensor, rank) for name, tensor in tensors.items())
+
+
+def _find_box(name: str, tensor: torch.Tensor, rank: int) -> Box:
+    if not is_dtensor(tensor):
+        return Box(name, (0,) * tensor.dim(), tuple(tensor.shape), sends=rank == 0)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    for placement in placements:
+        if not (placement.is_replicate() or type(placement).__name__ in ("Shard", "_StridedShard")):
+            raise ConfigError(f"parameter '{name}' is laid out as {placement}: only shards and replicas can be merged")
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    local = tuple(take_local(tensor).shape)
+    if tuple(sizes) != local:
+        raise ConfigError(f"parameter '{name}' is {local} on rank {rank}, and its layout says {tuple(sizes)}")
+    place = mesh.get_coordinate()
+    first = place is not None and all(at == 0 for at, one in zip(place, placements, strict=True) if one.is_replicate())
+    return Box(name, tuple(offsets), tuple(sizes), sends=bool(first))
+
+
+@dataclass(frozen=True, slots=True)
+class DataShare:
+    """Which part of the learner's data a rank trains on."""
+
+    part: int = 0
+    parts: int = 1
+    counts: bool = True
+    """False: another rank of its tensor-parallel group trains on the same data, and counts its tokens."""
+
+    def take(self, indices: Sequence[int]) -> Sequence[int]:
+        """Of the samples of one step of the learner; parts differ by one sample at most."""
+        return indices[len(indices) * self.part // self.parts : len(indices) * (self.part + 1) // self.parts]
+
+
+def find_data_share(ranks: RankGroup, model: nn.Module) -> DataShare:
+    """Ranks of a mesh dimension called tp… train on the same data: it is the innermost, so they are neighbours."""
+    first = ranks.gather(_is_first_of_its_data(model))
+    return DataShare(sum(first[: ranks.rank + 1]) - 1, sum(first), first[ranks.rank])
+
+
+def _is_first_of_its_data(model: nn.Module) -> bool:
+    for parameter in model.parameters():
+        if is_dtensor(parameter):
+            mesh = parameter.device_mesh  # type: ignore[attr-defined]
+            for at, name in zip(mesh.get_coordinate() or (), mesh.mesh_dim_names or (), strict=False):
+                if name.startswith("tp") and at > 0:
+                    return False
+    return True
+
+
+def reshard(model: nn.Module) -> None:
+    """What is written into shards counts from now on."""
+    for module in model.modules():
+        if any(one.__name__ == "FSDPModule" for one in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
