@@ -1,4 +1,4 @@
-"""Several ranks are refused before training: by process group, by torchrun, by wrapped and sharded models."""
+"""What a rank holds of a model, what ranks agree on, and what cannot be a rank."""
 
 from __future__ import annotations
 
@@ -7,27 +7,38 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from atoll.learner.learner import Learner
-from atoll.learner.model import refuse_several_ranks
+from atoll.learner.model import describe, merged, merged_here, refuse_old_shards
+from atoll.learner.ranks import DataShare, Meeting, find_boxes, find_ranks, make_like, take_local
+from atoll.mailbox.channel import StopOrder
+from atoll.numerics.rank_plan import check_tiling
+from atoll.protocol.boxes import Box
 from atoll.protocol.errors import ConfigError
 
 WAIT_S = 240.0
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """Of one rank: what it wraps is wrapped for real."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+@contextmanager
+def pretended(rank: int, size: int) -> Iterator[None]:
+    """One rank of a group in which nothing is sent."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:
@@ -35,76 +46,124 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- boxes -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_group_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    with pytest.raises(ConfigError, match=r"rank 3 of a .* process group of 8.*atoll train SCRIPT --learners 8"):
-        refuse_several_ranks(model())
+def find_layouts(rank: int, store: str) -> dict[str, list[Box]]:
+    """What one of four real ranks holds of the model in each layout."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    parallel = model()
+    for layer, dim in ((parallel[0], 0), (parallel[1], 1)):
+        made = distribute_tensor(layer.weight.detach(), init_device_mesh("cpu", (4,)), [Shard(dim)])
+        layer.weight = nn.Parameter(made)
+    models = {"fsdp": fully_shard(model()), "hsdp": fully_shard(model(), mesh=mesh), "tp": parallel, "ddp": model()}
+    found = {name: list(find_boxes(merged(one), rank)) for name, one in models.items()}
+    dist.destroy_process_group()
+    return found
 
 
-def test_a_torchrun_of_several_ranks_that_made_no_process_group() -> None:
-    with pytest.raises(ConfigError, match=r"torchrun started 4 ranks.*atoll train SCRIPT --learners 4"):
-        refuse_several_ranks(model(), {**TORCHRUN, "WORLD_SIZE": "4"})
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Box]]]:
+    """By rank, layout and tensor."""
+    store = str(tmp_path_factory.mktemp("ranks") / "store")
+    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as processes:
+        told = [processes.submit(find_layouts, rank, store) for rank in range(4)]
+        return [
+            {name: {box.tensor: box for box in boxes} for name, boxes in one.result(WAIT_S).items()} for one in told
+        ]
 
 
-def test_ddp_also_of_one_rank_and_deep_inside(group: None) -> None:
-    wrapped = DistributedDataParallel(model())
-    with pytest.raises(ConfigError, match=r"the model is wrapped in DistributedDataParallel.*its \.module"):
-        refuse_several_ranks(wrapped)
-    with pytest.raises(ConfigError, match="'0' is wrapped"):
-        refuse_several_ranks(nn.Sequential(wrapped))
-    refuse_several_ranks(wrapped.module)
+def test_fsdp_shards_are_uneven_and_may_be_empty(layouts: list[dict[str, dict[str, Box]]]) -> None:
+    found = [one["fsdp"] for one in layouts]
+    assert [one["0.weight"].sizes for one in found] == [(2, 3), (2, 3), (1, 3), (0, 3)]
+    assert [one["0.weight"].offsets[0] for one in found[:3]] == [0, 2, 4]
+    assert [one["1.bias"].sizes for one in found] == [(1,), (1,), (0,), (0,)]
+    assert all(box.sends for one in found for box in one.values())
 
 
-def test_fully_sharded_data_parallel(group: None) -> None:
-    class FullyShardedDataParallel(nn.Module):
-        """Its constructor asks for an accelerator."""
-
-    FullyShardedDataParallel.__module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
-    with pytest.raises(ConfigError, match=r"'1' is sharded \(FullyShardedDataParallel\)"):
-        refuse_several_ranks(nn.Sequential(nn.Linear(1, 1), FullyShardedDataParallel()))
+def test_of_replicas_the_first_sends(layouts: list[dict[str, dict[str, Box]]]) -> None:
+    assert [one["hsdp"]["0.weight"].offsets[0] for one in layouts] == [0, 3, 0, 3]
+    assert [one["hsdp"]["0.weight"].sends for one in layouts] == [True, True, False, False]
+    sends = [True, False, False, False]
+    assert [one["ddp"]["0.weight"] for one in layouts] == [Box("0.weight", (0, 0), (5, 3), one) for one in sends]
 
 
-def test_the_names_by_which_sharding_is_found_are_those_of_torch() -> None:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    for kind in (FSDPModule, FullyShardedDataParallel, DTensor):
-        assert kind.__module__.startswith("torch.distributed")
-    assert [kind.__name__ for kind in (FullyShardedDataParallel, FSDPModule, DTensor)] == [
-        *("FullyShardedDataParallel", "FSDPModule", "DTensor")
-    ]
+def test_tensor_parallel_cuts_columns_too(layouts: list[dict[str, dict[str, Box]]]) -> None:
+    assert [one["tp"]["1.weight"].sizes for one in layouts] == [(2, 2), (2, 2), (2, 1), (2, 0)]
+    assert [one["tp"]["1.weight"].offsets for one in layouts[:3]] == [(0, 0), (0, 2), (0, 4)]
 
 
-def test_fully_shard_of_torch(group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    sharded = model()
-    fully_shard(sharded[0], mesh=init_device_mesh("cpu", (1,)))  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"'0' is sharded \(FSDPLinear\).*one process per learner"):
-        refuse_several_ranks(sharded)
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp", "ddp"])
+def test_what_is_sent_tiles_the_model(layouts: list[dict[str, dict[str, Box]]], layout: str) -> None:
+    check_tiling(describe(model()), [tuple(one[layout].values()) for one in layouts])
 
 
-def test_a_parameter_that_is_a_shard(group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+def test_what_a_rank_works_on_is_its_part_in_the_same_memory() -> None:
+    with pretended(1, 2):
+        made = model()
+        whole = describe(made)
+        fully_shard(made)
+        assert describe(made) == whole, "names, shapes and types of the whole model"
+        here = merged_here(made)
+        assert here["0.weight"].shape == (2, 3) and type(here["0.weight"]) is torch.Tensor
+        here["0.weight"].fill_(7.0)
+        assert take_local(made[0].weight).eq(7.0).all()
 
-    one = nn.Linear(2, 2)
-    mesh = init_device_mesh("cpu", (1,))
-    one.weight = nn.Parameter(distribute_tensor(one.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ConfigError, match="parameter 'weight' is a DTensor"):
-        refuse_several_ranks(one)
+
+def test_an_optimizer_s_state_is_a_shard_like_its_parameter() -> None:
+    with pretended(0, 2):
+        made = fully_shard(model())
+        local = torch.full_like(take_local(made[0].weight), 3.0)
+        state = make_like(made[0].weight, local)
+        assert isinstance(state, DTensor) and state.shape == (5, 3) and state.to_local().eq(3.0).all()
+        assert make_like(made[0].weight, torch.tensor(1.0)).shape == (), "a step count is none"
 
 
-# ---- what is not -----------------------------------------------------------------------------------------------------
+def test_a_layout_that_cannot_be_merged_is_named() -> None:
+    from torch.distributed.tensor import Partial
+
+    with pretended(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)
+        with pytest.raises(ConfigError, match="parameter 'weight' is laid out as"):
+            find_boxes({"weight": partial}, 0)
+        replica = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()], run_check=False)
+        assert find_boxes({"weight": replica}, 0)[0].sends
+
+
+def test_samples_are_dealt_without_rest() -> None:
+    parts = [list(DataShare(part, 3).take(range(8))) for part in range(3)]
+    assert [one for part in parts for one in part] == list(range(8)) and [len(part) for part in parts] == [2, 3, 3]
+
+
+# ---- frames ----------------------------------------------------------------------------------------------------------
+
+
+def test_frames_are_carried_out_once_all_ranks_have_them() -> None:
+    meeting, frames = Meeting(), [StopOrder(str(number), final=False) for number in range(3)]
+    for frame in frames:
+        meeting.add(frame)
+    assert meeting.received == 3 and meeting.take_agreed() == []
+    meeting.agreed = 2
+    assert meeting.take_agreed() == frames[:2] and meeting.take_agreed() == []
+    meeting.agreed = 3
+    assert meeting.take_agreed() == frames[2:]
+
+
+# ---- who is a rank ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -118,93 +177,86 @@ def test_a_parameter_that_is_a_shard(group: None) -> None:
         TORCHRUN,
     ],
 )
-def test_a_job_of_one_rank_under_any_launcher(environment: dict[str, str]) -> None:
-    refuse_several_ranks(model(), environment)
+def test_a_job_of_one_rank_under_any_launcher(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_ranks() is None
 
 
-def test_a_process_group_of_one_rank(group: None) -> None:
-    refuse_several_ranks(model())
+def test_a_process_group_of_one_rank_is_a_plain_learner(group: None) -> None:
+    assert find_ranks() is None
+    assert list(merged(DistributedDataParallel(model()))) == list(merged(model()))
 
 
-# ---- how a script ends -----------------------------------------------------------------------------------------------
-
-
-def test_the_script_ends_with_one_line_when_the_learner_is_made(
+def test_a_torchrun_of_several_ranks_that_made_no_process_group(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {**TORCHRUN, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
-        Learner(model())
+        Learner(model(), syncer="http://127.0.0.1:9")
     assert ended.value.code == 2 and isinstance(ended.value.__cause__, ConfigError)
     said = capsys.readouterr().err
     assert said.startswith("atoll: torchrun started 2 ranks") and said.count("\n") == 1
 
 
-def test_what_was_wrapped_after_the_learner_was_made_is_found_on_entering(
-    group: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    learner = Learner(model())
-    learner.model = DistributedDataParallel(learner.model)
-    with pytest.raises(SystemExit):
+def test_a_process_group_that_came_after_the_learner(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(model(), syncer="http://127.0.0.1:9", name="late")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="init_process_group comes before"):
         learner.__enter__()
-    assert "DistributedDataParallel" in capsys.readouterr().err
 
 
-SCRIPT = """
-import sys
-import torch
-import atoll
+def test_shards_without_shapes_are_refused() -> None:
+    class FullyShardedDataParallel(nn.Linear):
+        __module__ = "torch.distributed.fsdp"
 
-if "--group" in sys.argv:
-    torch.distributed.init_process_group("gloo")
-model = torch.nn.Linear(2, 1)
-with atoll.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), syncer="http://127.0.0.1:9") as learner:
-    print("TRAINING")
+    with pytest.raises(ConfigError, match=r"'1' is sharded by FullyShardedDataParallel.*fully_shard"):
+        refuse_old_shards(nn.Sequential(nn.Linear(1, 1), FullyShardedDataParallel(1, 1)))
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+
+LONELY = """
+import torch, atoll
+from atoll.learner import ranks
+ranks.COME_S = 2.0
+torch.distributed.init_process_group("gloo")
+if torch.distributed.get_rank() == 0:
+    model = torch.nn.Linear(2, 1)
+    atoll.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), syncer="http://127.0.0.1:9")
+else:
+    import time
+    time.sleep(600)
 """
 
 
-def run(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+def run(command: list[str], **environment: str) -> subprocess.Popen[str]:
     """In a session of its own, so that nothing of it outlives a test that fails."""
     known = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(command, env=known, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def said_by(process: subprocess.Popen[str]) -> str:
-    try:
-        return process.communicate(timeout=WAIT_S)[1]
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def stop(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.faults), ["--group"]])
-def test_two_ranks_of_a_real_torchrun_end_at_once(tmp_path: Path, options: list[str]) -> None:
-    script, logs = tmp_path / "script.py", tmp_path / "logs"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    torchrun = run([*command, "--redirects", "3", "--log-dir", str(logs), str(script), *options])
-    said_by(torchrun)
-    assert torchrun.returncode != 0
-    said = [path.read_text() for path in sorted(logs.rglob("stderr.log"))]
-    assert said and not any("TRAINING" in path.read_text() for path in logs.rglob("stdout.log"))
-    ours = [line for text in said for line in text.splitlines() if line.startswith("atoll: ")]
-    assert ours and all("atoll train SCRIPT --learners 2" in line for line in ours), said
-    assert not any("Traceback" in text for text in said)
-
-
-@pytest.mark.system
-@pytest.mark.faults
-def test_each_of_two_ranks_ends_with_an_error_code(tmp_path: Path) -> None:
-    """torchrun stops the others when one ends; here nobody does, and still none hangs."""
+def test_a_learner_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    """It used to train, and its replicas drifted apart."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(LONELY)
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
-    command, where = [sys.executable, str(script), "--group"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [run(command, RANK=str(rank), WORLD_SIZE="2", **where) for rank in range(2)]
-    for number, (rank, said) in enumerate([(rank, said_by(rank)) for rank in ranks]):
-        assert rank.returncode == 2, said
-        assert f"atoll: this process is rank {number} of a torch.distributed process group of 2" in said
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    both = [run([sys.executable, str(script)], RANK=str(rank), **where) for rank in range(2)]
+    try:
+        said = both[0].communicate(timeout=WAIT_S)[1]
+    finally:
+        for one in both:
+            stop(one)
+    assert both[0].returncode == 2
+    assert "atoll: rank 1 of 2 made no atoll.Learner within 2 s: every rank makes one, of its model" in said

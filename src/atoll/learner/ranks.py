@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ from atoll.protocol.errors import ConfigError
 
 MEET_S = 600.0
 """How long a rank waits for the others before it takes them for dead."""
+COME_S = 60.0
+"""How long a rank waits for the others to make their learners."""
 RANKS_PAUSE_S = 0.05
 """Between two exchanges of ranks that do not train."""
 T = TypeVar("T")
@@ -93,7 +96,9 @@ class RankGroup:
     """All ranks of the default process group. Its calls are made by all ranks, in the same order."""
 
     def __init__(self) -> None:
+        """ConfigError names a rank that makes no learner."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        _await_all(self.rank, self.size)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=MEET_S))
         self._pending: tuple[dist.Work, list[torch.Tensor], torch.Tensor] | None = None
 
@@ -134,6 +139,21 @@ class RankGroup:
         held: list[Any] = [None] * self.size
         dist.all_gather_object(held, value, group=self._group)
         return held
+
+
+_MADE = count()
+
+
+def _await_all(rank: int, size: int) -> None:
+    store, number = dist.distributed_c10d._get_default_store(), next(_MADE)
+    store.set(f"atoll/{number}/{rank}", "here")
+    for other in range(size):
+        try:
+            store.wait([f"atoll/{number}/{other}"], timedelta(seconds=COME_S))
+        except RuntimeError as error:  # torch.distributed's errors are of this kind
+            raise ConfigError(
+                f"rank {other} of {size} made no atoll.Learner within {COME_S:g} s: every rank makes one, of its model"
+            ) from error
 
 
 def _read_facts(row: torch.Tensor) -> RankFacts:
