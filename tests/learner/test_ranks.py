@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,7 +137,7 @@ def test_a_layout_that_cannot_be_merged_is_named() -> None:
 
 
 def test_samples_are_dealt_without_rest() -> None:
-    parts = [list(DataShare(part, 3).take(range(8))) for part in range(3)]
+    parts = [list(DataShare(part, 3).take(np.arange(8))) for part in range(3)]
     assert [one for part in parts for one in part] == list(range(8)) and [len(part) for part in parts] == [2, 3, 3]
 
 

@@ -17,13 +17,15 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -256,7 +258,7 @@ class DataShare:
     counts: bool = True
     """False: another rank of its tensor-parallel group trains on the same data, and counts its tokens."""
 
-    def take(self, indices: Sequence[int]) -> Sequence[int]:
+    def take(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Of the samples of one step of the learner; parts differ by one sample at most."""
         return indices[len(indices) * self.part // self.parts : len(indices) * (self.part + 1) // self.parts]
 

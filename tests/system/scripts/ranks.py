@@ -1,0 +1,59 @@
+"""A learner in one of several layouts: plain, ddp, fsdp, hsdp, tp. All ranks train on the same data, so that the mean
+of their gradients is the gradient of one of them, to the bit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import atoll
+
+layout, pace_s = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3, bias=False))
+if layout != "plain":
+    dist.init_process_group("gloo")
+if layout == "ddp":
+    model = nn.parallel.DistributedDataParallel(model)
+elif layout in ("fsdp", "hsdp", "validating", "unsharded"):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape, names = ((2, size // 2), ("replicate", "shard")) if layout == "hsdp" else ((size,), ("shard",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if layout == "unsharded":
+        model.set_reshard_after_backward(False)
+elif layout == "tp":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+with atoll.Learner(model, optimizer) as learner:
+    draws = torch.Generator().manual_seed(learner.index)
+    while not learner.done:
+        inputs, targets = torch.randn(8, 6, generator=draws), torch.randn(8, 3, generator=draws)
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        learner.step(tokens=64 // (1 if layout == "tp" else size), loss=loss)
+        if layout == "validating":  # after a forward pass alone FSDP leaves parameters whole
+            with torch.no_grad():
+                model(inputs)
+        time.sleep(pace_s)
+    if folder := os.environ.get("ENDS"):
+        torch.save({"steps": learner.steps}, Path(folder, f"{learner.name}-{rank}.pt"))
+if layout != "plain":
+    dist.destroy_process_group()
