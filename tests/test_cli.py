@@ -61,6 +61,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --config none.toml", "cannot read none.toml: No such file or directory"),
         ("train --set quorum=5 --learners 4", "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
         ("train --learners 0", "learners = 0 is too small: the least is 1"),
+        ("train --ranks 0", "ranks = 0: a learner has at least 1"),
+        ("train --ranks 2 --algorithm data-parallel", "--ranks is for learners of a syncer: leave --tape and --algor"),
+        ("train --ranks 2 --tape none.tape", "--ranks is for learners of a syncer: leave --tape and --algorithm out"),
+        ("train --set workload.parallel=tp", "workload.parallel is 'tp'; set it to fsdp or ddp"),
         ("train --share weights", "--share weights: use one of parameters, moments"),
         ("train --share moments --set synchronous=true", 'share = "moments" is for runs that nobody waits in'),
         ("train --share moments --algorithm data-parallel", "there are no moments to share"),
@@ -292,6 +296,13 @@ def test_how_many_learners_start_is_said_where_nobody_chose(
     assert train.describe_learners(learners, None, default=default) == told
 
 
+def test_ranks_share_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.cli.train.cores", lambda: 2)
+    told = "2 learners of 2 ranks share the 2 cores of this machine."
+    assert train.describe_learners(2, None, default=False, ranks=2) == told
+    assert train.describe_learners(1, None, default=False, ranks=2) == ""
+
+
 def test_the_status_of_a_run_that_failed_begins_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
@@ -394,6 +405,18 @@ def test_the_command_line_becomes_settings(
     assert run.config.protocol.synchronous and run.config.protocol.overlap == 0
     assert (run.config.outer.lr, run.config.workload) == (0.5, {"depth": 1})
     assert run.config.protocol.steps == train.STEPS, "the built-in workload would go on for ever"
+
+
+def test_learners_have_as_many_ranks_as_are_asked_for_also_when_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], stopped: WrittenRun
+) -> None:
+    assert begin(monkeypatch, taken, "--out", "plain").config.ranks == 1
+    run = begin(monkeypatch, taken, "script.py", "--ranks", "2", "--out", "several")
+    assert run.config.ranks == 2 and b"ranks = 2\n" in run.config.toml()
+    stopped.dir.settings.write_text("ranks = 2\n")
+    assert begin(monkeypatch, taken, "--resume", "run").config.ranks == 2
+    run = begin(monkeypatch, taken, "--resume", "run", "--ranks", "4")
+    assert run.config.ranks == 4 and run.resume is not None and not run.resume.changes, "no rule of the run"
 
 
 def test_a_users_script_keeps_its_own_arguments_and_has_no_budget(
@@ -622,6 +645,15 @@ def test_a_learner_by_hand_is_named_where_it_says_so_and_takes_a_free_name_other
     assert started["env"]["ATOLL_SYNCER"] == "http://127.0.0.1:7077"
     atoll(monkeypatch, "learn", "script.py", "--syncer", "http://127.0.0.1:7077", "--name", "anna")
     assert started["env"]["ATOLL_LEARNER"] == "anna"
+
+
+def test_what_is_wrong_with_the_command_of_all_ranks_is_said_by_the_first_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert atoll(monkeypatch, "learn", "missing.py", "--syncer", "http://127.0.0.1:1") == 2
+        assert capsys.readouterr().err.count("\n") == lines
 
 
 def test_the_command_starts_without_torch() -> None:

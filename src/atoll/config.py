@@ -1,6 +1,6 @@
 """A run's settings: TOML into small frozen structs, with good defaults for everything.
 
-seed, init   chance; pretrained weights to begin with; script: what learners run
+seed, init   chance; pretrained weights to begin with; script, ranks: what learners run, in how many processes
 [protocol]   the rules: protocol.settings.Settings
 [outer]      merge and outer optimizer
 [service]    where the syncer listens, how often the model is scored
@@ -114,6 +114,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Pretrained weights to begin with: a safetensors file. Empty: the first learner's own."""
     script: tuple[str, ...] = ()
     """What every learner runs, for `--resume`; empty: the built-in workload."""
+    ranks: int = 1
+    """Processes of every learner that `atoll train` starts: together they are one learner of the run."""
     by_hand: bool = False
     """Learners are started by hand (`atoll syncer`): their script is known to nobody here."""
     protocol: Settings = Settings()
@@ -124,6 +126,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed = {self.seed} is below 0: take any whole number from 0")
+        if self.ranks < 1:
+            raise ConfigError(f"ranks = {self.ranks}: a learner has at least 1")
         CODEC.check(self.protocol.codec)
         PLAN.check(self.protocol.plan)
         ADOPT.check(self.protocol.adopt)

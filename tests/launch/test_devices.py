@@ -49,6 +49,23 @@ def test_a_strict_run_refuses_learners_that_do_not_fit() -> None:
     assert assign_devices(FOUR, 4, strict=True) is not None
 
 
+def test_the_ranks_of_a_learner_see_all_of_its_gpus() -> None:
+    found = assign_devices(FOUR, 2, 2)
+    assert found is not None and found.learners == (("0", "1"), ("2", "3"))
+    shared = assign_devices(("0", "1", "2"), 2, 2)
+    assert shared is not None and shared.learners == (("0", "1"), ("2", "0")), "learners share, ranks of one do not"
+    few = assign_devices(("0",), 2, 2)
+    assert few is not None and few.learners == (("0",), ("0",)), "each device once, or CUDA shows none"
+
+
+def test_a_strict_run_refuses_ranks_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match="3 learners of 2 ranks do not fit on 4 GPUs: start at most 2 with --learner"):
+        assign_devices(FOUR, 3, 2, strict=True)
+    with pytest.raises(ConfigError, match="1 learners of 8 ranks do not fit on 4 GPUs: start learners of at most 4 wi"):
+        assign_devices(FOUR, 1, 8, strict=True)
+    assert assign_devices(FOUR, 2, 2, strict=True) is not None
+
+
 def test_without_a_gpu_nothing_is_dealt_out() -> None:
     assert assign_devices((), 4) is None
 

@@ -20,6 +20,7 @@ from atoll.launch import local as local_run
 from atoll.launch.children import Child
 from atoll.launch.environment import LaunchEnvironment, assign_devices, read_environment
 from atoll.launch.local import LocalRun, script_arguments
+from atoll.launch.ranks import RankGroup
 from atoll.launch.supervision import Supervision
 from atoll.observe.screen import LiveScreen
 from atoll.protocol.errors import ConfigError, RunFailed
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.system
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_run, "Child", partial(Child, waits_s=(0.01,) * children.LIMIT))
+    monkeypatch.setattr(local_run, "RankGroup", partial(RankGroup, waits_s=(0.01,) * children.LIMIT))
 
 
 def local(tmp_path: Path, code: str, **options: Any) -> LocalRun:
@@ -286,6 +288,35 @@ async def test_every_process_sees_its_own_gpus_and_the_run_says_which(tmp_path: 
     assert events(run, "devices")[0]["text"] == "GPUs: learner-0 on 4, learner-1 on 5, evaluator on 6"
     found = read_environment(run.out.path)
     assert found is not None and found.folder == str(Path.cwd()), "where they started is noted for later"
+
+
+RANKS = """
+import os, pathlib, time
+place = [os.environ[name] for name in ("RANK", "WORLD_SIZE")]
+print(*place, os.environ["ATOLL_THREADS"], flush=True)
+died = pathlib.Path(__file__).with_name("died")
+if os.environ["ATOLL_ROLE"] == "learner" and not died.exists():
+    if place[0] == "0":
+        time.sleep(60)
+    died.touch()
+    raise SystemExit(7)
+"""
+
+
+async def test_the_ranks_of_a_learner_start_again_as_one_and_the_evaluator_is_a_group_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_run, "cores", lambda: 8)
+    run = local(tmp_path, RANKS, evaluator=True)
+    run.config = convert({"ranks": 2, "protocol": {"learners": 1}}, "a test")
+    await run.run()
+    [restarted] = events(run, "restarted")
+    assert restarted["text"] == "learner-0 was started again, all 2 ranks of it" and restarted["process"] == "learner-0"
+    exits = [e["text"] for e in events(run, "exited") if e["process"] == "learner-0"]
+    assert exits == ["learner-0 rank 1 ended: exit code 7", "learner-0 ended: exit code 0"]
+    logs = {path.stem: path.read_text().splitlines() for path in run.out.logs.glob("*.log")}
+    assert logs["learner-0"] == ["0 2 4"] * 2 and logs["learner-0.rank1"] == ["1 2 4"] * 2
+    assert logs["evaluator"] == ["0 1 4"], "of one rank: a script may join a process group there too"
 
 
 ATTACK = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from atoll.baselines.figures import RankLog, RankMessage
 from atoll.config import Config
 from atoll.launch.children import Child, cores, describe_exit
 from atoll.launch.local import RUNNER
+from atoll.launch.ranks import find_free_port
 from atoll.observe.summary import Summary
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, write_atomic
@@ -106,7 +106,7 @@ class DataParallelRun:
     def _make_rank(self, rank: int) -> Child:
         world = self.config.protocol.learners
         if rank == 0:
-            self._port = _free_port()
+            self._port = find_free_port()
         threads = str(max(1, cores() // world))
         env = {
             "RANK": str(rank),
@@ -120,9 +120,3 @@ class DataParallelRun:
         }
         command = [sys.executable, *RUNNER, "-m", "atoll.workloads.data_parallel"]
         return Child(f"rank-{rank}", command, env, self.out.log(f"rank-{rank}"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -66,13 +66,13 @@ def status(run: str, watch: bool, json_: bool) -> None:
 
 def running_processes(events: Path) -> dict[str, int]:
     """Of a run that `atoll train` started: each process that runs, by its name, with its pid."""
-    found: dict[str, int] = {}
+    found: dict[str, dict[str, int]] = {}
     for event in EventTail(events, near_bytes=0).new_events():
         if event["kind"] in ("started", "restarted"):
-            found[event["process"]] = event["pid"]
+            found[event["process"]] = {event["process"]: event["pid"], **event.get("ranks", {})}
         elif event["kind"] == "exited":
             found.pop(event["process"], None)
-    return {name: pid for name, pid in found.items() if is_own_process(pid)}
+    return {name: pid for pids in found.values() for name, pid in pids.items() if is_own_process(pid)}
 
 
 def _is_over(run: RunDir) -> bool:

@@ -268,7 +268,29 @@ def learn(
     key: Path | None,
     proxy: str | None,
 ) -> None:
-    arguments = script_arguments(script, arguments)
+    try:
+        arguments = script_arguments(script, arguments)
+        _set_environment(join, syncer, name, folder, ca, cert, key, proxy, evaluator=evaluator)
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # every rank of this machine was given the same command
+            raise SystemExit(error.exit_code) from error
+        raise
+    os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])
+
+
+def _set_environment(
+    join: str | None,
+    syncer: str | None,
+    name: str | None,
+    folder: Path | None,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    proxy: str | None,
+    *,
+    evaluator: bool,
+) -> None:
+    """Of a learner by hand. ConfigError: the run cannot be joined in this way."""
     if (where := read_link(join, "--join (or ATOLL_JOIN)") if join else syncer) is None:
         raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
     for variable, value in (("ATOLL_CA", ca), ("ATOLL_CERT", cert), ("ATOLL_KEY", key)):
@@ -286,4 +308,3 @@ def learn(
     if folder is not None:
         os.environ["ATOLL_FOLDER"] = str(folder.absolute())
         os.environ["ATOLL_BEST"] = str(RunDir(folder.absolute()).best_model)  # where an evaluator keeps it
-    os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])

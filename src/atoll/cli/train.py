@@ -53,6 +53,7 @@ def train(
     script: Path | None,
     arguments: list[str],
     learners: int | None,
+    ranks: int | None,
     steps: int | None,
     tokens: int | None,
     out: Path | None,
@@ -77,7 +78,7 @@ def train(
     wandb: str | None,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
-    words = setting_words(words, **budget, seed=seed, warm_start=warm_start, share=share, robust=robust)
+    words = setting_words(words, **budget, ranks=ranks, seed=seed, warm_start=warm_start, share=share, robust=robust)
     options = LaunchOptions(breakable, max_restarts, strict_devices)
     targets = Targets(tensorboard, wandb)
     targets.check_packages()
@@ -106,6 +107,8 @@ def train(
             "--algorithm data-parallel averages gradients at every step, so it has no phases: "
             "leave --warm-start and phases out"
         )
+    if settings.ranks > 1 and (tape is not None or algorithm == "data-parallel"):
+        raise ConfigError("--ranks is for learners of a syncer: leave --tape and --algorithm out")
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
     elif algorithm == "data-parallel":
@@ -128,18 +131,17 @@ def train(
     if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
         return
-    if text := describe_learners(
-        settings.protocol.learners, options.devices, default="learners" not in said["protocol"]
-    ):
+    default = "learners" not in said["protocol"]
+    if text := describe_learners(settings.protocol.learners, options.devices, default=default, ranks=settings.ranks):
         console.print(text, style="dim", soft_wrap=not console.is_terminal, highlight=False)
     _train(settings, run_dir, console, command, kills, json_, targets=targets, options=options)
 
 
-def describe_learners(learners: int, devices: Assignment | None, *, default: bool) -> str:
+def describe_learners(learners: int, devices: Assignment | None, *, default: bool, ranks: int = 1) -> str:
     """How many learners start, where nobody said so, and that they share this machine's cores; empty: neither."""
-    many, few = f"{learners} learner{'' if learners == 1 else 's'}", cores()
+    many, few = f"{learners} learner{'' if learners == 1 else 's'}{f' of {ranks} ranks' if ranks > 1 else ''}", cores()
     told = [f"{many}, the default: --learners N starts another number."] if default else []
-    if devices is None and few < learners:
+    if devices is None and few < learners * ranks:
         told.append(f"{'They' if default else many} share the {few} core{'' if few == 1 else 's'} of this machine.")
     return " ".join(told)
 
@@ -158,8 +160,9 @@ class LaunchOptions:
     def assign_devices(self, config: Config) -> LaunchOptions:
         """With the GPUs that the script sees dealt out; ConfigError: they are too few."""
         environment = {**(self.launch.variables if self.launch is not None else {}), **os.environ}
-        devices = assign_devices(find_devices(environment), config.protocol.learners, strict=self.strict_devices)
-        return replace(self, devices=devices)
+        devices = find_devices(environment)
+        dealt = assign_devices(devices, config.protocol.learners, config.ranks, strict=self.strict_devices)
+        return replace(self, devices=dealt)
 
 
 def _go_on(
@@ -234,7 +237,7 @@ def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bo
     close(out, console, as_json)
 
 
-NO_RULES = ("port", "evaluate_every")
+NO_RULES = ("port", "evaluate_every", "ranks")
 """What `--resume` takes for this start of the processes alone; the other settings are rules, and their change is
 journaled."""
 

@@ -120,6 +120,16 @@ class Child:
         """Since it was started last; 0 if it does not run."""
         return time.monotonic() - self._started_at if self.running else 0.0
 
+    @property
+    def ended(self) -> Child:
+        """Whose name and log tell of its last end: its own; of a group, those of the rank that ended it."""
+        return self
+
+    @property
+    def more_pids(self) -> dict[str, int]:
+        """Of a group's ranks besides the first, by the names of their logs."""
+        return {}
+
     def poll_exit(self) -> int | None:
         """Its exit code, told once."""
         if self.process is None or (code := self.process.poll()) is None:

@@ -7,7 +7,8 @@
 - what belongs to one login, one job or one process (SSH_…, SLURM_…, DISPLAY, TMPDIR, ATOLL_…).
 
 Every process sees only its own GPUs, by CUDA_VISIBLE_DEVICES: `cuda` or `cuda:0` in a script is the first of them. With
-more devices than learners each learner gets an equal block; with fewer, learners share them in turn. The evaluator
+more devices than learners each learner gets an equal block; with fewer, learners share them in turn. The ranks of a
+learner see all of its devices, as under torchrun, and each takes that of its LOCAL_RANK. The evaluator
 takes a spare device, else the one with the fewest learners. If CUDA_VISIBLE_DEVICES is set, only what it names is dealt
 out. Without an NVIDIA driver nothing is set, and a script chooses its device itself: the CPU, or Apple's GPU (mps),
 which all learners share.
@@ -126,18 +127,19 @@ class Assignment:
         return f"GPUs: {', '.join(parts)}"
 
 
-def assign_devices(devices: Devices, learners: int, *, strict: bool = False) -> Assignment | None:
-    """Deal the devices out; None: there are none. ConfigError with `strict`, where not every learner gets its own."""
-    if strict and learners > len(devices):
+def assign_devices(devices: Devices, learners: int, ranks: int = 1, *, strict: bool = False) -> Assignment | None:
+    """Deal the devices out; None: there are none. ConfigError with `strict`, where not every rank gets its own."""
+    if strict and learners * ranks > len(devices):
+        of_ranks = f" of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"--strict-devices: {learners} learners do not fit on {_count(len(devices))}: "
-            f"start at most {len(devices)} with --learners, or leave --strict-devices out and let them share"
+            f"--strict-devices: {learners} learners{of_ranks} do not fit on {_count(len(devices))}: "
+            f"{_advise(len(devices), ranks)}, or leave --strict-devices out and let them share"
             if devices
             else "--strict-devices: this machine shows no NVIDIA GPU: leave it out to train on what there is"
         )
     if not devices:
         return None
-    each = max(1, len(devices) // learners)
+    each = max(min(ranks, len(devices)), len(devices) // learners)
     dealt = tuple(
         tuple(devices[(index * each + place) % len(devices)] for place in range(each)) for index in range(learners)
     )
@@ -174,6 +176,11 @@ def _ask_driver() -> Devices:
 
 def _names(devices: Devices) -> str:
     return "+".join(devices)
+
+
+def _advise(devices: int, ranks: int) -> str:
+    most = devices // ranks
+    return f"start at most {most} with --learners" if most else f"start learners of at most {devices} with --ranks"
 
 
 def _count(number: int) -> str:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,8 +34,9 @@ from atoll.launch.children import (
     describe_exit,
 )
 from atoll.launch.environment import VISIBLE, Assignment, LaunchEnvironment, capture_environment, write_environment
+from atoll.launch.ranks import RankGroup
 from atoll.launch.resume import Resume
-from atoll.launch.supervision import Killed, Supervision
+from atoll.launch.supervision import Killed, Supervision, describe_process
 from atoll.protocol.errors import ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
@@ -113,7 +115,7 @@ class LocalRun:
             if self.resume is not None:
                 command += [part for change in self.resume.changes for part in ("--set", change)]
                 command += ["--reopen"] if self.resume.reopen else []
-            self._syncer = self._make_child("syncer", command)
+            self._syncer = Child("syncer", [sys.executable, *command], self._common_env, self.out.log("syncer"))
             self._syncer.obeys, self._syncer.waits_s = True, SOON_S
             self._processes = Supervision(self.out, self._events, self._syncer, self.max_restarts)
             self._learners = self._processes.learners
@@ -189,13 +191,12 @@ class LocalRun:
             return f"{self._url}/"
 
     def _start_learners(self) -> None:
-        script = [*RUNNER, *self.script]
         for index in range(self.config.protocol.learners):
             name = f"learner-{index}"
-            self._learners[name] = self._make_child(name, script, self._learner_env(name))
+            self._learners[name] = self._make_learner(name)
         if self.evaluator:
             sees = {VISIBLE: ",".join(self.devices.evaluator)} if self.devices is not None else {}
-            self._processes.scorer = self._make_child("evaluator", script, {**self._evaluator_env(), **sees})
+            self._processes.scorer = self._make_script("evaluator", {**self._evaluator_env(), **sees}, ranks=1)
         if self.devices is not None:
             self._events.say("devices", self.devices.describe(evaluator=self.evaluator))
         for child in self._processes.list_children()[1:]:
@@ -224,8 +225,7 @@ class LocalRun:
 
     def _start_child(self, child: Child) -> None:
         child.start()
-        assert child.process is not None
-        self._events.say("started", f"{child.name} started", {"process": child.name, "pid": child.process.pid})
+        self._events.say("started", f"{child.name} started", describe_process(child))
 
     async def _wait_for_scripts(self) -> None:
         """Scripts may have something to do after the run. The evaluator has not: its last score was waited for.
@@ -296,7 +296,7 @@ class LocalRun:
     def find_learner(self, name: str) -> Child:
         """One that takes part; a new name joins."""
         if name not in self._learners:
-            self._learners[name] = self._make_child(name, [*RUNNER, *self.script], self._learner_env(name))
+            self._learners[name] = self._make_learner(name)
         return self._learners[name]
 
     def start_again(self, name: str) -> None:
@@ -347,8 +347,26 @@ class LocalRun:
         pages = ["--pages", self.pages] if self.pages else []
         return [*(["--evaluated"] if self.evaluator else []), *pages, *self.syncer_words]
 
-    def _make_child(self, name: str, arguments: list[str], env: dict[str, str] | None = None) -> Child:
-        threads = str(max(1, cores() // self.config.protocol.learners))
+    def _make_learner(self, name: str) -> Child:
+        return self._make_script(name, self._learner_env(name), ranks=self.config.ranks)
+
+    def _make_script(self, name: str, env: dict[str, str], ranks: int) -> Child:
+        """What runs the script. One that expects ranks finds the variables of a group also where it is alone."""
+        assert self.launch is not None
+        make = partial(RankGroup, count=ranks) if self.config.ranks > 1 else Child
+        return make(
+            name,
+            [sys.executable, *RUNNER, *self.script],
+            {**self.launch.find_missing(os.environ), **self._common_env, **env},
+            self.out.log(name),
+            nice=NEWCOMER_NICE,
+            folder=self.launch.find_folder(),
+            limit=self.max_restarts,
+        )
+
+    @property
+    def _common_env(self) -> dict[str, str]:
+        threads = str(max(1, cores() // (self.config.protocol.learners * self.config.ranks)))
         common = {
             "ATOLL_RUN_TOML": str(self.out.settings),
             "ATOLL_SEED": str(self.config.seed),
@@ -356,23 +374,13 @@ class LocalRun:
             "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
         }
+        if self.script == WORKLOAD:
+            common["WORLD_SIZE"] = "1"  # a job that this supervisor is a rank of is not the learners'
         if self.config.init:
             common["ATOLL_INIT"] = str(Path(self.config.init).absolute())
         if hasattr(self, "_url"):
             common["ATOLL_SYNCER"] = self._url
-        command = [sys.executable, *arguments]
-        if name == "syncer":
-            return Child(name, command, {**common, **(env or {})}, self.out.log(name))
-        assert self.launch is not None
-        return Child(
-            name,
-            command,
-            {**self.launch.find_missing(os.environ), **common, **(env or {})},
-            self.out.log(name),
-            nice=NEWCOMER_NICE,
-            folder=self.launch.find_folder(),
-            limit=self.max_restarts,
-        )
+        return common
 
 
 def script_arguments(script: Path, arguments: list[str]) -> list[str]:

@@ -6,6 +6,7 @@
 - a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
   anybody made a step, the same mistake in the code on every learner after each was restarted, an exception of the
   scorer, or a return that is no score, before the first score;
+- a learner of several ranks (ranks.py) is one process in all of this; what is said names the rank;
 - any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit. Once the
   run is ending, no learner is;
 - a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves.
@@ -152,23 +153,23 @@ class Supervision:
     def _restart_if_due(self, child: Child) -> bool:
         due = child.restart_if_due()
         if due:
-            assert child.process is not None
             self.here.discard(child.name)
-            data: dict[str, object] = {"process": child.name, "pid": child.process.pid}
-            self._events.say("restarted", f"{child.name} was started again", data)
+            ranks = f", all {len(child.more_pids) + 1} ranks of it" if child.more_pids else ""
+            self._events.say("restarted", f"{child.name} was started again{ranks}", describe_process(child))
         return due
 
     def _say_exited(self, child: Child, code: int) -> None:
         """With the cause, where its log ends with one. Where to read on is said once for every mistake."""
-        error = read_script_error(child.read_log_tail()) if code in (1, USAGE) else None
+        ended = child.ended
+        error = read_script_error(ended.read_log_tail()) if code in (1, USAGE) else None
         how = "" if code == ConfigError.exit_code else f": {describe_exit(code)}"  # a warning with its words follows
         text = f"failed: {error.summary}" if error is not None else f"ended{how}"
-        self._events.say("exited", f"{child.name} {text}", {"process": child.name, "code": code})
+        self._events.say("exited", f"{ended.name} {text}", {"process": child.name, "code": code})
         if error is None:
             self._errors.pop(child.name, None)
             return
         if not any(error.is_same_mistake(known) for known in self._errors.values()):
-            self._log_warning(child, f"the whole traceback is in {child.log}")
+            self._log_warning(child, f"the whole traceback is in {ended.log}")
         self._errors[child.name] = error
 
     # ---- learners ---------------------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ class Supervision:
         """The run ends in good order, with what was merged so far."""
         if self._failure is not None or self.interrupts:
             return
-        self._failure = RunFailed(f"{what}: {self.read_last_words(child)}. The whole traceback is in {child.log}")
+        self._failure = RunFailed(f"{what}: {self.read_last_words(child)}. The whole traceback is in {child.ended.log}")
         self._mended = "; once the script is mended, the run goes on with: "
         self.ending = True
         for one in self.list_children()[1:]:
@@ -268,7 +269,8 @@ class Supervision:
         if self.failed:
             name, words = next(iter(self.failed.items()))
             others = f" (and {len(self.failed) - 1} more)" if len(self.failed) > 1 else ""
-            return f"{name}{others} failed and did not come back: {words}; its log is {self._out.log(name)}"
+            log = self.learners[name].ended.log
+            return f"{name}{others} failed and did not come back: {words}; its log is {log}"
         if not self._joined and not self.interrupts:
             return (
                 "no learner joined the run: the script has to train inside 'with atoll.Learner(model, optimizer) as "
@@ -316,4 +318,11 @@ class Supervision:
         """Why it ended: the exception of its script, else the last line of its log."""
         if (error := self._errors.get(child.name)) is not None:
             return error.summary
-        return child.last_words().removeprefix("atoll: ")
+        return child.ended.last_words().removeprefix("atoll: ")
+
+
+def describe_process(child: Child) -> dict[str, object]:
+    """For the events `started` and `restarted`."""
+    assert child.process is not None
+    ranks: dict[str, object] = {"ranks": child.more_pids} if child.more_pids else {}
+    return {"process": child.name, "pid": child.process.pid, **ranks}

@@ -72,6 +72,7 @@ RUNS = (
         (
             argument("script", "Your training script; without one, a small GPT.", Path),
             option("--learners", "M: how many learners.", int, shown=LEARNERS, panel=RUN),
+            option("--ranks", "Processes of each learner (DDP, FSDP).", int, shown="1", panel=RUN),
             *end_options(steps=STEPS),
             *FOLDER,
             option("--from-cut", "With --resume: a new run (--out) from this cut.", int, name="cut", panel=RUN),
@@ -90,7 +91,7 @@ RUNS = (
             *NAMED_SETTINGS,
             option(
                 "--max-restarts",
-                "How often in a row a learner that dies is started again.",
+                "Restarts in a row of a learner that dies.",
                 int,
                 least=0,
                 default=5,

@@ -1,0 +1,151 @@
+"""The ranks of one learner: R processes of its script, which are started, ended and started again as one.
+
+Each has what torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and all
+have the learner's name. The ranks see the same GPUs, those of their learner: LOCAL_RANK says which one is whose. Rules:
+- every start has a port of its own;
+- when a rank dies, the others are asked to end (SIGTERM) and killed `TERM_S` later: they could only wait for it. The
+  group then ended as that rank did;
+- when a rank ends with 0, the others have `EXIT_S` to do so too; then they are ended in the same way;
+- a signal to the learner goes to all its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+
+from atoll.launch.children import Child, read_script_error
+from atoll.launch.script import TERM_S
+
+EXIT_S = 300.0
+"""As torchrun waits: one rank may have something to write at the end, and one that waits for a peer never ends."""
+LOOPBACK = "127.0.0.1"
+_PEER_GONE = re.compile(r"gloo|nccl|torch\.distributed|(closed|reset) by peer", re.IGNORECASE)
+
+
+@dataclass
+class RankGroup(Child):
+    """`process` is that of rank 0, until all have ended."""
+
+    count: int = 2
+    ranks: list[Child] = field(init=False)
+    _codes: dict[int, int] = field(default_factory=dict, repr=False)
+    """Of the ranks that have ended, by their number."""
+    _culprit: int | None = field(default=None, repr=False)
+    """The rank that ended the group."""
+    _kill_at: float | None = field(default=None, repr=False)
+    _end_at: float | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = [self._make_rank(rank) for rank in range(self.count)]
+
+    def _make_rank(self, rank: int) -> Child:
+        name = f"{self.name} rank {rank}" if self.count > 1 else self.name
+        log = self.log.with_name(f"{self.name}.rank{rank}.log") if rank else self.log
+        return Child(name, self.command, {}, log, nice=self.nice, folder=self.folder)
+
+    def start(self) -> None:
+        self._codes.clear()
+        self._culprit = self._kill_at = self._end_at = None
+        port = find_free_port()
+        for rank, child in enumerate(self.ranks):
+            child.env = {**self.env, **make_rank_variables(rank, self.count, port)}
+            child.start()
+        self.process = self.ranks[0].process
+        self._started_at, self._restart_at = time.monotonic(), None
+
+    @property
+    def running(self) -> bool:
+        return any(rank.running for rank in self.ranks)
+
+    @property
+    def ended(self) -> Child:
+        return self if self._culprit is None else self.ranks[self._culprit]
+
+    @property
+    def more_pids(self) -> dict[str, int]:
+        return {rank.log.stem: rank.process.pid for rank in self.ranks[1:] if rank.process is not None}
+
+    def poll_exit(self) -> int | None:
+        """The exit code of the rank that ended the group, told once, when all ranks are gone."""
+        if self.process is None:
+            return None
+        now = time.monotonic()
+        new = {rank: code for rank, child in enumerate(self.ranks) if (code := child.poll_exit()) is not None}
+        self._codes |= new
+        if self._culprit is None and any(new.values()):
+            self._end_others(now, self._find_culprit({rank: code for rank, code in new.items() if code}))
+        elif new and self._end_at is None:
+            self._end_at = now + EXIT_S
+        if len(self._codes) < self.count:
+            self._end_late(now)
+            return None
+        self.process = None
+        return 0 if self._culprit is None else self._codes[self._culprit]
+
+    def _end_others(self, now: float, culprit: int) -> None:
+        self._culprit, self._kill_at = culprit, now + TERM_S
+        self.signal(signal.SIGTERM)
+
+    def _end_late(self, now: float) -> None:
+        if self._kill_at is not None and now >= self._kill_at:
+            self.signal_all(signal.SIGKILL)
+        elif self._culprit is None and self._end_at is not None and now >= self._end_at:
+            self._end_others(now, next(rank for rank in range(self.count) if rank not in self._codes))
+
+    def _find_culprit(self, died: dict[int, int]) -> int:
+        """The rank that died first, of those that died between two looks: a rank that loses its peer ends with 1,
+        mostly with an exception of torch.distributed."""
+
+        def is_less_likely(rank: int) -> tuple[bool, bool, bool, int]:
+            error = read_script_error(self.ranks[rank].read_log_tail())
+            lost_peer = error is not None and _PEER_GONE.search(f"{error.kind}: {error.text}") is not None
+            return died[rank] == 1, lost_peer, error is None, rank
+
+        return min(died, key=is_less_likely)
+
+    # ---- what is done to the learner is done to all its ranks -------------------------------------------------------
+
+    def give_way(self, nice: int) -> None:
+        for rank in self.ranks:
+            rank.give_way(nice)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.signal_all(number)
+
+    def signal(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.signal(number)
+
+    def kill_all(self) -> None:
+        self.cancel_restart()
+        for rank in self.ranks:
+            rank.kill_all()
+
+
+def make_rank_variables(rank: int, count: int, port: int) -> dict[str, str]:
+    """As torchrun names them, for ranks that are all on this machine."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+    }
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # gloo asks for the machine's name, which may resolve nowhere
+    return variables
+
+
+def find_free_port() -> int:
+    """Nobody holds it for us: a process that finds it taken is started again with another."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
