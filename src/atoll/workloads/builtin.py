@@ -13,6 +13,7 @@ import torch
 
 import atoll
 from atoll.protocol.errors import AtollError
+from atoll.workloads.ranks import join_ranks, spread_model
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
 from atoll.workloads.training import StepPace, build_model, build_optimizers, sample, set_learning_rate, validation_loss
@@ -23,13 +24,17 @@ def main() -> None:
         torch.set_num_threads(int(threads))
     path = os.environ.get("ATOLL_RUN_TOML")
     settings, seed = read_run(Path(path)) if path else (WorkloadSettings(), 0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with join_ranks() as device:
+        train(settings, seed, device)
 
+
+def train(settings: WorkloadSettings, seed: int, device: torch.device) -> None:
     text = Text.load(settings.data)
-    model = build_model(settings, seed).to(device)
-    optimizers = build_optimizers(model, settings)
+    gpt = build_model(settings, seed).to(device)
+    model = spread_model(gpt, device, settings.parallel)
+    optimizers = build_optimizers(gpt, settings)
     atoll.evaluate(
-        model,
+        gpt,
         lambda model: validation_loss(model, text, settings.eval_windows),
         sample=lambda model: sample(model, seed),
         unit="nats per byte",

@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +24,12 @@ from torch import Tensor, nn
 
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.workloads.gpt import Gpt
+from atoll.workloads.ranks import PEER_DEADLINE
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
 from atoll.workloads.training import StepPace, build_model, build_optimizers, sample, set_learning_rate, validation_loss
 
 Report = Callable[[dict[str, object]], None]
-PEER_DEADLINE = timedelta(seconds=120)
 PROGRESS_EVERY = 20
 
 

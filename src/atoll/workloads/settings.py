@@ -11,6 +11,7 @@ import msgspec
 from atoll.protocol.errors import ConfigError
 
 OPTIMIZERS = ("adamw", "muon")
+PARALLEL = ("fsdp", "ddp")
 
 
 class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -19,7 +20,9 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     block: int = 64
     # Bytes of context per training window.
     batch: int = 8
-    # Windows per learner and step.
+    # Windows per learner and step; of a learner of several ranks, per rank.
+    parallel: str = "fsdp"
+    # How the ranks of a learner share the model: "fsdp", each holds a part of every tensor, or "ddp", each holds all.
     optimizer: str = "adamw"
     # What a learner steps with: "adamw", or "muon" for the matrices of the blocks and AdamW for the rest.
     lr: float = 1e-2
@@ -47,6 +50,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         for key in ("depth", "block", "batch", "eval_windows", "eval_every"):
             _check(key, getattr(self, key) >= 1, getattr(self, key), "a whole number of at least 1")
         _check("optimizer", self.optimizer in OPTIMIZERS, repr(self.optimizer), " or ".join(OPTIMIZERS))
+        _check("parallel", self.parallel in PARALLEL, repr(self.parallel), " or ".join(PARALLEL))
         for key in ("lr", "clip"):
             value = getattr(self, key)
             _check(key, math.isfinite(value) and value > 0, value, "a number above 0")
