@@ -17,7 +17,8 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -32,7 +33,7 @@ from torch import nn
 
 from atoll.mailbox.channel import RunProgress, ToTraining
 from atoll.protocol.boxes import Box, RankBoxes
-from atoll.protocol.errors import ConfigError
+from atoll.protocol.errors import ConfigError, RunFailed
 
 MEET_S = 600.0
 """How long a rank waits for the others before it takes them for dead."""
@@ -111,7 +112,8 @@ class RankGroup:
         words = [facts.frames, facts.tokens, int(facts.leaving), int(facts.vote), facts.committed, facts.global_step]
         own = torch.cat([torch.tensor(words, dtype=torch.int64), progress])
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        work = dist.all_gather(rows, own, group=self._group, async_op=True)
+        with _reached():
+            work = dist.all_gather(rows, own, group=self._group, async_op=True)
         assert work is not None
         self._pending = work, rows, own
 
@@ -121,7 +123,8 @@ class RankGroup:
             return None
         work, rows, _ = self._pending
         self._pending = None
-        work.wait()
+        with _reached():
+            work.wait()
         told = [_read_facts(row) for row in rows]
         return AgreedFacts(
             frames=min(one.frames for one in told),
@@ -133,14 +136,25 @@ class RankGroup:
     def share(self, value: T) -> T:
         """What rank 0 has, for all."""
         held: list[T] = [value]
-        dist.broadcast_object_list(held, src=0, group=self._group)
+        with _reached():
+            dist.broadcast_object_list(held, src=0, group=self._group)
         return held[0]
 
     def gather(self, value: T) -> list[T]:
         """What every rank has, for all."""
         held: list[Any] = [None] * self.size
-        dist.all_gather_object(held, value, group=self._group)
+        with _reached():
+            dist.all_gather_object(held, value, group=self._group)
         return held
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """RunFailed: another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:  # of whatever kind a process group has
+        raise RunFailed(f"another rank of this learner is gone: {str(error).splitlines()[0][:200]}") from error
 
 
 _MADE = count()
