@@ -68,12 +68,14 @@ class Desk:
 
     def turned_away(self, address: str, reason: str) -> None: ...
 
-    def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
+    def expect_contribution(
+        self, learner: str, session: str, round: int, attempt: int, named: int, rank: int
+    ) -> memoryview:
         return self.into
 
-    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None: ...
+    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str, rank: int) -> None: ...
 
-    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str) -> None:
+    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int) -> None:
         print(f"aborted: {reason}", file=sys.stderr)
 
     def fragment(self, index: int, have: int) -> ServedFragment:

@@ -8,7 +8,7 @@ used. docs/security.md says what each hash protects against.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from threading import Lock
 
 import xxhash
@@ -27,6 +27,12 @@ def digest_pieces(pieces: Iterable[Buffer]) -> str:
     for piece in pieces:
         hashed.update(piece)
     return hashed.hexdigest()
+
+
+def combine_digests(digests: Sequence[str]) -> str:
+    """The digest of several bodies that are one thing (of a learner's ranks, in order): of their digests. Of one body
+    it is that body's."""
+    return digests[0] if len(digests) == 1 else compute_digest("".join(digests).encode())
 
 
 class DigestInParts:

@@ -73,23 +73,27 @@ class MemoryDesk:
     def closed(self, channel: ControlChannel, reason: str) -> None:
         self.note("closed", channel.learner, channel.session, reason)
 
-    def expect_contribution(self, learner: str, session: str, round: int, attempt: int, named: int) -> memoryview:
-        self.note("asked", learner, round, attempt)
+    def expect_contribution(
+        self, learner: str, session: str, round: int, attempt: int, named: int, rank: int
+    ) -> memoryview:
+        self.note("asked", learner, round, attempt, *([rank] if rank else []))
         try:
             return memoryview(self.buffers[learner, round, attempt])
         except KeyError:
             raise PeerError(f"round {round} did not ask {learner} for attempt {attempt}") from None
 
-    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None:
+    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str, rank: int) -> None:
         self.note("arrived", learner, round, attempt, digest)
 
-    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str) -> None:
+    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int) -> None:
         self.note("aborted", learner, round, attempt, reason)
 
-    def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
+    def expect_initial(self, learner: str, session: str, fragment: int, rank: int) -> memoryview:
         return memoryview(self.initials[fragment])
 
-    async def initial_arrived(self, learner: str, session: str, fragment: int, body: memoryview, digest: str) -> None:
+    async def initial_arrived(
+        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
+    ) -> None:
         self.note("initial", learner, fragment, digest)
 
     def fragment(self, index: int, have: int) -> ServedFragment:
@@ -99,6 +103,12 @@ class MemoryDesk:
         data = self.fragments[index]
         steps = tuple((compute_digest(one), memoryview(one)) for one in self.steps[have:3]) if have >= 0 else ()
         return ServedFragment(3, 7, compute_digest(data), memoryview(data), self._release, steps=steps)
+
+    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
+        self.note("part", index, learner, rank)
+        whole = self.fragment(index, -1)
+        data = whole.data[4 * rank :]
+        return ServedFragment(whole.version, whole.round, compute_digest(data), data, whole.release)
 
     def moments(self, index: int, version: int) -> ServedFragment:
         if (index, version) != (0, 3):

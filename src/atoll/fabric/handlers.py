@@ -50,25 +50,31 @@ class Handlers(Protocol):
     def closed(self, channel: ControlChannel, reason: str) -> None:
         """Once for every channel that was accepted and not replaced, whoever closed it."""
 
-    def expect_contribution(self, learner: str, session: str, round: int, attempt: int, named: int) -> memoryview:
+    def expect_contribution(
+        self, learner: str, session: str, round: int, attempt: int, named: int, rank: int
+    ) -> memoryview:
         """The writable buffer a contribution goes into, of its exact size; PeerError if it was not asked for. `named`:
-        the bytes that its sender says it has."""
+        the bytes that its sender says it has. `rank`: of a learner of several, whose part it is; else 0."""
         ...
 
-    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None:
+    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str, rank: int) -> None:
         """Whole; the digest is the server's own, and the one the learner named."""
 
-    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str) -> None:
+    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int) -> None:
         """The buffer is free again; what is in it is worth nothing."""
 
-    def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview: ...
+    def expect_initial(self, learner: str, session: str, fragment: int, rank: int) -> memoryview: ...
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str
+        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
     ) -> None: ...
 
     def fragment(self, index: int, have: int) -> ServedFragment:
         """`have`: the version that the reader says it holds; −1: none."""
+        ...
+
+    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
+        """What a rank of a learner holds of the fragment's newest version, never as steps."""
         ...
 
     def moments(self, index: int, version: int) -> ServedFragment:

@@ -7,6 +7,8 @@
                                                        Atoll-Steps where it is the steps from that version on;
                                                        with Range: bytes=START-, Atoll-Version and Atoll-Digest
                                                        the rest of that version, or a newer one whole
+    …?rank=RANK                                        of the two PUTs: that rank's part, of a learner of several
+    GET  /v1/fragments/{fragment}?learner=…&rank=…     that rank's part, and its digest; never as steps
     GET  /v1/moments/{fragment}/{version}              a body: averaged moments, with the same headers
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
@@ -63,6 +65,7 @@ from atoll.fabric.wire import (
     FabricLimits,
     decode_score,
     decode_words,
+    one_line,
 )
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import Budgets
@@ -179,10 +182,12 @@ class Server(Port):
         channel = self._member(request)
         learner, session = channel.learner, channel.session
         round, attempt = int(request.match_info["round"]), int(request.match_info["attempt"])
-        key = (learner, round, attempt)
+        rank = _rank(request)
+        key = (learner, round, attempt, rank)
         if self._intake.taken(key):
             raise Rejected(409, "the same contribution is being received already")
-        into = self._handlers.expect_contribution(learner, session, round, attempt, request.content_length or 0)
+        named = request.content_length or 0
+        into = self._handlers.expect_contribution(learner, session, round, attempt, named, rank)
         reason = "the syncer is stopping"
         digest = ""
         try:
@@ -196,31 +201,42 @@ class Server(Port):
             raise
         finally:
             if not digest:
-                self._handlers.contribution_aborted(learner, round, attempt, reason)
-        self._handlers.contribution_arrived(learner, round, attempt, digest)
+                self._handlers.contribution_aborted(learner, round, attempt, reason, rank)
+        self._handlers.contribution_arrived(learner, round, attempt, digest, rank)
         return web.Response(status=204)
 
     async def _initial(self, request: web.Request) -> web.Response:
         channel = self._member(request)
-        fragment = int(request.match_info["fragment"])
-        into = self._handlers.expect_initial(channel.learner, channel.session, fragment)
-        with self._uploads.begin(channel.session, request):
-            digest = await self._intake.receive(request, channel.learner, (channel.session, fragment), into)
-            await self._handlers.initial_arrived(channel.learner, channel.session, fragment, into, digest)
+        learner, session = channel.learner, channel.session
+        fragment, rank = int(request.match_info["fragment"]), _rank(request)
+        into = self._handlers.expect_initial(learner, session, fragment, rank)
+        with self._uploads.begin(session, request):
+            digest = await self._intake.receive(request, learner, (session, fragment, rank), into)
+            await self._handlers.initial_arrived(learner, session, fragment, into, digest, rank)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
         have, start = request.query.get("have", ""), range_start(request)
         if have and not re.fullmatch(_NUMBER, have, re.ASCII):
             raise Rejected(400, "have is no version: it is a number of up to 12 digits")
+        index = int(request.match_info["fragment"])
         try:
-            served = self._handlers.fragment(int(request.match_info["fragment"]), int(have or -1))
+            if "rank" in request.query:
+                served = await self._fragment_of_rank(request, index)
+            else:
+                served = self._handlers.fragment(index, int(have or -1))
         except PeerError as error:
             return error_response(404, error)
         try:
             return await self._serve(request, served, _resumed_at(request, served, start))
         finally:
             served.release()
+
+    async def _fragment_of_rank(self, request: web.Request, index: int) -> ServedFragment:
+        learner = request.query.get("learner", "")
+        if self._control.channel(learner) is None:  # which declares its ranks: it may come back
+            raise Rejected(503, f"{one_line(learner)} has no open control channel: try again later")
+        return await self._handlers.fragment_of_rank(index, learner, _rank(request))
 
     async def _moments(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -318,6 +334,13 @@ class Server(Port):
             return decode(await self._body(request))
         except PeerError as error:
             raise Rejected(400, str(error)) from None
+
+
+def _rank(request: web.Request) -> int:
+    rank = request.query.get("rank", "0")
+    if not re.fullmatch(_NUMBER, rank, re.ASCII):
+        raise Rejected(400, "rank is no rank: it is a number of up to 12 digits")
+    return int(rank)
 
 
 def _resumed_at(request: web.Request, served: ServedFragment, start: int) -> int:

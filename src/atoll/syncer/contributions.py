@@ -1,7 +1,8 @@
 """Contributions, from the pull that asks for one to the version that is made of them.
 
 - Only a contribution that was asked for may arrive: `Inbox` holds its body and its decoded delta, in buffers that are
-  used again.
+  used again. Of a learner of several ranks it has a body of each that sends something of the fragment, and has arrived
+  when all have. Each is decoded by its rank's plan into the one delta; nothing behind that knows of ranks.
 - It is decoded and screened when it has arrived, and merged when the state machine says so (`Merging`).
 - Large fragments are worked on in a thread, small ones on the event loop. A contribution that is discarded while a
   thread reads it gives its buffers back afterwards.
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from atoll.digests import combine_digests
 from atoll.fabric.wire import SMALL_BYTES
 from atoll.numerics.agreement import Autocorrelation, by_size
 from atoll.numerics.arrays import ByteArray, FloatArray
@@ -25,6 +27,7 @@ from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, larges
 from atoll.numerics.filter import Filter, FilterVerdict
 from atoll.numerics.fragments import FragmentPlan
 from atoll.numerics.moments import check_moments, most_bytes
+from atoll.numerics.rank_plan import RankPlan
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution
@@ -36,6 +39,8 @@ ContributionKey = tuple[str, int, int]
 """Learner, round, attempt."""
 LARGE = SMALL_BYTES // 4
 """Fragments of more elements than this are decoded and merged in a thread …"""
+ALIGNED = 8
+"""Bytes: where numbers of any size may begin."""
 STALE = 3
 """Bodies of one learner that are still being received after they were discarded; more are refused until one ends."""
 PAIRS = 16
@@ -43,19 +48,45 @@ PAIRS = 16
 
 
 @dataclass(slots=True)
+class PendingBody:
+    """Of a contribution, or of one rank's part of it."""
+
+    start: int
+    size: int
+    """Where it lies in the contribution's buffer, in bytes."""
+    receiving: bool = False
+    digest: str | None = None
+    """Set once it has arrived."""
+
+
+@dataclass(slots=True)
 class PendingContribution:
     fragment: int
-    size: int = 0
-    """Bytes of its body."""
-    body: ByteArray | None = None
-    digest: str | None = None
-    """Set once the body has arrived."""
-    receiving: bool = False
+    plans: tuple[RankPlan, ...]
+    """Of its learner's ranks; none: it is of a plain learner."""
+    bodies: dict[int, PendingBody]
+    """By rank, in order: of those that send something of this fragment."""
+    buffer: ByteArray | None = None
+    """For all its bodies."""
     held: bool = False
     """A thread reads it, or is about to."""
     delta: FloatArray | None = None
     unwanted: bool = False
     """Discarded while it was received or read: its buffers are freed when that ends."""
+
+    @property
+    def size(self) -> int:
+        return max(body.start + body.size for body in self.bodies.values())
+
+    @property
+    def receiving(self) -> bool:
+        return any(body.receiving for body in self.bodies.values())
+
+    @property
+    def digest(self) -> str | None:
+        """Set once all bodies have arrived."""
+        digests = [body.digest for body in self.bodies.values() if body.digest is not None]
+        return combine_digests(digests) if len(digests) == len(self.bodies) else None
 
 
 class Inbox:
@@ -64,46 +95,75 @@ class Inbox:
         self._plan, self._codec, self._moments = plan, codec, moments
         self._largest = largest_body(codec, plan) + (most_bytes(plan) if moments else 0)
         self._pending: dict[ContributionKey, PendingContribution] = {}
-        self._bodies: list[ByteArray] = []
+        self._buffers: list[ByteArray] = []
         self._deltas: list[FloatArray] = []
         self._probes: dict[str, ContributionKey] = {}
 
-    def expect_body(self, key: ContributionKey, fragment: int, *, probe: bool = False) -> None:
-        """A pull was sent: this contribution may arrive. A learner has at most one probe at a time."""
+    def expect_body(
+        self, key: ContributionKey, fragment: int, *, probe: bool = False, plans: tuple[RankPlan, ...] = ()
+    ) -> None:
+        """A pull was sent: this contribution may arrive. A learner has at most one probe at a time. `plans`: of its
+        ranks."""
         if probe:
             self.discard(self._probes.get(key[0], key))  # whatever came of it
             self._probes[key[0]] = key
         self.discard(key)
-        pending = self._pending.setdefault(key, PendingContribution(fragment))
+        if (pending := self._pending.get(key)) is None:
+            self._pending[key] = PendingContribution(fragment, plans, self._lay_out_bodies(fragment, plans))
+            return
         pending.unwanted = False
+        for body in pending.bodies.values():
+            if not body.receiving and not pending.held:
+                body.digest = None  # that rank sends it again
 
-    def receive_body(self, key: ContributionKey, named: int = 0) -> memoryview:
+    def _lay_out_bodies(self, fragment: int, plans: tuple[RankPlan, ...]) -> dict[int, PendingBody]:
+        """One for each rank that sends something, at multiples of ALIGNED bytes."""
+        if not plans:
+            return {0: PendingBody(0, body_nbytes(self._codec, self._plan.fragments[fragment]))}
+        bodies, start = {}, 0
+        for rank, plan in enumerate(plans):
+            if size := body_nbytes(self._codec, plan.sent(fragment)):
+                bodies[rank] = PendingBody(start, size)
+                start += -(-size // ALIGNED) * ALIGNED
+        return bodies
+
+    def receive_body(self, key: ContributionKey, named: int = 0, rank: int = 0) -> memoryview:
         """`named`: the bytes that it is said to have, which count where moments come with it: their number follows from
-        what they are."""
+        what they are. PeerError: nobody waits for this body."""
         pending = self._pending.get(key)
         if pending is None:
             raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for")
-        if pending.receiving or pending.digest is not None:
+        if (body := pending.bodies.get(rank)) is None:
+            raise PeerError(_describe_wrong_rank(key[0], rank, pending))
+        if body.receiving or body.digest is not None:
             raise PeerError(f"the contribution to round {key[1]} is here already")
+        if pending.unwanted:
+            raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for any more")
         stale = sum(one.unwanted and one.receiving for (name, *_), one in self._pending.items() if name == key[0])
         if stale >= STALE:
             raise PeerError(f"{stale} bodies of {key[0]} that nobody waits for are still being received")
-        if pending.body is None:
-            pending.body = self._bodies.pop() if self._bodies else np.empty(self._largest, dtype=np.uint8)
-        pending.receiving, pending.size = True, self._body_nbytes(pending)
+        if pending.buffer is None:
+            pending.buffer = self._take_buffer(pending.size)
+        body.receiving = True
         if self._moments:
-            least = pending.size + len(self._plan.fragments[pending.fragment].pieces)
-            pending.size = max(least, min(named, pending.body.size))
-        return pending.body[: pending.size].data
+            least = self._body_nbytes(pending) + len(self._plan.fragments[pending.fragment].pieces)
+            body.size = max(least, min(named, pending.buffer.size))
+        return pending.buffer[body.start : body.start + body.size].data
 
-    def mark_arrived(self, key: ContributionKey, mark: str) -> None:
-        if (pending := self._pending.get(key)) is not None:
-            pending.receiving, pending.digest = False, mark
-            self._free_if_unwanted(key, pending)
+    def _take_buffer(self, size: int) -> ByteArray:
+        """One that is used again; ranks' parts may take more together than any whole body."""
+        if size > self._largest:
+            return np.empty(size, dtype=np.uint8)
+        return self._buffers.pop() if self._buffers else np.empty(self._largest, dtype=np.uint8)
 
-    def mark_aborted(self, key: ContributionKey) -> None:
+    def mark_arrived(self, key: ContributionKey, mark: str, rank: int = 0) -> None:
         if (pending := self._pending.get(key)) is not None:
-            pending.receiving = False
+            pending.bodies[rank].digest = mark
+            self.mark_aborted(key, rank)
+
+    def mark_aborted(self, key: ContributionKey, rank: int = 0) -> None:
+        if (pending := self._pending.get(key)) is not None:
+            pending.bodies[rank].receiving = False
             self._free_if_unwanted(key, pending)
 
     def is_opened(self, key: ContributionKey) -> bool:
@@ -126,18 +186,33 @@ class Inbox:
     def decode_body(self, key: ContributionKey, mark: str) -> FloatArray:
         """Decode the body; PeerError: it is not the one that its message names."""
         pending = self._pending.get(key)
-        if pending is None or pending.body is None or pending.digest is None:
-            raise PeerError("its body did not arrive")
-        if pending.digest != mark:
+        if pending is None or pending.buffer is None or (digest := pending.digest) is None:
+            raise PeerError(_describe_missing(pending))
+        if digest != mark:
             raise PeerError("its body is not the one its message names")
         assert pending.delta is None, "a body is opened once"
         part = self._plan.fragments[pending.fragment]
         buffer = self._deltas.pop() if self._deltas else np.empty(self._plan.largest, dtype=np.float32)
         pending.delta = buffer
-        decode_contribution(self._codec, part, pending.body[: self._body_nbytes(pending)], buffer[: part.size])
+        if pending.plans:
+            self._decode_ranks(pending, pending.buffer, buffer[: part.size])
+        else:
+            decode_contribution(self._codec, part, pending.buffer[: self._body_nbytes(pending)], buffer[: part.size])
         if self._moments:
             check_moments(part, self._moments_of(pending))
         return buffer[: part.size]
+
+    def _decode_ranks(self, pending: PendingContribution, data: ByteArray, out: FloatArray) -> None:
+        """Each rank's part to its place: together they are the whole (`check_tiling`)."""
+        for rank, body in pending.bodies.items():
+            plan = pending.plans[rank]
+            part = plan.sent(pending.fragment)
+            values = np.empty(part.size, np.float32)
+            try:
+                decode_contribution(self._codec, part, data[body.start : body.start + body.size], values)
+            except PeerError as error:
+                raise PeerError(f"rank {rank}: {error}") from None
+            plan.scatter(pending.fragment, values, out)
 
     def _body_nbytes(self, pending: PendingContribution) -> int:
         return body_nbytes(self._codec, self._plan.fragments[pending.fragment])
@@ -152,8 +227,8 @@ class Inbox:
         return [self._moments_of(self._pending[key]) for key in keys] if self._moments else []
 
     def _moments_of(self, pending: PendingContribution) -> ByteArray:
-        assert pending.body is not None
-        return pending.body[self._body_nbytes(pending) : pending.size]
+        assert pending.buffer is not None
+        return pending.buffer[self._body_nbytes(pending) : pending.size]
 
     def discard(self, key: ContributionKey) -> None:
         if (pending := self._pending.get(key)) is not None:
@@ -164,10 +239,25 @@ class Inbox:
         if not pending.unwanted or pending.receiving or pending.held:
             return
         del self._pending[key]
-        if pending.body is not None:
-            self._bodies.append(pending.body)
+        if pending.buffer is not None and pending.buffer.size == self._largest:
+            self._buffers.append(pending.buffer)
         if pending.delta is not None:
             self._deltas.append(pending.delta)
+
+
+def _describe_wrong_rank(learner: str, rank: int, pending: PendingContribution) -> str:
+    if not pending.plans:
+        return f"{learner} is a plain learner: there is no part of a rank {rank}"
+    if rank >= len(pending.plans):
+        return f"{learner} has no rank {rank}: it has declared {len(pending.plans)}"
+    return f"rank {rank} of {learner} sends nothing of fragment {pending.fragment}"
+
+
+def _describe_missing(pending: PendingContribution | None) -> str:
+    if pending is None or not pending.plans:
+        return "its body did not arrive"
+    missing = [str(rank) for rank, body in pending.bodies.items() if body.digest is None]
+    return f"the bodies of its ranks {', '.join(missing[:8])} did not arrive"
 
 
 class Merging:

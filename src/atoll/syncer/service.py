@@ -7,6 +7,7 @@ carries it out:
 
 - `model`: the run's model, from the first joiner or an earlier term, and its first parameters;
 - `contributions`: their bodies, and the versions made of them;
+- `ranks`: what each rank of a learner of several holds, and fetches;
 - `run_store`: the journal, cuts, and the values of a rollback;
 - `ending`: whom the syncer waits for when the run is over.
 """
@@ -59,6 +60,7 @@ from atoll.syncer.model import (
     moments_room,
 )
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.ranks import LearnerRanks, check_ranks
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.run_store import CutWriter, Restorer, RunStore
 from atoll.syncer.status import Meter, describe_score, manifest
@@ -260,6 +262,7 @@ class SyncerService:
         self._model, self._parameters = model, model.parameters
         codec = make_codec(settings.codec, self._parameters.threads)
         self._inbox = Inbox(model.plan, codec, moments=settings.shares_moments)
+        self._ranks = LearnerRanks(model.plan)
         # Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny.
         few = 8 * settings.learners
         self._screen = NormScreen(
@@ -347,6 +350,7 @@ class SyncerService:
 
     def opened(self, channel: ControlChannel, hello: Hello) -> None:
         try:
+            check_ranks(hello, self._config.protocol if self._machine is None else self._machine.settings)
             if self._machine is None:
                 self._begin(hello)
             self._check_model(hello, channel.token)
@@ -356,6 +360,7 @@ class SyncerService:
             _refuse(channel, reason)
             return
         self._channels[channel.learner] = channel
+        self._ranks.add_learner(hello)
         self._ending.count_connected(len(self._channels))
         self._handle(fx.Greeted(hello, channel.token))
 
@@ -380,6 +385,7 @@ class SyncerService:
     def closed(self, channel: ControlChannel, reason: str) -> None:
         if self._channels.get(channel.learner) is channel:
             del self._channels[channel.learner]
+            self._ranks.remove_learner(channel.learner)
             self._handle(fx.Lost(channel.learner, reason))
         self._ending.count_connected(len(self._channels))
 
@@ -388,24 +394,28 @@ class SyncerService:
 
     # ---- handlers: bodies ---------------------------------------------------------------------------------------
 
-    def expect_contribution(self, learner: str, session: str, round: int, attempt: int, named: int) -> memoryview:
+    def expect_contribution(
+        self, learner: str, session: str, round: int, attempt: int, named: int, rank: int = 0
+    ) -> memoryview:
         self._begun()
-        return self._inbox.receive_body((learner, round, attempt), named)
+        return self._inbox.receive_body((learner, round, attempt), named, rank)
 
-    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None:
-        self._inbox.mark_arrived((learner, round, attempt), digest)
+    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str, rank: int = 0) -> None:
+        self._inbox.mark_arrived((learner, round, attempt), digest, rank)
 
-    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str) -> None:
-        self._inbox.mark_aborted((learner, round, attempt))
+    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int = 0) -> None:
+        self._inbox.mark_aborted((learner, round, attempt), rank)
 
-    def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
+    def expect_initial(self, learner: str, session: str, fragment: int, rank: int = 0) -> memoryview:
         if self._machine is None or not self._first.is_asked(learner, session):
             raise PeerError(f"{learner} was not asked for the first parameters")
-        body = self._first.make_room(fragment)
+        body = self._first.make_room(fragment, self._ranks.find_sender(learner, rank))
         self._handle(fx.Uploading(learner, body.nbytes))
         return body
 
-    async def initial_arrived(self, learner: str, session: str, fragment: int, body: memoryview, digest: str) -> None:
+    async def initial_arrived(
+        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int = 0
+    ) -> None:
         self._find_uploader(learner, session)
         values = np.frombuffer(body, np.float32)
         small = values.nbytes <= SMALL_BYTES
@@ -416,6 +426,15 @@ class SyncerService:
             self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
             _refuse(channel, reason)
             return
+        if plans := self._ranks.plans_of(learner):
+            known = self._first.has_part(fragment, rank)
+            whole = await self._first.join_part(fragment, rank, plans, values)
+            self._find_uploader(learner, session)
+            if whole is None:  # other ranks' parts are to come
+                if not known:
+                    self._handle(fx.Uploading(learner, 0))
+                return
+            values, digest = whole
         known = self._first.has_fragment(fragment)
         self._first.accept_fragment(fragment, values, digest)
         if not known:
@@ -433,6 +452,10 @@ class SyncerService:
         if self._machine is None:
             raise PeerError("the run has no parameters yet")
         return self._parameters.serve_fragment(index, have)
+
+    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
+        self._begun()
+        return await self._ranks.serve_part(learner, rank, index, partial(self._parameters.serve_fragment, index))
 
     def moments(self, index: int, version: int) -> ServedFragment:
         self._begun()
@@ -529,6 +552,7 @@ class SyncerService:
                 self._merging.discard((learner, number, attempt))
             case fx.Expel(learner, reason):
                 if (channel := self._channels.pop(learner, None)) is not None:
+                    self._ranks.remove_learner(learner)
                     channel.close(reason)
             case fx.Finished(reason):
                 self._ending.finish_run(reason)
@@ -546,7 +570,8 @@ class SyncerService:
     def _send(self, learner: str, message: FromSyncer) -> None:
         channel = self._channels.get(learner)
         if isinstance(message, Pull):
-            self._inbox.expect_body((learner, message.round, message.attempt), message.fragment, probe=message.probe)
+            key, plans = (learner, message.round, message.attempt), self._ranks.plans_of(learner)
+            self._inbox.expect_body(key, message.fragment, probe=message.probe, plans=plans)
         elif isinstance(message, Welcome) and message.upload and channel is not None:
             self._first.ask_learner(learner, channel.session)
         if channel is not None:

@@ -1,0 +1,113 @@
+"""The ranks of the learners that are connected: what each holds of every fragment, and the parts that they fetch.
+
+- A learner declares its ranks when it says hello, for as long as that channel is open. What does not fit the model is
+  refused in one line before anything comes of the hello.
+- A part of a version is copied out of it when a rank asks for it, and hashed: large ones in a thread, and of one
+  learner PARTS at a time. A rank that holds the whole fragment reads the version itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from atoll.digests import compute_digest
+from atoll.fabric.handlers import ServedFragment
+from atoll.fabric.wire import SMALL_BYTES
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.rank_plan import RankPlan, check_tiling, make_rank_plan
+from atoll.protocol.errors import PeerError
+from atoll.protocol.messages import Hello
+from atoll.protocol.settings import Settings
+
+PARTS = 8
+"""Copies for one learner's ranks that are made or sent at a time. Who asks for more waits."""
+MOST_BOXES = 1 << 15
+"""Of all ranks of a learner."""
+
+
+def check_ranks(hello: Hello, settings: Settings) -> None:
+    """AtollError unless the ranks that a learner declares can take part in a run of these settings."""
+    if not hello.ranks:
+        return
+    if settings.shares_moments:
+        raise PeerError(f'{hello.learner} has {len(hello.ranks)} ranks: share = "moments" is for learners of one rank')
+    if (boxes := sum(map(len, hello.ranks))) > MOST_BOXES:
+        raise PeerError(f"{hello.learner} declares {boxes} boxes of its ranks: {MOST_BOXES} are the most")
+    check_tiling(hello.tensors, hello.ranks)
+
+
+class LearnerRanks:
+    def __init__(self, plan: FragmentPlan) -> None:
+        self._plan = plan
+        self._plans: dict[str, tuple[RankPlan, ...]] = {}
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        """By learner, as above."""
+
+    def add_learner(self, hello: Hello) -> None:
+        """Its ranks were checked. They take the place of those of a channel before."""
+        self.remove_learner(hello.learner)
+        if hello.ranks:
+            self._plans[hello.learner] = tuple(make_rank_plan(self._plan, boxes) for boxes in hello.ranks)
+            self._turns[hello.learner] = asyncio.Semaphore(PARTS)
+
+    def remove_learner(self, learner: str) -> None:
+        self._plans.pop(learner, None)
+        self._turns.pop(learner, None)
+
+    def plans_of(self, learner: str) -> tuple[RankPlan, ...]:
+        """In order of rank; none: it is a plain learner."""
+        return self._plans.get(learner, ())
+
+    def find_plan(self, learner: str, rank: int) -> RankPlan:
+        plans = self.plans_of(learner)
+        if not 0 <= rank < len(plans):
+            raise PeerError(f"{learner} has no rank {rank}: it has declared {len(plans)}")
+        return plans[rank]
+
+    def find_sender(self, learner: str, rank: int) -> RankPlan | None:
+        """Whose part a body is; None: it is a plain learner's, and so the whole. PeerError: nobody's."""
+        return self.find_plan(learner, rank) if rank or self.plans_of(learner) else None
+
+    async def serve_part(
+        self, learner: str, rank: int, fragment: int, serve_whole: Callable[[], ServedFragment]
+    ) -> ServedFragment:
+        """What the rank holds of the version that is served when its turn has come."""
+        plan, turn = self.find_plan(learner, rank), self._turns[learner]
+        if not self._holds_something(plan, fragment):
+            raise PeerError(f"rank {rank} of {learner} holds nothing of fragment {fragment}")
+        if plan.plan.fragments[fragment].pieces == self._plan.fragments[fragment].pieces:
+            return serve_whole()
+        await turn.acquire()
+        try:
+            return await _copy_part(plan, fragment, serve_whole(), turn.release)
+        except BaseException:
+            turn.release()
+            raise
+
+    def _holds_something(self, plan: RankPlan, fragment: int) -> bool:
+        return fragment < len(self._plan.fragments) and plan.plan.fragments[fragment].size > 0
+
+
+async def _copy_part(
+    plan: RankPlan, fragment: int, whole: ServedFragment, release: Callable[[], None]
+) -> ServedFragment:
+    """The version itself is let go."""
+    try:
+        large = 4 * plan.plan.fragments[fragment].size > SMALL_BYTES
+        work = partial(_take_and_hash, plan, fragment, np.frombuffer(whole.data, np.float32))
+        data, digest = await asyncio.to_thread(work) if large else work()
+    finally:
+        whole.release()
+    return ServedFragment(whole.version, whole.round, digest, data, release)
+
+
+def _take_and_hash(plan: RankPlan, fragment: int, whole: FloatArray) -> tuple[memoryview, str]:
+    values = np.empty(plan.plan.fragments[fragment].size, np.float32)
+    plan.take(fragment, whole, values)
+    data = values.view(np.uint8).data
+    return data, compute_digest(data)
