@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --config none.toml", "cannot read none.toml: No such file or directory"),
         ("train --set quorum=5 --learners 4", "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
         ("train --learners 0", "learners = 0 is too small: the least is 1"),
-        ("train --ranks 0", "ranks = 0: a learner has at least 1"),
+        ("train --ranks 0", "ranks = 0: a learner has 1 to 4096 of them"),
         ("train --ranks 2 --algorithm data-parallel", "--ranks is for learners of a syncer: leave --tape and --algor"),
         ("train --ranks 2 --tape none.tape", "--ranks is for learners of a syncer: leave --tape and --algorithm out"),
         ("train --set workload.parallel=tp", "workload.parallel is 'tp'; set it to fsdp or ddp"),

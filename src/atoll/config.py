@@ -26,6 +26,7 @@ import tomli_w
 from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY, VERSION_CODEC
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import MAX_COUNTER
+from atoll.protocol.messages import MOST_RANKS
 from atoll.protocol.phases import TrainingPhase
 from atoll.protocol.settings import Settings
 
@@ -126,8 +127,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed = {self.seed} is below 0: take any whole number from 0")
-        if self.ranks < 1:
-            raise ConfigError(f"ranks = {self.ranks}: a learner has at least 1")
+        if not 1 <= self.ranks <= MOST_RANKS:
+            raise ConfigError(f"ranks = {self.ranks}: a learner has 1 to {MOST_RANKS} of them")
         CODEC.check(self.protocol.codec)
         PLAN.check(self.protocol.plan)
         ADOPT.check(self.protocol.adopt)

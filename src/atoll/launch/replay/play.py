@@ -74,6 +74,8 @@ class RunReplay:
     watch: Callable[[ReplayOutcome, int], None] = lambda outcome, rounds: None
 
     def play(self) -> ReplayOutcome:
+        if self.config.ranks > 1:
+            raise ConfigError(f"the learners of this run have {self.config.ranks} ranks: a replay repeats those of one")
         score, terms = self._read_run()
         if self.until is not None and not 0 <= self.until < score.rounds:
             raise ConfigError(f"--until {self.until}: the tape has rounds 0 to {score.rounds - 1}")
