@@ -64,6 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --ranks 0", "ranks = 0: a learner has 1 to 4096 of them"),
         ("train --ranks 2 --algorithm data-parallel", "--ranks is for learners of a syncer: leave --tape and --algor"),
         ("train --ranks 2 --tape none.tape", "--ranks is for learners of a syncer: leave --tape and --algorithm out"),
+        ("train --ranks 2 --share moments", "--share moments is for learners of one rank: leave it out, or --ranks"),
         ("train --set workload.parallel=tp", "workload.parallel is 'tp'; set it to fsdp or ddp"),
         ("train --share weights", "--share weights: use one of parameters, moments"),
         ("train --share moments --set synchronous=true", 'share = "moments" is for runs that nobody waits in'),

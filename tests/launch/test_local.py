@@ -20,7 +20,7 @@ from atoll.launch import local as local_run
 from atoll.launch.children import Child
 from atoll.launch.environment import LaunchEnvironment, assign_devices, read_environment
 from atoll.launch.local import LocalRun, script_arguments
-from atoll.launch.ranks import RankGroup
+from atoll.launch.ranks import RankProcesses
 from atoll.launch.supervision import Supervision
 from atoll.observe.screen import LiveScreen
 from atoll.protocol.errors import ConfigError, RunFailed
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.system
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_run, "Child", partial(Child, waits_s=(0.01,) * children.LIMIT))
-    monkeypatch.setattr(local_run, "RankGroup", partial(RankGroup, waits_s=(0.01,) * children.LIMIT))
+    monkeypatch.setattr(local_run, "RankProcesses", partial(RankProcesses, waits_s=(0.01,) * children.LIMIT))
 
 
 def local(tmp_path: Path, code: str, **options: Any) -> LocalRun:

@@ -11,13 +11,13 @@ import pytest
 from atoll.cli.look import running_processes
 from atoll.launch import children, ranks
 from atoll.launch.children import Child
-from atoll.launch.ranks import EXIT_S, RankGroup, make_rank_variables
+from atoll.launch.ranks import EXIT_S, RankProcesses, make_rank_variables
 from atoll.launch.script import TERM_S
 from atoll.launch.supervision import Supervision, describe_process
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
 
-Make = Callable[..., RankGroup]
+Make = Callable[..., RankProcesses]
 SLEEP = "import time; time.sleep(60)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
 OF_RANK = "import os; exec({{'0': {!r}, '1': {!r}}}[os.environ['RANK']])"
@@ -41,11 +41,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[RankGroup] = []
+    made: list[RankProcesses] = []
 
-    def group(first: str, second: str) -> RankGroup:
+    def group(first: str, second: str) -> RankProcesses:
         command = [sys.executable, "-c", OF_RANK.format(first, second)]
-        made.append(RankGroup("learner-1", command, {"ATOLL_LEARNER": "learner-1"}, tmp_path / "learner-1.log"))
+        made.append(RankProcesses("learner-1", command, {"ATOLL_LEARNER": "learner-1"}, tmp_path / "learner-1.log"))
         return made[-1]
 
     yield group
@@ -60,7 +60,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def wait(group: RankGroup) -> int:
+def wait(group: RankProcesses) -> int:
     codes: list[int | None] = []
     wait_until(lambda: codes.append(group.poll_exit()) or codes[-1] is not None)  # type: ignore[func-returns-value]
     assert codes[-1] is not None

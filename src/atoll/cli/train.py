@@ -109,6 +109,8 @@ def train(
         )
     if settings.ranks > 1 and (tape is not None or algorithm == "data-parallel"):
         raise ConfigError("--ranks is for learners of a syncer: leave --tape and --algorithm out")
+    if settings.ranks > 1 and settings.protocol.shares_moments:
+        raise ConfigError("--share moments is for learners of one rank: leave it out, or --ranks")
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
     elif algorithm == "data-parallel":

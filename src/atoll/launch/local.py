@@ -34,7 +34,7 @@ from atoll.launch.children import (
     describe_exit,
 )
 from atoll.launch.environment import VISIBLE, Assignment, LaunchEnvironment, capture_environment, write_environment
-from atoll.launch.ranks import RankGroup
+from atoll.launch.ranks import RankProcesses
 from atoll.launch.resume import Resume
 from atoll.launch.supervision import Killed, Supervision, describe_process
 from atoll.protocol.errors import ConfigError, PeerError, RunFailed, Unreachable
@@ -353,7 +353,7 @@ class LocalRun:
     def _make_script(self, name: str, env: dict[str, str], ranks: int) -> Child:
         """What runs the script. One that expects ranks finds the variables of a group also where it is alone."""
         assert self.launch is not None
-        make = partial(RankGroup, count=ranks) if self.config.ranks > 1 else Child
+        make = partial(RankProcesses, count=ranks) if self.config.ranks > 1 else Child
         return make(
             name,
             [sys.executable, *RUNNER, *self.script],

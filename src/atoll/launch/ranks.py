@@ -29,7 +29,7 @@ _PEER_GONE = re.compile(r"gloo|nccl|torch\.distributed|(closed|reset) by peer", 
 
 
 @dataclass
-class RankGroup(Child):
+class RankProcesses(Child):
     """`process` is that of rank 0, until all have ended."""
 
     count: int = 2
