@@ -409,6 +409,18 @@ def test_a_new_run_can_be_served_and_cut_and_comes_back(tmp_path: Path) -> None:
         run_store.close()
 
 
+def test_the_states_of_all_ranks_come_along(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    for rank in (1, 2):
+        part = old.dir.learners / "learner-1" / f"rank-{rank}" / "cut-000004.safetensors"
+        part.parent.mkdir()
+        part.write_text(f"of rank {rank}")
+        part.with_name("cut-000002.safetensors").write_text("of another cut")
+    new, _ = new_run(old, 4, tmp_path / "new")
+    found = {str(file.relative_to(new.learners)): file.read_text() for file in new.learners.glob("*/rank-*/*")}
+    assert found == {f"learner-1/rank-{rank}/cut-000004.safetensors": f"of rank {rank}" for rank in (1, 2)}
+
+
 def test_the_learners_states_come_along(tmp_path: Path) -> None:
     old = cut_run(tmp_path / "old")
     new, found = new_run(old, 2, tmp_path / "new")

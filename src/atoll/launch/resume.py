@@ -252,13 +252,10 @@ def from_cut(
     journal.close()
     lease.release()
     write_syncer_part(new.cuts, run, cut, part.round, msgspec.msgpack.encode(now), arrays)
-    for name, learner in manifest.learners.items():
-        make_folder(new.learners / name)
-        with staged(new.learners / name / learner.file) as draft:
-            shutil.copyfile(old.learners / name / learner.file, draft)
-    for file in old.learners.glob(f"*/{UNMERGED}"):
-        make_folder(new.learners / file.parent.name)
-        with staged(new.learners / file.parent.name / UNMERGED) as draft:
+    for file in (*_list_parts(old, manifest), *old.learners.glob(f"*/{UNMERGED}")):
+        place = new.learners / file.relative_to(old.learners)
+        make_folder(place.parent)
+        with staged(place) as draft:
             shutil.copyfile(file, draft)
     table = (folder_of(new.cuts, cut) / "syncer.json").read_bytes()
     write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=compute_digest(table)))
@@ -279,6 +276,12 @@ def _check_cut_has_budget(old: RunDir, cut: int, then: History, changes: tuple[s
 
 def _parts(out: RunDir, manifest: Manifest) -> dict[str, Path]:
     return {name: out.learners / name / part.file for name, part in manifest.learners.items()}
+
+
+def _list_parts(out: RunDir, manifest: Manifest) -> list[Path]:
+    """The learners' parts of a cut, of all their ranks."""
+    first = _parts(out, manifest).values()
+    return [file for path in first for file in (path, *path.parent.glob(f"rank-*/{path.name}"))]
 
 
 def _is_head(out: RunDir, cut: int) -> bool:
