@@ -18,6 +18,7 @@ from atoll.fabric.handlers import ServedPages
 from atoll.fabric.wire import FabricLimits
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.messages import (
     PROTOCOL,
     Announce,
@@ -49,7 +50,15 @@ def plan(tensors: tuple[TensorSpec, ...] = TENSORS, fragments: int = 2) -> Fragm
 class FakeLearner:
     """Steps, reports and answers pulls when a test says so."""
 
-    def __init__(self, url: str, name: str, tensors: tuple[TensorSpec, ...], protocol: int, process: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        tensors: tuple[TensorSpec, ...],
+        protocol: int = PROTOCOL,
+        process: int = 1,
+        ranks: tuple[RankBoxes, ...] = (),
+    ) -> None:
         self.name, self.session = name, f"session-{process}-of-{name}"
         self.plan, self.codec = plan(tensors), make_codec("fp32")
         self.heard: list[FromSyncer] = []
@@ -60,7 +69,7 @@ class FakeLearner:
         """Per fragment, its step when it last adopted it; a step is 8 tokens."""
         self.dropped = [0] * len(self.plan.fragments)
         self._news = asyncio.Event()
-        hello = Hello(protocol=protocol, learner=name, session=self.session, tensors=tensors)
+        hello = Hello(protocol=protocol, learner=name, session=self.session, tensors=tensors, ranks=ranks)
         self.link = SyncerConnection(
             url,
             hello=lambda: hello,
@@ -193,11 +202,18 @@ class Stage:
         where: str = "",
         process: int = 1,
     ) -> FakeLearner:
-        learner = FakeLearner(where or f"http://127.0.0.1:{self.service.server.port}", name, tensors, protocol, process)
+        learner = FakeLearner(where or self.url, name, tensors, protocol, process)
+        self.connect(learner)
+        return learner
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.service.server.port}"
+
+    def connect(self, learner: FakeLearner) -> None:
         assert self._tasks is not None
         self._tasks.create_task(learner.link.run())
         self._learners.append(learner)
-        return learner
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         return [event for event in self.lines if event["kind"] in kinds]

@@ -34,12 +34,14 @@ from atoll.numerics.updates import make_version_codec
 from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, PlanError
 from atoll.protocol.history import History
-from atoll.protocol.messages import Hello
+from atoll.protocol.messages import MOST_RANKS, Hello
 from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.outbox import TAPE_BYTES
+from atoll.syncer.contributions import ALIGNED
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.ranks import MOST_PIECES, PARTS
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.versions import OLD
 
@@ -49,6 +51,8 @@ CONNECTION = 640 * KIB
 NAME = 4 * KIB
 NAME_FRAGMENT = 512
 """Kept of a name: its life, its tokens, its line in the status; and for each fragment what was merged."""
+PIECE = 1 * KIB
+"""Of a rank's plan, as Python objects."""
 TAPE = 16
 """A tape takes this many times its bytes in the journal, as Python objects."""
 MISSES = 3
@@ -91,6 +95,7 @@ class Model:
                 "bytes_per_name": most.name,
                 "bytes_per_learner_of_more_rounds": most.more,
                 "most_bytes_of_more_rounds": most.budget,
+                "bytes_more_per_learner_of_ranks": most.ranks,
             },
         }
 
@@ -218,9 +223,13 @@ class MemoryBound(msgspec.Struct, frozen=True):
     """For each connected learner, if as many rounds are under way as there may be at all …"""
     budget: int = 0
     """… and the most for all of them together (`round_memory_mib`)."""
+    ranks: int = 0
+    """More for each connected learner of several ranks."""
 
-    def total_bytes(self, learners: int, names: int = 0) -> int:
-        return self.fixed + learners * self.each + names * self.name + min(self.budget, learners * self.more)
+    def total_bytes(self, learners: int, names: int = 0, of_ranks: int = 0) -> int:
+        """`of_ranks`: so many of the learners have several."""
+        more = min(self.budget, learners * self.more)
+        return self.fixed + learners * self.each + names * self.name + more + of_ranks * self.ranks
 
 
 def memory_bound(
@@ -250,6 +259,8 @@ def memory_bound(
     | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
     | the same, in a round | a sample of its delta, for the filter |
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
+    | one learner of several ranks, besides | the ranks' plans; `PARTS` parts of versions that are sent to them |
+    | the same, for each pull | what ranks' bodies take more than a whole one; a part while it is decoded |
     | relayed states | as many streams, and as much of each, as the relay allows |
     | connections | as many as are allowed, whoever holds them; large answers that are not taken yet |
     | the filter | of as many learners as may be there, for every fragment the direction of the last contribution |
@@ -281,12 +292,21 @@ def memory_bound(
         NAME + settings.fragments * NAME_FRAGMENT,
         more=(most - least) * each,
         budget=round_memory,
+        ranks=MOST_PIECES * PIECE + PARTS * largest + (most + MISSES) * (largest + _more_of_ranks(plan, settings)),
     )
 
 
 def contribution_bytes(plan: FragmentPlan, settings: Settings) -> int:
     """Memory of a contribution until its round is merged: the body as it came, and the decoded delta."""
     return largest_body(make_codec(settings.codec), plan) + moments_room(plan, settings) + 4 * plan.largest
+
+
+def _more_of_ranks(plan: FragmentPlan, settings: Settings) -> int:
+    """What the bodies of ranks take more than one of the whole: where a codec has blocks, theirs may be of few values,
+    which no codec makes more than 4 bytes each."""
+    codec = make_codec(settings.codec)
+    blocks = 4 * plan.largest - largest_body(codec, plan) if codec.needs_feedback else 0
+    return blocks + ALIGNED * MOST_RANKS
 
 
 def moments_room(plan: FragmentPlan, settings: Settings) -> int:

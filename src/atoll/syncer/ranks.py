@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -26,8 +27,8 @@ from atoll.protocol.settings import Settings
 
 PARTS = 8
 """Copies for one learner's ranks that are made or sent at a time. Who asks for more waits."""
-MOST_BOXES = 1 << 15
-"""Of all ranks of a learner."""
+MOST_PIECES = 1 << 16
+"""In the plans of all ranks of a learner."""
 
 
 def check_ranks(hello: Hello, settings: Settings) -> None:
@@ -36,20 +37,24 @@ def check_ranks(hello: Hello, settings: Settings) -> None:
         return
     if settings.shares_moments:
         raise PeerError(f'{hello.learner} has {len(hello.ranks)} ranks: share = "moments" is for learners of one rank')
-    if (boxes := sum(map(len, hello.ranks))) > MOST_BOXES:
-        raise PeerError(f"{hello.learner} declares {boxes} boxes of its ranks: {MOST_BOXES} are the most")
     check_tiling(hello.tensors, hello.ranks)
 
 
 class LearnerRanks:
     def __init__(self, plan: FragmentPlan) -> None:
         self._plan = plan
+        self._cuts = Counter(piece.tensor.name for fragment in plan.fragments for piece in fragment.pieces)
+        """Into how many pieces each tensor is cut."""
         self._plans: dict[str, tuple[RankPlan, ...]] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
         """By learner, as above."""
 
     def add_learner(self, hello: Hello) -> None:
-        """Its ranks were checked. They take the place of those of a channel before."""
+        """Its ranks were checked, and are of this model. They take the place of those of a channel before. PeerError:
+        they are too many; then nothing is changed."""
+        pieces = sum(self._cuts[box.tensor] for boxes in hello.ranks for box in boxes)
+        if pieces > MOST_PIECES:
+            raise PeerError(f"the ranks of {hello.learner} have {pieces} pieces of tensors: {MOST_PIECES} are the most")
         self.remove_learner(hello.learner)
         if hello.ranks:
             self._plans[hello.learner] = tuple(make_rank_plan(self._plan, boxes) for boxes in hello.ranks)

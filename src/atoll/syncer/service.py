@@ -354,13 +354,13 @@ class SyncerService:
             if self._machine is None:
                 self._begin(hello)
             self._check_model(hello, channel.token)
+            self._ranks.add_learner(hello)
         except AtollError as error:
             reason = one_line(error)
             self._say_of_hello("refused", f"{hello.learner} was refused: {reason}", hello, channel.token)
             _refuse(channel, reason)
             return
         self._channels[channel.learner] = channel
-        self._ranks.add_learner(hello)
         self._ending.count_connected(len(self._channels))
         self._handle(fx.Greeted(hello, channel.token))
 
