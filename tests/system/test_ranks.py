@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from tests.system.conftest import SCRIPTS, WAIT_S, Run, heed_interrupts
+from tests.system.conftest import SCRIPTS, WAIT_S, Run, heed_interrupts, members
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -40,7 +43,7 @@ def start_ranks(run: Run, name: str, layout: str, size: int, *words: str) -> lis
     ]
 
 
-def train(run: Run, out: Path, layouts: dict[str, tuple[str, int]]) -> dict[str, object]:
+def train(run: Run, out: Path, layouts: dict[str, tuple[str, int]]) -> dict[str, torch.Tensor]:
     """The model of a synchronous run of these learners."""
     settings = run.folder / "settings.toml"
     settings.write_text(SETTINGS.format(learners=len(layouts)))
@@ -62,3 +65,40 @@ def test_a_run_of_several_layouts_is_that_of_plain_learners_to_the_bit(run: Run)
     mixed = train(Run(run.folder), run.folder / "mixed", MIXED)
     assert whole.keys() == mixed.keys()
     assert all(whole[name].equal(mixed[name]) for name in whole)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("layout", "size"), [("validating", 2), ("unsharded", 2), ("hsdp", 4), ("fsdp", 4), ("ddp", 4), ("tp", 2)]
+)
+def test_one_learner_of_each_layout(run: Run, layout: str, size: int) -> None:
+    """Tensor parallel adds in another order: equal to rounding. All others: to the bit."""
+    whole = train(run, run.folder / "plain", {"learner-0": ("plain", 1)})
+    ranks = train(Run(run.folder), run.folder / "ranks", {"learner-0": (layout, size)})
+    assert whole.keys() == ranks.keys()
+    for name, values in whole.items():
+        same = torch.allclose(values, ranks[name], atol=1e-4) if layout == "tp" else values.equal(ranks[name])
+        assert same, name
+
+
+@pytest.mark.faults
+def test_a_rank_that_is_killed_ends_its_learner_and_all_come_back(run: Run) -> None:
+    script = SCRIPTS / "ranks.py"
+    given = ("--learners", "2", "--ranks", "2", "--steps", "200", "--set", "cut_every=6", "--set", "fragments=3")
+    run.train(script, *given, "--set", "sync_every=4", "--set", "overlap=1", "--", "fsdp", "0.1")
+    run.until(lambda events: any(e["kind"] == "cut" and e.get("learners") for e in events))
+    os.kill(find_rank(run, "learner-1", 1), signal.SIGKILL)
+    run.until(lambda events: ("learner-1", 2) in members(events))
+    run.ended()
+    assert run.summary["unaccounted"] == 0
+    assert run.command("verify", run.out).returncode == 0
+
+
+def find_rank(run: Run, name: str, rank: int) -> int:
+    """The training process of a rank."""
+    for pid in run.processes():
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if f"ATOLL_LEARNER={name}".encode() in words and f"RANK={rank}".encode() in words and b"courier" not in command:
+            return pid
+    raise AssertionError(f"{name} has no rank {rank}")
