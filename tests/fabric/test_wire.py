@@ -20,6 +20,7 @@ from atoll.fabric.wire import (
     encode,
     one_line,
 )
+from atoll.protocol.boxes import Box
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.messages import (
     OLDEST,
@@ -283,6 +284,9 @@ def test_only_a_hello_may_be_large() -> None:
         Hello(protocol=PROTOCOL, learner="a", session="s", tensors=(TensorSpec("a" * 2000, (1,), "float32"),)),
         Hello(protocol=PROTOCOL, learner="a", session="s", tensors=(TensorSpec("a", (1,) * 100, "float32"),)),
         Hello(protocol=PROTOCOL, learner="a", session="s", data="x" * 1001),
+        Hello(protocol=PROTOCOL, learner="a", session="s", ranks=((),) * 4097),
+        Hello(protocol=PROTOCOL, learner="a", session="s", ranks=((Box("a" * 1025, (0,), (1,)),),)),
+        Hello(protocol=PROTOCOL, learner="a", session="s", ranks=((Box("a", (0,) * 65, (1,)),),)),
         Heartbeat(clock={"x" * 65: 1}),
         Register(datasets=(("x" * 1001, 1, 1.0),), epochs=1, batch=1),
         Progress(t=0, steps=(), tokens=(), versions=(), tape=(BeganEntry(0, 1, "x" * 1001, "", "", True),)),
