@@ -453,11 +453,11 @@ async def test_boxes_that_do_not_fit_are_refused_and_the_run_begins_with_the_nex
 ) -> None:
     await stage.open(**RUN)
     wrong = tuple(change.get(at, one) for at, one in enumerate(TWO[0]))
-    learner = RankedLearner(stage.url, "a", (wrong, TWO[1]))
+    learner = FakeLearner(stage.url, "a", MODEL, ranks=(wrong, TWO[1]))
     stage.connect(learner)
     refused = await learner.until(Refused)
     assert refused.final and says in refused.reason
-    good = RankedLearner(stage.url, "b", TWO)
+    good = FakeLearner(stage.url, "b", MODEL, ranks=TWO)
     stage.connect(good)
     assert (await good.until(Welcome)).upload
 

@@ -149,13 +149,8 @@ def make_plan(tensors: Sequence[TensorSpec], count: int, strategy: str = "balanc
 
 def lay_out_plan(strategy: str, fragments: Sequence[Sequence[Piece]]) -> FragmentPlan:
     """A plan of these fragments, with the pieces of each in this order."""
-    made = tuple(lay_out_fragment(index, pieces) for index, pieces in enumerate(fragments))
+    made = tuple(_fragment(index, pieces) for index, pieces in enumerate(fragments))
     return FragmentPlan(strategy, made, _fingerprint(strategy, made))
-
-
-def lay_out_fragment(index: int, pieces: Sequence[Piece]) -> Fragment:
-    sizes = [piece.size for piece in pieces]
-    return Fragment(index, tuple(pieces), _starts(sizes), sum(sizes))
 
 
 def assemble_tensors(plan: FragmentPlan, values: Sequence[FloatArray]) -> dict[str, FloatArray]:
@@ -230,6 +225,11 @@ def _check_tensor(tensor: TensorSpec, seen: set[str]) -> None:
         raise PlanError(
             f"{tensor.name!r} is {tensor.dtype}, which cannot be synced: use {', '.join(DTYPES)}, or freeze it"
         )
+
+
+def _fragment(index: int, pieces: Sequence[Piece]) -> Fragment:
+    sizes = [piece.size for piece in pieces]
+    return Fragment(index, tuple(pieces), _starts(sizes), sum(sizes))
 
 
 def _starts(sizes: list[int]) -> tuple[int, ...]:

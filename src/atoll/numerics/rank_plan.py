@@ -28,7 +28,6 @@ from atoll.numerics.fragments import (
     FragmentPlan,
     Piece,
     elements,
-    lay_out_fragment,
     lay_out_plan,
 )
 from atoll.protocol.boxes import Box, RankBoxes
@@ -76,34 +75,60 @@ class RankPlan(msgspec.Struct, frozen=True):
 
 def make_rank_plan(plan: FragmentPlan, boxes: RankBoxes) -> RankPlan:
     """Of boxes that `check_tiling` has let through."""
-    held = {box.tensor: box for box in boxes if prod(box.sizes) > 0}
-    specs = {
-        tensor.name: msgspec.structs.replace(tensor, shape=held[tensor.name].sizes)
-        for tensor in plan.tensors
-        if tensor.name in held
-    }
-    pieces, sent, places = [], [], []
-    for fragment in plan.fragments:
-        cuts = [(part, held[part[0].tensor.name]) for part in fragment.parts if part[0].tensor.name in held]
-        found = [cut_out for part, box in cuts if (cut_out := _cut_out(*part, box, specs[box.tensor])) is not None]
-        found.sort(key=lambda one: not one[0])  # stable: in order of name and row otherwise
+    return make_rank_plans(plan, [boxes])[0]
+
+
+def make_rank_plans(plan: FragmentPlan, ranks: Sequence[RankBoxes]) -> tuple[RankPlan, ...]:
+    """The same for all ranks of a learner."""
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    wholes = [[WholePiece(piece, piece.shape, values) for piece, values in part.parts] for part in plan.fragments]
+    return tuple(_plan_rank(plan.strategy, wholes, tensors, boxes) for boxes in ranks)
+
+
+class WholePiece(NamedTuple):
+    """Of the whole plan, and where it lies in its fragment's array."""
+
+    piece: Piece
+    shape: tuple[int, ...]
+    values: slice
+
+
+def _plan_rank(
+    strategy: str, wholes: list[list[WholePiece]], tensors: dict[str, TensorSpec], boxes: RankBoxes
+) -> RankPlan:
+    held = {box.tensor: box for box in boxes if 0 not in box.sizes}
+    specs = {name: msgspec.structs.replace(tensors[name], shape=box.sizes) for name, box in held.items()}
+    pieces, counts, places = [], [], []
+    for fragment in wholes:
+        mine = [(whole, held[name]) for whole in fragment if (name := whole.piece.tensor.name) in held]
+        found = [part for whole, box in mine if (part := _cut_out(whole, box, specs[box.tensor])) is not None]
+        found.sort(key=lambda part: not part[0])  # stable: in order of name and row otherwise
         pieces.append([piece for _, piece, _ in found])
-        sent.append(lay_out_fragment(fragment.index, [piece for sends, piece, _ in found if sends]))
         places.append(tuple(place for _, _, place in found))
-    return RankPlan(lay_out_plan(plan.strategy, pieces), tuple(sent), tuple(places))
+        counts.append(sum(sends for sends, _, _ in found))
+    plan = lay_out_plan(strategy, pieces)
+    sent = tuple(_leading(part, count) for part, count in zip(plan.fragments, counts, strict=True))
+    return RankPlan(plan, sent, tuple(places))
 
 
-def _cut_out(whole: Piece, values: slice, box: Box, spec: TensorSpec) -> tuple[bool, Piece, Place] | None:
+def _leading(fragment: Fragment, count: int) -> Fragment:
+    """Its first pieces."""
+    size = fragment.offsets[count] if count < len(fragment.pieces) else fragment.size
+    return Fragment(fragment.index, fragment.pieces[:count], fragment.offsets[:count], size)
+
+
+def _cut_out(whole: WholePiece, box: Box, spec: TensorSpec) -> tuple[bool, Piece, Place] | None:
     """What of a piece lies in the box, and whether it is sent; None: nothing."""
-    if not whole.shape:
+    piece, shape, values = whole
+    if not shape:
         return box.sends, Piece(spec, 0, 1), Place(values, (), ())
     offset, size = box.offsets[0], box.sizes[0]
-    first, last = max(whole.first, offset), min(whole.first + whole.rows, offset + size)
+    first, last = max(piece.first, offset), min(piece.first + piece.rows, offset + size)
     if first >= last:
         return None
-    columns = (slice(start, start + count) for start, count in zip(box.offsets[1:], box.sizes[1:], strict=True))
-    part = (slice(first - whole.first, last - whole.first), *columns)
-    return box.sends, Piece(spec, first - offset, last - first), Place(values, whole.shape, part)
+    columns = [slice(start, start + count) for start, count in zip(box.offsets[1:], box.sizes[1:], strict=True)]
+    part = (slice(first - piece.first, last - piece.first), *columns)
+    return box.sends, Piece(spec, first - offset, last - first), Place(values, shape, part)
 
 
 # ---- whether boxes are of a model -----------------------------------------------------------------------------------
@@ -124,7 +149,7 @@ def check_tiling(tensors: Sequence[TensorSpec], ranks: Sequence[RankBoxes]) -> N
         for box in boxes:
             _check_box(rank, box, known.get(box.tensor), seen)
             seen.add(box.tensor)
-            if box.sends and prod(box.sizes) > 0:
+            if box.sends and 0 not in box.sizes:
                 sent[box.tensor].append(SentBox(rank, box))
     for tensor in tensors:
         _check_disjoint(sent[tensor.name])
@@ -141,8 +166,8 @@ def _check_box(rank: int, box: Box, tensor: TensorSpec | None, seen: set[str]) -
             f"rank {rank}'s box of {box.tensor!r} has {len(box.offsets)} offsets and {len(box.sizes)} sizes: "
             f"the tensor has {len(tensor.shape)} dimensions"
         )
-    ends = map(sum, zip(box.offsets, box.sizes, strict=True))
-    if prod(box.sizes) > 0 and any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
+    sides = zip(box.offsets, box.sizes, tensor.shape, strict=True)
+    if any(start + size > length for start, size, length in sides) and 0 not in box.sizes:
         raise PlanError(f"rank {rank}'s {_describe(box)} is outside of the tensor, which has shape {tensor.shape}")
 
 

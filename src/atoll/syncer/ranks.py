@@ -20,7 +20,7 @@ from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.wire import SMALL_BYTES
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan
-from atoll.numerics.rank_plan import RankPlan, check_tiling, make_rank_plan
+from atoll.numerics.rank_plan import RankPlan, check_tiling, make_rank_plans
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Hello
 from atoll.protocol.settings import Settings
@@ -57,7 +57,7 @@ class LearnerRanks:
             raise PeerError(f"the ranks of {hello.learner} have {pieces} pieces of tensors: {MOST_PIECES} are the most")
         self.remove_learner(hello.learner)
         if hello.ranks:
-            self._plans[hello.learner] = tuple(make_rank_plan(self._plan, boxes) for boxes in hello.ranks)
+            self._plans[hello.learner] = make_rank_plans(self._plan, hello.ranks)
             self._turns[hello.learner] = asyncio.Semaphore(PARTS)
 
     def remove_learner(self, learner: str) -> None:
