@@ -362,8 +362,9 @@ def adopt(
     blend: float = 0.0,
     read: list[torch.Tensor] | None = None,
 ) -> None:
-    """In place, computed in fp32 whatever the parameters' type."""
-    ADOPT.load(rule).adopt(own, new, blend=blend, read=read)
+    """In place, computed in fp32 whatever the parameters' type. A rank may hold nothing of a fragment."""
+    if own:
+        ADOPT.load(rule).adopt(own, new, blend=blend, read=read)
 
 
 # ---- the shared memory ----------------------------------------------------------------------------------------------

@@ -170,7 +170,8 @@ class CpuOffload:
 
     @torch.no_grad()
     def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
-        torch._foreach_copy_(self._views.outgoing(fragment, slot), self._own(fragment))
+        if own := self._own(fragment):  # a rank may hold nothing of it
+            torch._foreach_copy_(self._views.outgoing(fragment, slot), own)
         if moments is not None:
             self._views.make_moments_room(slot, moments).copy_(moments.data)
         return FinishedCopy()
@@ -281,7 +282,8 @@ class StreamOffload:
         """The fragment as it is now in a stage, and when it is there."""
         training = self._torch.current_stream(self._index)
         stage = self._take_read_stage(training)
-        torch._foreach_copy_(self._shaped(stage, fragment), self._own(fragment))
+        if own := self._own(fragment):
+            torch._foreach_copy_(self._shaped(stage, fragment), own)
         return stage, self._mark(training)
 
     def _take_read_stage(self, training: torch.cuda.Stream) -> torch.Tensor:

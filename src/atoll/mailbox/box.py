@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def slot_bytes(self) -> int:
-        return _pages(4 * self.largest + self.moments_bytes)
+        return max(PAGE, _pages(4 * self.largest + self.moments_bytes))  # a rank may hold nothing
 
     @property
     def base_bytes(self) -> int:

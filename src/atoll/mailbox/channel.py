@@ -11,6 +11,9 @@
 Events and effects of the learner's state machine (protocol/learner/effects.py) travel as they are if nothing has to be
 added; a frame of its own carries what the state machine does not know, such as a slot's number.
 
+A learner of several ranks has a courier beside each. They send the frames that all ranks carry out at the same step
+(`is_counted`) in the same order and with the same content, so the training processes agree by counting them.
+
 Neither side ever waits to send: what does not fit into the socket waits in memory. What the other side sent before it
 went is read first: only then is the channel closed. The courier alone decides who uses which slot for what. The channel
 duplicates a descriptor that goes with a frame: the sender may close its own.
@@ -26,6 +29,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.errors import PeerError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Adopted, Stepped
@@ -66,6 +70,15 @@ class Start(Frame, frozen=True):
     """Where that is not the run's, it takes a peer's …"""
     frozen_bytes: int = 0
     """… frozen parameters, which have so many bytes."""
+    ranks: tuple[RankBoxes, ...] = ()
+    """What each rank of this learner holds; empty: it is one process, which holds everything. All ranks give the same
+    learner, session, url and tensors (of the whole model)."""
+    rank: int = 0
+    """Of this process. To rank 0 of several the listening socket at which the others come goes with this frame …"""
+    leader: str = ""
+    """… and the others are told where it is: host:port."""
+    secret: str = ""
+    """By which the couriers of one learner know each other."""
 
 
 class MailboxReady(Frame, frozen=True):
@@ -263,8 +276,29 @@ ToTraining = (
     | StopOrder
     | DialFailed
 )
+COUNTED = (
+    Welcomed,
+    SettingsTold,
+    ReadOrder,
+    fx.CancelRead,
+    HoldOrder,
+    fx.LetGo,
+    AdoptOrder,
+    fx.Own,
+    ForgetOrder,
+    fx.Supply,
+    fx.Save,
+    fx.AskToLeave,
+)
 _TO_COURIER = {kind.__name__: kind for kind in get_args(ToCourier)}
 _TO_TRAINING = {kind.__name__: kind for kind in get_args(ToTraining)}
+
+
+def is_counted(frame: ToTraining) -> bool:
+    """Whether all ranks of a learner get this frame, and carry it out at the same step. How far the run is and that
+    nobody answers, only rank 0 hears. An order to stop because something failed is obeyed at once: a rank that is gone
+    could agree to nothing."""
+    return isinstance(frame, COUNTED) or (isinstance(frame, StopOrder) and not frame.failed)
 
 
 class CourierChannel:
@@ -290,7 +324,12 @@ class CourierChannel:
         """The other side does not keep up with what is sent."""
         return bool(self._waiting)
 
-    def send(self, frame: ToCourier | ToTraining, descriptor: int | None = None) -> None:
+    @property
+    def waiting(self) -> int:
+        """Frames that the other side has not taken yet."""
+        return len(self._waiting)
+
+    def send(self, frame: msgspec.Struct, descriptor: int | None = None) -> None:
         data = encode_frame(frame)
         own = None if descriptor is None else os.dup(descriptor)
         self._waiting.append((memoryview(len(data).to_bytes(4, "little") + data), own))
@@ -377,22 +416,23 @@ def _close(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def encode_frame(frame: ToCourier | ToTraining) -> bytes:
+def encode_frame(frame: msgspec.Struct) -> bytes:
     """By its name: the structs of protocol/learner/effects.py carry no tag."""
     return msgspec.msgpack.encode((type(frame).__name__, frame))
 
 
 def decode_to_courier(data: bytes) -> ToCourier:
-    frame: ToCourier = _decode(data, _TO_COURIER)
+    frame: ToCourier = decode_frame(data, _TO_COURIER)
     return frame
 
 
 def decode_to_training(data: bytes) -> ToTraining:
-    frame: ToTraining = _decode(data, _TO_TRAINING)
+    frame: ToTraining = decode_frame(data, _TO_TRAINING)
     return frame
 
 
-def _decode(data: bytes, kinds: dict[str, Any]) -> Any:
+def decode_frame(data: bytes, kinds: dict[str, Any]) -> Any:
+    """One of these kinds, by name."""
     name, body = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
     if name not in kinds:
         raise msgspec.ValidationError(f"no frame is called {name[:40]!r} here")
