@@ -29,6 +29,7 @@ from atoll.mailbox.channel import (
     StepReport,
     StopOrder,
     ToCourier,
+    ToTraining,
     Welcomed,
     decode_to_training,
 )
@@ -189,32 +190,39 @@ class Training:
         self._readable.clear()
         self.peers.settle()
         for data in self.channel.receive():
-            match frame := decode_to_training(data):
-                case Welcomed():
-                    self._welcomed(frame)
-                case StopOrder():
-                    self.stops.append(frame)
-                case fx.Save(cut):
-                    self.send(Saved(cut, self.t, reason="it has no folder"))
-                case fx.AskToLeave():
-                    self.drains.append(frame)
-                case RunProgress():
-                    self.progress.append(frame)
-                case order if isinstance(order, PeerOrder):
-                    self.peers.carry_out(order, self.t)
-                case _:
-                    assert self.boundary is not None
-                    self.boundary.carry_out(frame)
+            self.take_frame(decode_to_training(data))
+
+    def take_frame(self, frame: ToTraining) -> None:
+        match frame:
+            case Welcomed():
+                self._welcomed(frame)
+            case StopOrder():
+                self.stops.append(frame)
+            case fx.Save(cut):
+                self.send(Saved(cut, self.t, reason="it has no folder"))
+            case fx.AskToLeave():
+                self.drains.append(frame)
+            case RunProgress():
+                self.progress.append(frame)
+            case order if isinstance(order, PeerOrder):
+                self.peers.carry_out(order, self.t)
+            case _:
+                assert self.boundary is not None
+                self.boundary.carry_out(frame)
 
     def _welcomed(self, frame: Welcomed) -> None:
         self.welcomes.append(frame)
         if self.boundary is not None and self.boundary.settings == frame.settings:
             return
-        plan = make_plan(self.start.tensors, frame.settings.fragments)
+        plan = self.make_plan(frame.settings.fragments)
         self.box = Mailbox.create(plan, frame.settings)
         moments = self.make_moments(plan)
         self.boundary = Boundary(self.box, frame.settings, self.parameters, self, moments=moments)  # type: ignore[arg-type]
         self.send(MailboxReady(frame.settings, self.stepped()), self.box.fd)
+
+    def make_plan(self, fragments: int) -> FragmentPlan:
+        """Of what this process holds."""
+        return make_plan(self.start.tensors, fragments)
 
     def make_moments(self, plan: FragmentPlan) -> InnerMoments | None:
         """Those that it shares: none."""
@@ -250,6 +258,10 @@ class Training:
             parameter += change
         self.boundary.count_step(self.t, tokens, self.tokens)
         self.listen()
+        self.pass_boundary()
+
+    def pass_boundary(self) -> None:
+        assert self.boundary is not None
         self.boundary.adopt_ready(self.t)
         self.boundary.make_copies(self.t)
         self.send(StepReport(self.stepped(), self.boundary.epoch))
@@ -289,8 +301,11 @@ class Stage:
     ) -> Training:
         own = parameters or {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([[4.0, 5.0]])}
         training = Training(run.url, own, name, direct=direct)
-        self._stack.push_async_callback(_over, training)
+        self.close_after(training)
         return training
+
+    def close_after(self, training: Training) -> None:
+        self._stack.push_async_callback(_over, training)
 
 
 async def _over(training: Training) -> None:

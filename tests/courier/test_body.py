@@ -43,18 +43,28 @@ class FakeLink:
             raise self.errors.pop(0)
 
     async def put_contribution(
-        self, learner: str, session: str, round: int, attempt: int, data: memoryview, digest: str, deadline_s: float
+        self,
+        learner: str,
+        session: str,
+        round: int,
+        attempt: int,
+        data: memoryview,
+        digest: str,
+        deadline_s: float,
+        rank: int = 0,
     ) -> None:
         await self._through()
         self.contributions[round, attempt] = bytes(data)
 
     async def put_initial(
-        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float
+        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float, rank: int = 0
     ) -> None:
         await self._through()
         self.initial.append(fragment)
 
-    async def get_fragment(self, index: int, into: memoryview, deadline_s: float) -> tuple[int, int, str]:
+    async def get_fragment(
+        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1
+    ) -> tuple[int, int, str]:
         await self._through()
         into[:] = self.fragment.view(np.uint8).data[: into.nbytes]
         return 7, 21, "digest"
@@ -254,6 +264,7 @@ async def test_a_fetched_version_waits_in_its_slot_and_becomes_the_base_when_tak
         here.bodies.into_base(slot, 0, 7)
         assert here.box.base(0).tolist() == [1.0, 2.0, 3.0, 4.0]
         assert here.box.base_version[0] == 7
+        here.bodies.finish_adoption(slot, 0)
         assert here.free_incoming() == free
 
 

@@ -37,7 +37,9 @@ class SyncerLink(FakeLink):
         """Fragment and version held, of every request."""
         self.other_base = False
 
-    async def get_fragment(self, index: int, into: memoryview, deadline_s: float) -> tuple[int, int, str]:
+    async def get_fragment(
+        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1
+    ) -> tuple[int, int, str]:
         self.asked.append((index, -1))
         served = self.parameters.serve_fragment(index)
         served.release()
@@ -97,6 +99,7 @@ class Place:
         copying = self.bodies.into_base(self.slots[fragment], fragment, event.version)
         if copying is not None:
             await copying
+        self.bodies.finish_adoption(self.slots[fragment], fragment)
         return values
 
     def due(self, fragment: int) -> FloatArray:

@@ -83,14 +83,15 @@ class Side:
         for frame in self.training.told():
             match frame:
                 case CopyMade():
-                    made = (frame.steps, frame.tokens, frame.feedback)
-                    self.bodies.outgoing.add_copy(frame.fragment, frame.t, frame.slot, *made)
+                    self.bodies.encoded_with[frame.slot] = frame.feedback
+                    self.bodies.outgoing.add_copy(frame.fragment, frame.t, frame.slot, frame.steps, frame.tokens)
                     old = self.at_hand.get(frame.fragment)
                     if old is not None and old.t != frame.t:
                         self.bodies.outgoing.drop(old.fragment, old.t)
                     self.at_hand[frame.fragment] = frame
                 case VersionTaken(slot, adopted):
                     self.bodies.into_base(slot, adopted.fragment, adopted.version)
+                    self.bodies.finish_adoption(slot, adopted.fragment)
                 case SlotFreed(slot, incoming):
                     self.bodies.freed(slot, incoming)
 

@@ -9,6 +9,9 @@ With placement device copies come encoded (learner/device_offload.py), and are s
 The work on a large fragment (encode, digest, round, copy) is done in threads. A base never changes under a Δ: what
 replaces it waits until every answer that was begun is encoded, and no answer is begun meanwhile. What an answer leaves
 out is kept in feedback.py.
+
+Beside a rank of a learner of several (`rank_plan`) bodies are parts: what this rank sends of a fragment, and what it
+holds of it. The leader's slots are those of every rank, under the same numbers: it takes and frees them for all.
 """
 
 from __future__ import annotations
@@ -26,16 +29,18 @@ import numpy as np
 from atoll.choices import CODEC
 from atoll.courier.feedback import Feedback, RestBuffer
 from atoll.courier.held import HeldVersions
+from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
 from atoll.digests import compute_digest
-from atoll.fabric.client import SyncerConnection
+from atoll.fabric.bodies import BodyConnection
 from atoll.fabric.transfer import FetchedVersion
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
-from atoll.mailbox.box import Mailbox, can_spare
-from atoll.mailbox.channel import Start
+from atoll.mailbox.box import Layout, Mailbox, can_spare
+from atoll.mailbox.channel import MailboxReady, Start
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, largest_body, make_codec, round_to_dtype
-from atoll.numerics.fragments import Fragment
+from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec, round_to_dtype
+from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan
 from atoll.numerics.moments import check_moments, read_moments
+from atoll.numerics.rank_plan import RankPlan, make_rank_plan
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.settings import Settings
@@ -45,6 +50,10 @@ BODY_S = 600.0
 UPLOADS = 3
 """Fragments of version 0 that are on their way at once: as many as a newcomer has slots to fetch into."""
 RETRY_S = 1.0
+WHOLE = -1
+"""In place of an ask: the answer is this courier's alone."""
+BASE_REPLACED = "the version it was made on is being replaced"
+COPY_GONE = "its copy gave way to newer ones"
 SLOT_S = 0.1
 """How long a fetch waits for a slot before it asks for memory."""
 
@@ -72,13 +81,27 @@ def load_kernels() -> None:
     round_to_dtype(one, "bfloat16")
 
 
+class OpenBox(NamedTuple):
+    """The shared memory, and what it was made by."""
+
+    box: Mailbox
+    plan: FragmentPlan
+    """Of the whole model."""
+    rank_plan: RankPlan | None
+    """Of what this rank holds, where there are several; the memory is of that."""
+
+
+def open_box(fd: int, start: Start, frame: MailboxReady) -> OpenBox:
+    plan = make_plan(start.tensors, frame.settings.fragments, frame.settings.plan)
+    rank_plan = make_rank_plan(plan, start.ranks[start.rank]) if start.ranks else None
+    held = plan if rank_plan is None else rank_plan.plan
+    return OpenBox(Mailbox(fd, Layout.of(held, frame.settings, on_device=frame.on_device), held), plan, rank_plan)
+
+
 class Answer(NamedTuple):
     """A copy on its way out."""
 
-    number: int
-    attempt: int
-    fragment: int
-    slot: int
+    order: UploadPart
     rest: RestBuffer | None
     buffer: ByteArray
     data: ByteArray
@@ -89,18 +112,22 @@ class FragmentTransfers:
     def __init__(
         self,
         box: Mailbox,
-        link: SyncerConnection,
+        link: BodyConnection,
         settings: Settings,
         start: Start,
-        tell: Callable[[fx.LearnerEvent], None],
+        tell: Callable[..., None],
         tasks: asyncio.TaskGroup,
+        rank_plan: RankPlan | None = None,
     ) -> None:
+        """`tell` hears events of the learner's state machine; with a `rank_plan` PartUploaded and PartFetched."""
         self.outgoing = OutgoingSlots(list(range(box.layout.first_outgoing)), box.reserve_outgoing)
         self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
-        self._codec = make_codec(settings.codec)
+        self._codec, self._rank_plan = make_codec(settings.codec), rank_plan
         self.feedback = Feedback(box)
-        self._held = HeldVersions(box, settings.version_codec)
+        self._held = HeldVersions(box, settings.version_codec if rank_plan is None else "fp32")
+        self.encoded_with: dict[int, int] = {}
+        """Placement device: slot → the step of the copy whose rest the copy in it was encoded with."""
         self._applying = asyncio.Lock()
         """Steps of one large fragment at a time: each takes memory for another fragment."""
         self._group = tasks
@@ -111,7 +138,8 @@ class FragmentTransfers:
         self._replacing: set[int] = set()
         """Fragments whose base is being replaced, or waits for that."""
         self._initial: list[asyncio.Task[None]] = []
-        self._body_bytes = largest_body(self._codec, box.plan) + box.layout.moments_bytes
+        largest = max(self._body_bytes_of(fragment) for fragment in range(box.layout.fragments))
+        self._body_bytes = largest + box.layout.moments_bytes
         self._spare: list[ByteArray] = []
         """Buffers of bodies. One is made when all are under way; two of a fragment are under way after a miss."""
         self._buffers_left = 2 * box.layout.fragments
@@ -141,7 +169,7 @@ class FragmentTransfers:
             return self._spawn(self._copy_into_base(slot, fragment, version))
         self._box.base_version[fragment] = -1
         np.copyto(self._box.base(fragment), self._box.incoming(slot, fragment))
-        self._finish_base(slot, fragment, version)
+        self._box.base_version[fragment] = version
         return None
 
     async def _copy_into_base(self, slot: int, fragment: int, version: int) -> None:
@@ -149,38 +177,55 @@ class FragmentTransfers:
             self._box.base_version[fragment] = -1
             await asyncio.to_thread(np.copyto, self._box.base(fragment), self._box.incoming(slot, fragment))
         self._replacing.discard(fragment)
-        self._finish_base(slot, fragment, version)
-
-    def _finish_base(self, slot: int, fragment: int, version: int) -> None:
         self._box.base_version[fragment] = version
+
+    def finish_adoption(self, slot: int, fragment: int) -> None:
+        """The version is the base, in all ranks: nothing reads its slot any more, nor the copy that was subtracted."""
         self.incoming.give_back(slot)
         self.outgoing.adopted(fragment)
+
+    def reserve_slot(self, slot: int, *, incoming: bool) -> bool:
+        """The leader has taken this slot: it is used here under the same number. False: there is no memory for it."""
+        return self.incoming.reserve_until(slot) if incoming else self.outgoing.reserve_until(slot)
 
     # ---- out ----------------------------------------------------------------------------------------------------
 
     def upload(self, number: int, attempt: int, fragment: int) -> None:
+        """The answer to a pull."""
         if fragment in self._replacing:
-            self._tell(fx.UploadFailed(number, attempt, "the version it was made on is being replaced"))
-            return
-        if (copy := self.outgoing.send(fragment)) is None:
-            self._tell(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
-            return
+            self._tell(fx.UploadFailed(number, attempt, BASE_REPLACED))
+        elif (copy := self.outgoing.send(fragment)) is None:
+            self._tell(fx.UploadFailed(number, attempt, COPY_GONE))
+        else:
+            slot, t = copy
+            self._send_copy(UploadPart(WHOLE, number, attempt, fragment, slot, t))
+
+    def upload_part(self, order: UploadPart) -> None:
+        """This rank's part of an answer."""
+        if order.fragment in self._replacing or self._box.base_version[order.fragment] != order.base:
+            self._tell_uploaded(order, reason=BASE_REPLACED)
+        elif not self._sent_part(order.fragment).size:
+            self._tell_uploaded(order)
+        else:
+            self._send_copy(order)
+
+    def _send_copy(self, order: UploadPart) -> None:
+        fragment, slot, t = order.fragment, order.slot, order.t
         if self._box.layout.on_device:
-            self._upload_encoded(number, attempt, fragment, *copy)
+            self._upload_encoded(order)
             return
         if (buffer := self._take_buffer()) is None:
-            self._tell(fx.UploadFailed(number, attempt, "earlier answers are still on their way"))
+            self._tell_uploaded(order, reason="earlier answers are still on their way")
             return
-        slot, t = copy
         needs_rest = self._codec.needs_feedback and not self.feedback.has_settled(fragment, t)
         rest = self.feedback.take_buffer(fragment, t) if needs_rest else None
         if needs_rest and rest is None:
             self._spare.append(buffer)
-            self._tell(fx.UploadFailed(number, attempt, "there is no memory for what it leaves out"))
+            self._tell_uploaded(order, reason="there is no memory for what it leaves out")
             return
         part = self._box.plan.fragments[fragment]
-        size = body_nbytes(self._codec, part) + self._moments_nbytes(part, slot)
-        answer = Answer(number, attempt, fragment, slot, rest, buffer, buffer[:size])
+        size = self._body_bytes_of(fragment) + self._moments_nbytes(part, slot)
+        answer = Answer(order, rest, buffer, buffer[:size])
         mark = None
         if is_small(part):
             mark = self._encode(answer)
@@ -188,6 +233,23 @@ class FragmentTransfers:
         else:
             self.outgoing.hold_slot(slot)
         self._spawn(self._upload(answer, mark))
+
+    def _tell_uploaded(self, order: UploadPart, digest: str = "", reason: str = "") -> None:
+        """`reason`: why it did not arrive."""
+        if order.ask != WHOLE:
+            self._tell(PartUploaded(order.ask, digest, reason))
+        elif reason:
+            self._tell(fx.UploadFailed(order.round, order.attempt, reason))
+        else:
+            self._tell(fx.Uploaded(order.round, order.attempt, digest))
+
+    def _sent_part(self, fragment: int) -> Fragment:
+        """Of a fragment, what is sent: the front of its array, or all of it."""
+        return self._box.plan.fragments[fragment] if self._rank_plan is None else self._rank_plan.sent(fragment)
+
+    def _body_bytes_of(self, fragment: int) -> int:
+        part = self._sent_part(fragment)
+        return body_nbytes(self._codec, part) if part.size else 0
 
     def _moments_nbytes(self, part: Fragment, slot: int) -> int:
         """Of those that were copied with the fragment."""
@@ -203,15 +265,14 @@ class FragmentTransfers:
         return np.empty(self._body_bytes, dtype=np.uint8)
 
     def _encode(self, answer: Answer) -> str:
-        fragment, rest = answer.fragment, answer.rest
-        delta = Delta(self._box.base(fragment), self._box.outgoing(answer.slot, fragment))
+        fragment, slot, rest = answer.order.fragment, answer.order.slot, answer.rest
+        delta = Delta(self._box.base(fragment), self._box.outgoing(slot, fragment))
         if rest is not None:
             delta = delta._replace(feedback=rest.feedback, rest=rest.rest)
-        part = self._box.plan.fragments[fragment]
-        values = body_nbytes(self._codec, part)
-        encode_contribution(self._codec, part, delta, answer.data[:values])
+        part, values = self._sent_part(fragment), self._body_bytes_of(fragment)
+        encode_contribution(self._codec, part, delta.cut_out(slice(0, part.size)), answer.data[:values])
         moments = answer.data[values:]
-        moments[:] = self._box.outgoing_moments(answer.slot)[: moments.size]
+        moments[:] = self._box.outgoing_moments(slot)[: moments.size]
         return compute_digest(answer.data.data)
 
     def _keep_rest(self, answer: Answer) -> None:
@@ -221,41 +282,43 @@ class FragmentTransfers:
     async def _upload(self, answer: Answer, mark: str | None) -> None:
         try:
             if mark is None:
-                async with self._base_locks[answer.fragment]:
+                async with self._base_locks[answer.order.fragment]:
                     mark = await asyncio.to_thread(self._encode, answer)
                 self._keep_rest(answer)
-                self.outgoing.let_slot_go(answer.slot)
-            await self._send_body(answer.number, answer.attempt, answer.data, mark)
+                self.outgoing.let_slot_go(answer.order.slot)
+            await self._send_body(answer.order, answer.data, mark)
         finally:
             self._spare.append(answer.buffer)
 
-    async def _send_body(self, number: int, attempt: int, data: ByteArray, mark: str) -> None:
+    async def _send_body(self, order: UploadPart, data: ByteArray, mark: str) -> None:
         name, session = self._start.learner, self._start.session
         try:
-            await self._link.put_contribution(name, session, number, attempt, data.data, mark, BODY_S)
+            await self._link.put_contribution(
+                name, session, order.round, order.attempt, data.data, mark, BODY_S, rank=self._start.rank
+            )
         except (PeerError, Unreachable) as error:
-            self._tell(fx.UploadFailed(number, attempt, str(error)))
+            self._tell_uploaded(order, reason=str(error))
         else:
-            self._tell(fx.Uploaded(number, attempt, mark))
+            self._tell_uploaded(order, mark)
 
-    def _upload_encoded(self, number: int, attempt: int, fragment: int, slot: int, t: int) -> None:
+    def _upload_encoded(self, order: UploadPart) -> None:
         """A copy that the training process has encoded, as it lies in its slot. What it was encoded with has to be what
         it would be encoded with now: so both placements give equal bytes."""
+        fragment, slot, t = order.fragment, order.slot, order.t
         if self._codec.needs_feedback:
-            if self.outgoing.feedback[fragment, t] != self._box.feedback_for(fragment, t):
-                self._tell(fx.UploadFailed(number, attempt, "its feedback has changed since it was copied"))
+            if self.encoded_with.get(slot, -1) != self._box.feedback_for(fragment, t):
+                self._tell_uploaded(order, reason="its feedback has changed since it was copied")
                 return
             if not self.feedback.has_settled(fragment, t):
                 self.feedback.note_answer(fragment, t)
         self.outgoing.hold_slot(slot)
-        data = self._box.body(slot, body_nbytes(self._codec, self._box.plan.fragments[fragment]))
-        self._spawn(self._send_encoded(number, attempt, slot, data))
+        self._spawn(self._send_encoded(order, self._box.body(slot, self._body_bytes_of(fragment))))
 
-    async def _send_encoded(self, number: int, attempt: int, slot: int, data: ByteArray) -> None:
+    async def _send_encoded(self, order: UploadPart, data: ByteArray) -> None:
         try:
-            await self._send_body(number, attempt, data, await digest_aside(data.data))
+            await self._send_body(order, data, await digest_aside(data.data))
         finally:
-            self.outgoing.let_slot_go(slot)
+            self.outgoing.let_slot_go(order.slot)
 
     def upload_all(self) -> None:
         """Every fragment's base as version 0, some at a time."""
@@ -268,13 +331,16 @@ class FragmentTransfers:
             task.cancel()
 
     async def _upload_each(self, left: Iterator[int]) -> None:
-        """One that failed is sent again, until the link is lost."""
+        """One that failed is sent again, until the link is lost; of a rank that has none of its own, until the leader
+        says otherwise."""
+        name, session = self._start.learner, self._start.session
         for fragment in left:
-            data = self._box.base(fragment).view(np.uint8).data
+            size = self._sent_part(fragment).size
+            data = self._box.base(fragment)[:size].view(np.uint8).data
             mark = await digest_aside(data)
-            while self._link.up:
+            while size and self._link.up:
                 try:
-                    await self._link.put_initial(self._start.learner, self._start.session, fragment, data, mark, BODY_S)
+                    await self._link.put_initial(name, session, fragment, data, mark, BODY_S, rank=self._start.rank)
                     break
                 except (PeerError, Unreachable):
                     await asyncio.sleep(RETRY_S)
@@ -288,26 +354,47 @@ class FragmentTransfers:
 
     async def _fetch(self, fragment: int) -> None:
         slot = await self.incoming.take_slot()
-        values = self._box.incoming(slot, fragment)
+        part = self._box.plan.fragments[fragment]
         try:
-            version = await self._fetch_into(fragment, values)
+            version = await self._bring(part, slot)
         except (PeerError, Unreachable) as error:
             self._fetching.discard(fragment)
             self.incoming.note_failed(slot)
             self._tell(fx.FetchFailed(fragment, str(error)))
             return
-        part = self._box.plan.fragments[fragment]
-        if is_small(part):
-            self._keep_and_round(part, version, values)
-        else:
-            await asyncio.to_thread(self._keep_and_round, part, version, values)
-            async with self._base_locks[fragment]:
-                pass  # the training process may subtract the base when it adopts this: it is whole by then
         has_moments = await self._fetch_moments(part, version, slot)
         self._fetching.discard(fragment)
         self.incoming.note_landed(fragment, slot, moments=has_moments)
         self._tell(fx.Fetched(fragment, version))
         self.incoming.release_unwanted(fragment)
+
+    def fetch_part(self, order: FetchPart) -> None:
+        """What this rank holds of the newest version."""
+        self._cancel_initial()
+        if self._box.plan.fragments[order.fragment].size:
+            self._spawn(self._fetch_part(order))
+        else:
+            self._tell(PartFetched(order.fragment))
+
+    async def _fetch_part(self, order: FetchPart) -> None:
+        try:
+            version = await self._bring(self._box.plan.fragments[order.fragment], order.slot)
+        except (PeerError, Unreachable) as error:
+            self._tell(PartFetched(order.fragment, reason=str(error)))
+        else:
+            self._tell(PartFetched(order.fragment, version))
+
+    async def _bring(self, part: Fragment, slot: int) -> int:
+        """The version that is now in the slot, as the model can hold it."""
+        values = self._box.incoming(slot, part.index)
+        version = await self._fetch_into(part.index, values)
+        if is_small(part):
+            self._keep_and_round(part, version, values)
+        else:
+            await asyncio.to_thread(self._keep_and_round, part, version, values)
+            async with self._base_locks[part.index]:
+                pass  # the training process may subtract the base when it adopts this: it is whole by then
+        return version
 
     async def _fetch_moments(self, part: Fragment, version: int, slot: int) -> bool:
         """Whether the averaged moments of that version are behind it in the slot. Only who holds the version before
@@ -336,7 +423,8 @@ class FragmentTransfers:
             print(
                 f"courier: fragment {fragment} is fetched whole: its steps do not fit version {have}", file=sys.stderr
             )
-        version, _, _ = await self._link.get_fragment(fragment, data, BODY_S)
+        rank = -1 if self._rank_plan is None else self._start.rank
+        version, _, _ = await self._link.get_fragment(fragment, data, BODY_S, self._start.learner, rank)
         return version
 
     async def _apply_steps(self, fragment: int, have: int, found: FetchedVersion, values: FloatArray) -> bool:
@@ -372,8 +460,6 @@ class OutgoingSlots:
     """(fragment, t) → slot."""
     counters: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(fragment, t) → (steps, tokens) at the copy."""
-    feedback: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(fragment, t) → the step of the copy whose rest it was encoded with (placement device)."""
     _sent: set[tuple[int, int]] = field(default_factory=set)
     _dropped: set[tuple[int, int]] = field(default_factory=set)
     _named: set[tuple[int, int]] = field(default_factory=set)
@@ -398,12 +484,17 @@ class OutgoingSlots:
             self._release(min(kept or may_go, key=lambda key: key[1]))
         return self.free.pop() if self.free else None
 
-    def add_copy(self, fragment: int, t: int, slot: int, steps: int, tokens: int, feedback: int = -1) -> None:
+    def reserve_until(self, slot: int) -> bool:
+        """Have all up to this one, which somebody else counts."""
+        while self.count <= slot and self.reserve(self.count):
+            self.count += 1
+        return self.count > slot
+
+    def add_copy(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
         if (fragment, t) in self.copies:
             self._release((fragment, t))
         self.copies[fragment, t] = slot
         self.counters[fragment, t] = (steps, tokens)
-        self.feedback[fragment, t] = feedback
 
     def send(self, fragment: int) -> tuple[int, int] | None:
         """Slot and step of the fragment's newest copy, which goes out now; None when it had to give way."""
@@ -458,7 +549,6 @@ class OutgoingSlots:
         self._dropped.discard(key)
         self._named.discard(key)
         self.counters.pop(key, None)
-        self.feedback.pop(key, None)
         slot = self.copies.pop(key)
         if self._held[slot]:
             self._given_up.add(slot)
@@ -496,6 +586,11 @@ class IncomingSlots:
             if self._free.empty() and self._filling == 0 and self._reserve(self._count):
                 self._free.put_nowait(self._count)
                 self._count += 1
+
+    def reserve_until(self, slot: int) -> bool:
+        while self._count <= slot and self._reserve(self._count):
+            self._count += 1
+        return self._count > slot
 
     def note_landed(self, fragment: int, slot: int, *, moments: bool = False) -> None:
         self._filling -= 1

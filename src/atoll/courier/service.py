@@ -5,6 +5,10 @@ to `protocol.learner`, and carries out what comes back. Everything but the work 
 one event loop. While an adopted version is copied into the base, further frames of the training process wait: the state
 machine hears of them in their order. When the training process is gone, so is the courier, and the syncer is told
 why. A courier whose state is inconsistent exits: the training process starts another.
+
+A learner of several ranks has a courier beside each (docs/adr/0030). Rank 0's is this one, with the state machine; what
+it does it has the others do (rank_leader.py), and its state machine hears of what all have done. The others follow it
+(rank_follower.py).
 """
 
 from __future__ import annotations
@@ -16,12 +20,17 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
-from atoll.courier.body import FragmentTransfers, load_kernels
+from atoll.courier.body import FragmentTransfers, OpenBox, load_kernels, open_box
+from atoll.courier.rank_channel import BoxReady, RunKnown
+from atoll.courier.rank_events import SaidByAll
+from atoll.courier.rank_follower import RankFollower
+from atoll.courier.rank_leader import RankLeader
 from atoll.courier.states import StateEffect, StateTransfers
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.tasks import lasting
-from atoll.mailbox.box import Layout, Mailbox, serves
+from atoll.mailbox.box import Mailbox, serves
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
@@ -41,12 +50,14 @@ from atoll.mailbox.channel import (
     StepReport,
     StopOrder,
     ToCourier,
+    ToTraining,
     VersionTaken,
     Welcomed,
     decode_to_courier,
+    is_counted,
 )
 from atoll.numerics.codec import make_codec
-from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError
@@ -81,8 +92,8 @@ class Courier:
         """Messages that wait for the shared memory."""
         self._frames: deque[bytes] = deque()
         """Read and not handled yet."""
-        self._copying_base = False
-        """Frames wait until an adopted version is the base."""
+        self._adopting: VersionTaken | None = None
+        """Frames wait until an adopted version is the base, in all ranks."""
         self._epoch = 0
         self._wake: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -92,6 +103,16 @@ class Courier:
         self._kernels: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
         self._said_at = -SAY_S
+        self._ranks: RankLeader | None = None
+        """The other ranks, where there are several and this is the first."""
+        self._follower: RankFollower | None = None
+        """Of another rank."""
+        self._gathering: asyncio.Task[bool] | asyncio.Task[None] | None = None
+        """Waits until the ranks have found each other."""
+        self._opened: tuple[OpenBox, MailboxReady] | None = None
+        """This rank's memory, until all ranks have theirs."""
+        self._ended = False
+        """A rank is gone, and the learner with it: nothing more is done."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -105,6 +126,7 @@ class Courier:
                 self._over.set()
                 self._loop.remove_reader(self._channel.sock)
             watch.cancel()
+            await self._close_ranks()
             if self._link is not None:
                 await self._link.close()
             if self._bodies is not None:
@@ -113,6 +135,14 @@ class Courier:
                 await self._states.close()
         if self._broken is not None:
             raise self._broken
+
+    async def _close_ranks(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._follower is not None:
+            await self._follower.close()
 
     def _run_callback(self, back: Callable[..., None], *told: object) -> None:
         """asyncio would only log an error and leave half a courier: end it instead."""
@@ -127,53 +157,90 @@ class Courier:
     def _readable(self) -> None:
         try:
             self._frames.extend(self._channel.receive())
-            while self._frames and not self._copying_base:
+            while self._frames and self._adopting is None:
                 self._handle_frame(decode_to_courier(self._frames.popleft()))
         except AtollError as error:
             self._frames.clear()
-            self._channel.send(StopOrder(str(error), final=True, failed=True, mistake=error.exit_code == 2))
+            self._send(StopOrder(str(error), final=True, failed=True, mistake=error.exit_code == 2))
         if not self._channel.closed:
             self._channel.flush()
             self._tell_progress()
-        elif not self._copying_base:
+        elif self._adopting is None:
             self._leave("its training process died")
 
     def _handle_frame(self, frame: ToCourier) -> None:
+        if self._ended and not isinstance(frame, Goodbye):
+            return
+        if self._follower is not None and not isinstance(frame, Goodbye):
+            self._follower.take_frame(frame)
+            return
         match frame:
             case Start():
-                self._start = frame
-                self._machine = LearnerMachine(
-                    frame.learner,
-                    frame.session,
-                    frame.tensors,
-                    frame.data,
-                    restored=frame.restored,
-                    tokens_per_step=frame.tokens_per_step,
-                    holder=Holder(frame.session, frame.proof, frame.host, frame.pid),
-                    frozen=frame.frozen,
-                    takes_frozen=frame.takes_frozen,
-                )
-                if not frame.boxed:
-                    self._dial()
+                self._begin(frame)
             case MailboxReady():
                 self._open_box(frame)
             case StepReport(stepped, epoch):
                 if epoch == self._epoch:
                     self._handle(stepped)
-            case fx.Told() | fx.Registered() | fx.Saved() | fx.Taken():
+            case fx.Told() | fx.Registered() | fx.Taken():
                 self._handle(frame)
-            case CopyMade():
-                self._copied(frame)
-            case VersionTaken(slot, adopted, epoch):
-                self._take_adoption(slot, adopted, epoch)
-            case SlotFreed(slot, incoming):
-                assert self._bodies is not None
-                self._bodies.freed(slot, incoming)
+            case VersionTaken():
+                self._take_adoption(frame)
+            case CopyMade() | SlotFreed() | fx.Saved():
+                if self._ranks is None:
+                    self._take_event(frame)
+                else:
+                    self._ranks.hear(0, frame)
             case StateCopyMade():
                 assert self._states is not None
                 self._states.copied(frame)
             case Goodbye(reason):
-                self._leave(reason)
+                self._leave(reason, left=True)
+
+    def _take_event(self, event: SaidByAll | fx.LearnerEvent) -> None:
+        """What this training process has done, or, of several ranks, what all have."""
+        match event:
+            case BoxReady():
+                assert self._opened is not None
+                self._use_box(*self._opened, event)
+            case CopyMade():
+                self._copied(event)
+            case VersionTaken():
+                self._finish_adoption(event)
+                self._loop.call_soon(self._resume_reading)
+            case SlotFreed(slot, incoming):
+                assert self._bodies is not None
+                self._bodies.freed(slot, incoming)
+            case fx.Saved() | fx.Fetched() | fx.FetchFailed() | fx.Uploaded() | fx.UploadFailed():
+                self._handle(event)
+
+    def _begin(self, start: Start) -> None:
+        assert self._tasks is not None
+        assert self._kernels is not None
+        self._start = start
+        if start.rank > 0:
+            self._follower = RankFollower(self._channel, start, self._run_callback, self._tasks)
+            self._gathering = self._tasks.create_task(self._follower.reach_leader(self._kernels))
+            return
+        self._machine = LearnerMachine(
+            start.learner,
+            start.session,
+            start.tensors,
+            start.data,
+            restored=start.restored,
+            tokens_per_step=start.tokens_per_step,
+            holder=Holder(start.session, start.proof, start.host, start.pid),
+            frozen=start.frozen,
+            takes_frozen=start.takes_frozen,
+            ranks=start.ranks,
+        )
+        if start.ranks:
+            listener = socket.socket(fileno=self._channel.take_descriptor()) if len(start.ranks) > 1 else None
+            on = (self._take_event, self._end_learner, self._run_callback)
+            self._ranks = RankLeader(start, listener, *on, self._tasks)
+            self._gathering = self._tasks.create_task(self._ranks.wait_for_all())
+        if not start.boxed:
+            self._dial()
 
     def _dial(self) -> None:
         assert self._start is not None
@@ -195,31 +262,45 @@ class Courier:
         part of a run and says nothing for some seconds is taken for dead."""
         assert self._kernels is not None
         await asyncio.wait([self._kernels])
+        if self._gathering is not None:
+            await asyncio.wait([self._gathering])
         await link.run()
 
     def _open_box(self, frame: MailboxReady) -> None:
         """The training process has made the shared memory, or hands it to the successor of a dead courier."""
         assert self._start is not None
+        opened = open_box(self._channel.take_descriptor(), self._start, frame)
+        rows = (opened.box.adopted, opened.box.base_version)
+        ready = BoxReady(*(tuple(map(int, row)) for row in rows))
+        if self._ranks is None:
+            self._use_box(opened, frame, ready)
+        else:
+            self._opened = (opened, frame)
+            self._ranks.hear(0, ready)
+
+    def _use_box(self, opened: OpenBox, frame: MailboxReady, ready: BoxReady) -> None:
+        """`ready`: what it holds, or, of several ranks, what each has of its part."""
+        assert self._start is not None
         assert self._machine is not None
         assert self._tasks is not None
-        fd = self._channel.take_descriptor()
         if self._bodies is not None:
             self._bodies.retire()
-        self._made_for = frame.settings
+        self._made_for, self._plan, self._box, box = frame.settings, opened.plan, opened.box, opened.box
         self._machine.keeps_feedback = make_codec(frame.settings.codec).needs_feedback
-        self._plan = make_plan(self._start.tensors, frame.settings.fragments, frame.settings.plan)
-        layout = Layout.of(self._plan, frame.settings, on_device=frame.on_device)
-        self._box = box = Mailbox(fd, layout, self._plan)
         if self._link is None:
             self._unsure = set() if frame.sure else set(range(len(self._plan.fragments)))
-            whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
-            counted = [int(v) for v in box.adopted]
+            whole = [v if v == b else -1 for v, b in zip(ready.adopted, ready.base, strict=True)]
+            counted = list(ready.adopted)
             incarnation = box.count("incarnation")
             waits, term = frame.waits, box.count("term")
             self._machine.restore(box.run, whole, frame.stepped, incarnation, counted, seeking=waits, term=term)
             self._dial()
         assert self._link is not None
-        self._bodies = FragmentTransfers(box, self._link, frame.settings, self._start, self._handle, self._tasks)
+        tell = self._handle if self._ranks is None else partial(self._ranks.hear, 0)
+        about = (self._start, tell, self._tasks, opened.rank_plan)
+        self._bodies = FragmentTransfers(box, self._link, frame.settings, *about)
+        if self._ranks is not None:
+            self._ranks.use_bodies(self._bodies)
         self._handle(frame.stepped)  # its counters are those of this memory
         while self._held:
             self._deliver(self._held.popleft())
@@ -229,37 +310,53 @@ class Courier:
         if frame.epoch != self._epoch:
             self._bodies.freed(frame.slot, incoming=False)
             return
-        made = (frame.steps, frame.tokens, frame.feedback)
-        self._bodies.outgoing.add_copy(frame.fragment, frame.t, frame.slot, *made)
+        self._bodies.encoded_with[frame.slot] = frame.feedback
+        self._bodies.outgoing.add_copy(frame.fragment, frame.t, frame.slot, frame.steps, frame.tokens)
         counters = (frame.t, frame.steps, frame.tokens, frame.base, frame.total, frame.position)
         self._handle(fx.Copied(frame.round, frame.fragment, *counters))
 
-    def _take_adoption(self, slot: int, adopted: fx.Adopted, epoch: int) -> None:
+    def _take_adoption(self, frame: VersionTaken) -> None:
         assert self._bodies is not None
-        if epoch != self._epoch:
-            self._bodies.freed(slot, incoming=True)
+        assert self._tasks is not None
+        if frame.epoch != self._epoch:
+            self._note_base(frame)
             return
-        copying = self._bodies.into_base(slot, adopted.fragment, adopted.version)
+        self._adopting = frame
+        copying = self._bodies.into_base(frame.slot, frame.adopted.fragment, frame.adopted.version)
         if copying is None:
-            self._adopted(adopted)
+            self._note_base(frame)
         else:
-            assert self._tasks is not None
-            self._copying_base = True
-            self._tasks.create_task(self._await_base(copying, adopted, epoch))
+            self._tasks.create_task(self._await_base(copying, frame))
 
-    async def _await_base(self, copying: asyncio.Task[None], adopted: fx.Adopted, epoch: int) -> None:
+    async def _await_base(self, copying: asyncio.Task[None], frame: VersionTaken) -> None:
         await copying
-        self._copying_base = False
-        if epoch == self._epoch:
-            self._adopted(adopted)
-        elif self._box is not None:
-            self._box.base_version[adopted.fragment] = -1  # all was forgotten meanwhile
+        if frame.epoch != self._epoch and self._box is not None:
+            self._box.base_version[frame.adopted.fragment] = -1  # all was forgotten meanwhile
+        self._run_callback(self._note_base, frame)
+        self._resume_reading()
+
+    def _note_base(self, frame: VersionTaken) -> None:
+        """What this training process has adopted is the base, or was forgotten."""
+        if self._ranks is None:
+            self._finish_adoption(frame)
+        else:
+            self._ranks.hear(0, frame)
+
+    def _finish_adoption(self, frame: VersionTaken) -> None:
+        """It is the base, in all ranks."""
+        assert self._bodies is not None
+        if frame is self._adopting:
+            self._adopting = None
+        if frame.epoch != self._epoch:
+            self._bodies.freed(frame.slot, incoming=True)
+            return
+        self._bodies.finish_adoption(frame.slot, frame.adopted.fragment)
+        self._unsure.discard(frame.adopted.fragment)
+        self._handle(frame.adopted)
+
+    def _resume_reading(self) -> None:
         if not self._over.is_set():
             self._run_callback(self._readable)
-
-    def _adopted(self, adopted: fx.Adopted) -> None:
-        self._unsure.discard(adopted.fragment)
-        self._handle(adopted)
 
     # ---- from the syncer ----------------------------------------------------------------------------------------
 
@@ -277,8 +374,12 @@ class Courier:
                 message.frozen,
                 message.run,
             )
-            self._channel.send(Welcomed(message.settings, *known))
-            if not self._fits(message):
+            fits = self._fits(message)
+            if self._ranks is not None and self._box is not None and not fits:
+                self._end_learner("the run has another plan or codec than before: the learner starts over")
+                return
+            self._send(Welcomed(message.settings, *known))
+            if not fits:
                 self._box = None
         if self._box is None and not isinstance(message, Refused):
             self._held.append(message)
@@ -291,10 +392,17 @@ class Courier:
             self._box.run = message.run
             self._box.set_count("incarnation", message.incarnation)
             self._box.set_count("term", message.term)
+            self._tell_run(self._box)
         elif isinstance(message, Recover) and self._box is not None:
             self._box.set_count("incarnation", message.incarnation)
+            self._tell_run(self._box)
         elif isinstance(message, SettingsChanged):
-            self._channel.send(SettingsTold(message.settings))
+            self._send(SettingsTold(message.settings))
+
+    def _tell_run(self, box: Mailbox) -> None:
+        """To the other ranks, for the heads of their memory."""
+        if self._ranks is not None:
+            self._ranks.send(RunKnown(box.run, box.count("incarnation"), box.count("term")))
 
     def _fits(self, welcome: Welcome) -> bool:
         """Whether the shared memory serves this run. If not, the training process makes it anew."""
@@ -316,7 +424,7 @@ class Courier:
     # ---- the machine --------------------------------------------------------------------------------------------
 
     def _handle(self, event: fx.LearnerEvent) -> None:
-        if self._machine is None or self._over.is_set():
+        if self._machine is None or self._ended or self._over.is_set():
             return
         for effect in self._machine.handle(self._loop.time(), event):
             self._carry_out(effect)
@@ -341,14 +449,14 @@ class Courier:
             case Note(_, text):
                 _say(text)
             case fx.Save() | fx.Supply() | fx.AskToLeave():
-                self._channel.send(effect)
+                self._send(effect)
             case fx.Inform(progress, global_step, committed):
                 self._unsent_progress = RunProgress(committed, progress, global_step)
             case fx.HangUp(reason):
                 if self._link is not None:
                     self._link.hang_up(reason)
             case fx.Stop(reason, final, failed):
-                self._channel.send(StopOrder(reason, final, failed, mistake=failed))
+                self._send(StopOrder(reason, final, failed, mistake=failed))
             case _:
                 if self._box is not None and self._bodies is not None:
                     self._order(effect, self._box, self._bodies)
@@ -356,7 +464,9 @@ class Courier:
     def _order(self, effect: fx.LearnerEffect, box: Mailbox, bodies: FragmentTransfers) -> None:
         """Effects that concern the shared memory."""
         assert self._machine is not None
-        send, settings = self._channel.send, self._machine.settings
+        send, settings = self._send, self._machine.settings
+        if self._ranks is not None and isinstance(effect, fx.Settle | fx.DropRests | fx.UploadAll):
+            self._ranks.send(effect)
         match effect:
             case fx.Read(number, fragment, step):
                 urgent = settings.synchronous or step <= self._machine.t
@@ -378,9 +488,12 @@ class Courier:
                 bodies.feedback.forget_all()
                 send(ForgetOrder(self._epoch, reset))
             case fx.Fetch(fragment, _):
-                bodies.fetch(fragment)
+                (bodies if self._ranks is None else self._ranks).fetch(fragment)
             case fx.Upload(number, attempt, fragment):
-                bodies.upload(number, attempt, fragment)
+                if self._ranks is None:
+                    bodies.upload(number, attempt, fragment)
+                else:
+                    self._ranks.upload(number, attempt, fragment, base=self._machine.versions[fragment])
             case fx.Settle(fragment, version, t):
                 bodies.feedback.settle(fragment, version, t)
             case fx.DropRests(fragment):
@@ -389,6 +502,12 @@ class Courier:
                 bodies.upload_all()
             case fx.Drop(fragment, t):
                 bodies.outgoing.drop(fragment, t)
+
+    def _send(self, frame: ToTraining) -> None:
+        """To the training process; what all ranks carry out, to the others too."""
+        if self._ranks is not None and (is_counted(frame) or isinstance(frame, StopOrder)):
+            self._ranks.send(frame)
+        self._channel.send(frame)
 
     def _tell_progress(self) -> None:
         """To a training process that reads nothing for a while (one long step) only the newest is sent: what waits for
@@ -429,13 +548,34 @@ class Courier:
 
     # ---- leaving ------------------------------------------------------------------------------------------------
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, *, left: bool = False) -> None:
+        """`left`: the training process has said so itself."""
         if self._over.is_set():
             return
+        self._say_goodbye(reason)
+        if self._ranks is not None and left:
+            self._ranks.send(Goodbye(reason))
+        if self._follower is not None:
+            self._follower.say_goodbye(reason, left=left)
+        self._over.set()
+
+    def _say_goodbye(self, reason: str) -> None:
         if self._link is not None:
             for word in self._machine.make_goodbye(reason) if self._machine else [Leave(reason=reason)]:
                 self._link.send(word)
-        self._over.set()
+
+    def _end_learner(self, reason: str) -> None:
+        """One of its ranks is gone, or cannot go on: so does none of them, and the syncer hears of it now."""
+        if self._ended or self._over.is_set():
+            return
+        assert self._tasks is not None
+        _say(reason)
+        self._send(StopOrder(reason, final=True, failed=True))
+        self._say_goodbye(reason)
+        self._ended, self._adopting = True, None
+        if self._link is not None:
+            self._tasks.create_task(self._link.close())
+        self._loop.call_soon(self._resume_reading)
 
     async def _watch_parent(self) -> None:
         """A worker forked off the training process may keep its socket open, so watch the parent pid as well."""

@@ -249,9 +249,13 @@ class LearnerMachine:
             case msg.Recover(incarnation=incarnation, reason=reason):
                 self._connection.incarnation = incarnation
                 self._recover_from_run(now, reason, reset=True)
-                self._seeking.begin_seeking(now, self._connection.heard[SYNCER])
+                if not self._ranks:
+                    self._seeking.begin_seeking(now, self._connection.heard[SYNCER])
                 self._fetch_missing()
                 self._register_data(now)
+            case msg.Help(ticket=ticket) if self._ranks:
+                reason = "a learner of several ranks gives no state to others"
+                self._connection.send_message(now, msg.Unable(ticket=ticket, reason=reason))
             case msg.Help() | msg.Stream() | msg.Release():
                 self._helping.hear_request(now, message)
             case msg.Helped() | msg.Fresh():
@@ -317,8 +321,10 @@ class LearnerMachine:
     def _seek_peer_state(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
         """A life that begins in a running run takes a peer's inner optimizer, unless it has its own saved one. Before
         the first committed round there is nothing to take. Frozen parameters that differ from the run's are sought in
-        either case (`_takes_frozen`)."""
+        either case (`_takes_frozen`). A learner of several ranks takes nothing: no peer has the state of its ranks."""
         self._run_frozen = welcome.frozen
+        if self._ranks:
+            return
         lacks = self._takes_frozen and welcome.frozen not in ("", self._frozen)
         if self._seeking.open or (new_life and not self._restored) or lacks:
             if (welcome.committed > 0 or lacks) and self.phase not in ("ending", "finished"):

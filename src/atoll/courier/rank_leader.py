@@ -1,0 +1,184 @@
+"""Rank 0's courier and the couriers of the other ranks: what it tells them, and what all of them have done.
+
+Rank 0's courier alone runs the learner's state machine. What it sends its training process, and what is to be done with
+bodies, it passes on to the others, in order (rank_channel.py). It takes slots for all of them under the same numbers:
+so an order is the same in every rank, and a slot is free once every rank has done with it. A rank that is gone, or
+cannot do what it was told, ends the learner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from atoll.courier.body import COPY_GONE, FragmentTransfers
+from atoll.courier.rank_channel import (
+    FROM_FOLLOWER,
+    Arrivals,
+    FetchPart,
+    FromFollower,
+    PartFetched,
+    PartUploaded,
+    RankChannel,
+    RankFailed,
+    RunCallback,
+    UploadPart,
+)
+from atoll.courier.rank_events import Behind, RankEvents, Said, SaidByAll
+from atoll.mailbox.channel import Goodbye, Start, StopOrder
+from atoll.protocol.errors import PeerError
+from atoll.protocol.learner import effects as fx
+
+
+class RankLeader:
+    def __init__(
+        self,
+        start: Start,
+        listener: socket.socket | None,
+        on_event: Callable[[SaidByAll | fx.LearnerEvent], None],
+        on_failure: Callable[[str], None],
+        run_callback: RunCallback,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """`listener`: where the others come; None: there is only one rank. `on_event`: what all ranks have done."""
+        self._learner, self._on_event, self._on_failure, self._group = start.learner, on_event, on_failure, tasks
+        self._arrivals = Arrivals(listener, start.learner, len(start.ranks), start.secret) if listener else None
+        self._channels: dict[int, RankChannel] = {}
+        self._events = RankEvents(len(start.ranks))
+        self._asks = 0
+        self._uploads: dict[int, UploadPart] = {}
+        """By ask: parts that are on their way in some rank."""
+        self._fetches: dict[int, FetchPart] = {}
+        """By fragment."""
+        self._ending = False
+        """Ranks that go now do so because all do."""
+        self._bodies: FragmentTransfers | None = None
+        self._run_callback = run_callback
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def wait_for_all(self) -> bool:
+        """Whether all ranks have come; if not, the learner ends."""
+        try:
+            if self._arrivals is not None:
+                await self._arrivals.wait_for_all(self._take_rank)
+        except PeerError as error:
+            self._on_failure(str(error))
+            return False
+        return True
+
+    def use_bodies(self, bodies: FragmentTransfers) -> None:
+        """The shared memory is there, in all ranks."""
+        self._bodies = bodies
+
+    def send(self, frame: msgspec.Struct) -> None:
+        """To all others."""
+        self._ending |= isinstance(frame, Goodbye) or (isinstance(frame, StopOrder) and (frame.final or frame.failed))
+        for channel in list(self._channels.values()):
+            channel.send(frame)
+
+    def hear(self, rank: int, said: Said) -> None:
+        try:
+            whole = self._events.add(rank, said)
+        except PeerError as error:
+            self._fail(f"{self._learner}: {error}")
+            return
+        match whole:
+            case None:
+                pass
+            case PartUploaded():
+                self._finish_upload(whole)
+            case PartFetched():
+                self._finish_fetch(whole)
+            case Behind(fragment, ranks):
+                self._fetch_again(self._fetches[fragment], ranks)
+            case _:
+                self._on_event(whole)
+
+    def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        for channel in self._channels.values():
+            channel.close()
+
+    # ---- bodies -------------------------------------------------------------------------------------------------
+
+    def upload(self, number: int, attempt: int, fragment: int, base: int) -> None:
+        """Its slot stays until every rank has sent its part."""
+        assert self._bodies is not None
+        if (copy := self._bodies.outgoing.send(fragment)) is None:
+            self._on_event(fx.UploadFailed(number, attempt, COPY_GONE))
+            return
+        self._asks += 1
+        slot, t = copy
+        order = UploadPart(self._asks, number, attempt, fragment, slot, t, base)
+        self._uploads[order.ask] = order
+        self._bodies.outgoing.hold_slot(slot)
+        self.send(order)
+        self._bodies.upload_part(order)
+
+    def _finish_upload(self, whole: PartUploaded) -> None:
+        assert self._bodies is not None
+        order = self._uploads.pop(whole.ask)
+        self._bodies.outgoing.let_slot_go(order.slot)
+        if whole.reason:
+            self._on_event(fx.UploadFailed(order.round, order.attempt, whole.reason))
+        else:
+            self._on_event(fx.Uploaded(order.round, order.attempt, whole.digest))
+
+    def fetch(self, fragment: int) -> None:
+        assert self._bodies is not None
+        task = self._group.create_task(self._fetch(fragment, self._bodies))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _fetch(self, fragment: int, bodies: FragmentTransfers) -> None:
+        order = FetchPart(fragment, await bodies.incoming.take_slot())
+        self._fetches[fragment] = order
+        self.send(order)
+        bodies.fetch_part(order)
+
+    def _fetch_again(self, order: FetchPart, ranks: tuple[int, ...]) -> None:
+        assert self._bodies is not None
+        for rank in ranks:
+            if rank == 0:
+                self._bodies.fetch_part(order)
+            elif rank in self._channels:
+                self._channels[rank].send(order)
+
+    def _finish_fetch(self, whole: PartFetched) -> None:
+        assert self._bodies is not None
+        fragment, slot = whole.fragment, self._fetches.pop(whole.fragment).slot
+        if whole.version is None:
+            self._bodies.incoming.note_failed(slot)
+            self._on_event(fx.FetchFailed(fragment, whole.reason))
+            return
+        self._bodies.incoming.note_landed(fragment, slot)
+        self._on_event(fx.Fetched(fragment, whole.version))
+        self._bodies.incoming.release_unwanted(fragment)
+
+    # ---- the other ranks ----------------------------------------------------------------------------------------
+
+    def _take_rank(self, rank: int, sock: socket.socket) -> None:
+        hear, lose = partial(self._hear, rank), partial(self._lose, rank)
+        self._channels[rank] = RankChannel(sock, FROM_FOLLOWER, hear, lose, self._run_callback)
+
+    def _hear(self, rank: int, frame: FromFollower) -> None:
+        match frame:
+            case Goodbye():
+                self._ending = True
+            case RankFailed(reason):
+                self._fail(f"rank {rank} of {self._learner} failed: {reason}")
+            case _:
+                self.hear(rank, frame)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        del self._channels[rank]
+        self._fail(f"rank {rank} of {self._learner} is lost: {reason}")
+
+    def _fail(self, reason: str) -> None:
+        if not self._ending:
+            self._on_failure(reason)
