@@ -361,6 +361,8 @@ class RunSession:
         if self._ranks is not None:
             self._exchange(self._ranks, tokens)
         self._listen()
+        if self._ranks is not None and self.done:
+            self._apply(self._ranks.finish_exchange())  # the last copies know of all tokens
         if shared.boundary is not None:
             shared.boundary.adopt_ready(tally.t)
             self._tape.tell()

@@ -18,7 +18,7 @@ layout, pace_s = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
 torch.set_num_threads(1)
-model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3, bias=False))
+model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3, bias=False))
 if layout != "plain":
     dist.init_process_group("gloo")
 if layout == "ddp":
