@@ -21,6 +21,11 @@ PEER_DEADLINE = timedelta(seconds=120)
 """A rank that waits longer for another ends, and with it the group."""
 
 
+def count_ranks() -> int:
+    """Of this process's group; 1: there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 @contextmanager
 def join_ranks() -> Iterator[torch.device]:
     """Where this process trains, as one rank of its group; alone there is no group."""
@@ -49,7 +54,7 @@ def spread_model(model: Gpt, device: torch.device, parallel: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh  # a learner of one rank starts without them
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (count_ranks(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
