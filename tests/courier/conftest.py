@@ -215,7 +215,7 @@ class Training:
         if self.boundary is not None and self.boundary.settings == frame.settings:
             return
         plan = self.make_plan(frame.settings.fragments)
-        self.box = Mailbox.create(plan, frame.settings)
+        self.box = Mailbox.create(plan, frame.settings, ranks=bool(self.start.ranks))
         moments = self.make_moments(plan)
         self.boundary = Boundary(self.box, frame.settings, self.parameters, self, moments=moments)  # type: ignore[arg-type]
         self.send(MailboxReady(frame.settings, self.stepped()), self.box.fd)

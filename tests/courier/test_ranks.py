@@ -15,12 +15,13 @@ import torch
 from tests.courier.conftest import DTYPES, WAIT_S, Run, Stage, Training
 
 from atoll.courier import body
+from atoll.courier.rank_channel import Arrivals, PartUploaded, UploadPart
 from atoll.learner.boundary import Boundary
-from atoll.mailbox.channel import Start, ToCourier, ToTraining, is_counted
+from atoll.mailbox.channel import Goodbye, Start, ToCourier, ToTraining, is_counted
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.rank_plan import make_rank_plan
 from atoll.protocol.boxes import Box
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import Recover, TensorSpec
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (4,), "c": (1, 2), "d": (3,)}
 FRAGMENTS = 3
@@ -221,3 +222,136 @@ async def test_two_ranks_give_the_bits_of_a_plain_learner(
 
 def run_start() -> dict[str, np.ndarray]:
     return {name: values.numpy() for name, values in make_whole(0).items()}
+
+
+@pytest.mark.parametrize("rule", ["carry", "overwrite"])
+async def test_ranks_train_on_while_rounds_are_under_way(stage: Stage, rule: str) -> None:
+    """Asynchronous, with a plain learner in the same run; bf16 bodies. Both ranks hold what the run has."""
+    run = await stage.run(fragments=FRAGMENTS, sync_every=FRAGMENTS, overlap=1, codec="bf16", adopt=rule, learners=2)
+    plain, ranks = make_plain(stage, run, "learner-1"), make_ranks(stage, run)
+    both = Group([*ranks.members, *plain.members])
+    await both.join()
+    await both.train(until=4)
+    first, second = (each.history for each in ranks.members if isinstance(each, RankTraining))
+    assert first == second
+    assert {"ReadOrder", "AdoptOrder", "Welcomed"} <= {one.partition("(")[0] for one in first}
+    members = {member["learner"] for event in run.said("round") for member in event["members"]}
+    assert members == {"learner-0", "learner-1"}
+    assert not run.said("refused")
+
+
+async def test_an_inner_optimizer_that_is_told_to_start_over_does_so_in_all_ranks(stage: Stage) -> None:
+    """Nobody's state is taken: no peer has that of these ranks."""
+    run = await stage.run(**SYNCHRONOUS)
+    ranks = make_ranks(stage, run)
+    await ranks.join()
+    while min(ranks.leader.versions()) < 1:
+        await ranks.step()
+    machine, epoch = ranks.leader.courier._machine, boundary_of(ranks.leader).epoch
+    assert machine is not None
+    ranks.leader.courier._message(Recover(incarnation=machine.incarnation + 1, reason="a test", term=machine.term))
+    await ranks.until(lambda: all(boundary_of(each).epoch == epoch + 1 for each in ranks.members))
+    await ranks.until(lambda: all(boundary_of(each).recovered for each in ranks.members))
+    first, second = (each.history for each in ranks.members if isinstance(each, RankTraining))
+    assert first == second and f"ForgetOrder(epoch={epoch + 1}, reset=True)" in first
+    assert all(each.box.count("incarnation") == machine.incarnation for each in ranks.members)  # type: ignore[union-attr]
+    assert [each.box.base_version.tolist() for each in ranks.members] == 2 * [machine.versions]  # type: ignore[union-attr]
+
+
+async def test_a_rank_whose_training_process_dies_ends_the_learner(stage: Stage) -> None:
+    run = await stage.run(**SYNCHRONOUS)
+    ranks = make_ranks(stage, run)
+    await ranks.join()
+    ranks.members[1].hang_up()
+    await ranks.leader.until(lambda: bool(ranks.leader.stops))
+    [stop] = ranks.leader.stops
+    assert stop.reason == "rank 1 of learner-0 failed: its training process died"
+    assert stop.final and stop.failed and not stop.mistake
+    assert (await run.until_said("left"))["learner"] == "learner-0"
+
+
+async def test_a_courier_that_is_gone_ends_the_learner_in_every_rank(stage: Stage) -> None:
+    for gone, left in ((0, 1), (1, 0)):
+        run = await stage.run(**SYNCHRONOUS)
+        ranks = make_ranks(stage, run)
+        await ranks.join()
+        courier = ranks.members[gone].courier
+        for channel in [courier._follower._leader] if courier._follower else courier._ranks._channels.values():  # type: ignore[union-attr]
+            channel._channel.sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        other = ranks.members[left]
+        await other.until(lambda other=other: bool(other.stops))  # type: ignore[misc]
+        [stop] = other.stops
+        assert stop.reason == f"rank {gone} of learner-0 is lost: its courier is gone" and stop.failed
+
+
+async def test_a_rank_that_does_not_come_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Arrivals.wait_for_all
+    monkeypatch.setattr(Arrivals, "wait_for_all", lambda self, take: wait(self, take, 0.1))
+    run = await stage.run(**SYNCHRONOUS)
+    leader, other = make_ranks(stage, run).members
+    leader.hire()
+    await leader.until(lambda: bool(leader.stops))
+    assert [stop.reason for stop in leader.stops] == ["rank 1 of learner-0 did not come within 0.1 s"]
+    assert not run.said("joined")
+    other.hire()
+    await other.until(lambda: bool(other.stops))
+    assert other.stops[0].reason.startswith("rank 1 does not reach rank 0 at 127.0.0.1:")
+
+
+async def test_ranks_that_leave_together_end_nothing(stage: Stage) -> None:
+    """Each says goodbye on its own, one before the other."""
+    for order in ((0, 1), (1, 0)):
+        run = await stage.run(**SYNCHRONOUS)
+        ranks = make_ranks(stage, run)
+        await ranks.join()
+        for rank in order:
+            ranks.members[rank].send(Goodbye("its loop has ended"))
+            async with asyncio.timeout(WAIT_S):
+                await ranks.members[rank].task
+        assert (await run.until_said("left"))["reason"] == "its loop has ended"
+        for each in ranks.members:
+            each.listen()
+            assert not each.stops
+
+
+async def test_the_end_of_a_run_is_the_end_in_every_rank(stage: Stage) -> None:
+    run = await stage.run(**SYNCHRONOUS, steps=6)
+    ranks = make_ranks(stage, run)
+    await ranks.join()
+    while not ranks.leader.stops:
+        await ranks.step()
+    for each in ranks.members:
+        each.stop()
+    await ranks.until(lambda: all(each.stops and each.stops[-1].final for each in ranks.members))
+    assert not any(stop.failed for each in ranks.members for stop in each.stops)
+    assert same(put_together(ranks), run.theta())
+    for each in ranks.members:
+        each.hang_up()
+        async with asyncio.timeout(WAIT_S):
+            await each.task
+
+
+async def test_a_syncer_that_is_replaced_by_one_of_other_rules_ends_the_learner(stage: Stage) -> None:
+    run = await stage.run(**SYNCHRONOUS)
+    ranks = make_ranks(stage, run)
+    await ranks.join()
+    port = run.service.server.port
+    await run.stop()
+    await stage.run(port=port, **{**SYNCHRONOUS, "codec": "bf16"})
+    await ranks.until(lambda: bool(ranks.leader.stops and ranks.members[1].stops))
+    reason = "the run has another plan or codec than before: the learner starts over"
+    assert [each.stops[0].reason for each in ranks.members] == [reason, reason]
+
+
+async def test_a_copy_on_a_base_that_one_rank_has_replaced_is_not_sent(stage: Stage) -> None:
+    """Rank 1 may be ahead of rank 0 between two boundaries."""
+    run = await stage.run(**SYNCHRONOUS)
+    ranks = make_ranks(stage, run)
+    await ranks.join()
+    follower = ranks.members[1].courier._follower
+    assert follower is not None and follower._bodies is not None and follower._box is not None
+    said: list[object] = []
+    follower._bodies._tell = said.append
+    follower._box.base_version[0] = 4
+    follower._bodies.upload_part(UploadPart(7, 0, 0, fragment=0, slot=0, t=1, base=3))
+    assert said == [PartUploaded(7, reason=body.BASE_REPLACED)]

@@ -95,7 +95,8 @@ def open_box(fd: int, start: Start, frame: MailboxReady) -> OpenBox:
     plan = make_plan(start.tensors, frame.settings.fragments, frame.settings.plan)
     rank_plan = make_rank_plan(plan, start.ranks[start.rank]) if start.ranks else None
     held = plan if rank_plan is None else rank_plan.plan
-    return OpenBox(Mailbox(fd, Layout.of(held, frame.settings, on_device=frame.on_device), held), plan, rank_plan)
+    layout = Layout.of(held, frame.settings, on_device=frame.on_device, ranks=rank_plan is not None)
+    return OpenBox(Mailbox(fd, layout, held), plan, rank_plan)
 
 
 class Answer(NamedTuple):

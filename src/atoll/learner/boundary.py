@@ -447,7 +447,8 @@ class SharedMailbox:
         placement = choose_placement(self._wish, device, plan, settings, free_bytes(device), replays=replays)
         if placement.text:
             say(placement.text)
-        self.box, self._made_for = Mailbox.create(plan, settings, on_device=placement.on_device), settings
+        how = {"on_device": placement.on_device, "ranks": self._ranks is not None}
+        self.box, self._made_for = Mailbox.create(plan, settings, **how), settings
         self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape, moments, prepare)
         return self.box, self.boundary
 

@@ -58,13 +58,15 @@ class Layout:
     """Placement device: the training process encodes, on its device, and keeps there what answers leave out."""
     moments_bytes: int = 0
     """Room in every slot for the inner optimizer's moments, encoded (numerics/moments.py); 0: they stay local."""
+    ranks: bool = False
+    """Of one of several ranks: they agree on a boundary's orders at the next one, so more are under way."""
 
     @staticmethod
-    def of(plan: FragmentPlan, settings: Settings, *, on_device: bool = False) -> Layout:
+    def of(plan: FragmentPlan, settings: Settings, *, on_device: bool = False, ranks: bool = False) -> Layout:
         flights = max(schedule.least_flights(one) for one in settings.in_all_phases)
         feedback = make_codec(settings.codec).needs_feedback
         moments = most_bytes(plan) if settings.shares_moments else 0
-        return Layout(len(plan.fragments), plan.size, plan.largest, flights, feedback, on_device, moments)
+        return Layout(len(plan.fragments), plan.size, plan.largest, flights, feedback, on_device, moments, ranks)
 
     @property
     def first_outgoing(self) -> int:
@@ -77,8 +79,9 @@ class Layout:
 
     @property
     def most_outgoing(self) -> int:
-        """A copy of every fragment at hand or kept for carry, and one of each on order for the next boundary."""
-        return max(self.first_outgoing, 2 * self.fragments + self.flights)
+        """A copy of every fragment at hand or kept for carry, and one of each on order for the next boundary; for the
+        next three, where several ranks agree on them first."""
+        return max(self.first_outgoing, (4 if self.ranks else 2) * self.fragments + self.flights)
 
     @property
     def most_incoming(self) -> int:
@@ -151,8 +154,8 @@ class Mailbox:
     # ---- making and attaching -----------------------------------------------------------------------------------
 
     @staticmethod
-    def create(plan: FragmentPlan, settings: Settings, *, on_device: bool = False) -> Mailbox:
-        layout = Layout.of(plan, settings, on_device=on_device)
+    def create(plan: FragmentPlan, settings: Settings, *, on_device: bool = False, ranks: bool = False) -> Mailbox:
+        layout = Layout.of(plan, settings, on_device=on_device, ranks=ranks)
         need, have = layout.first_bytes, available_bytes()
         if have is not None and need > have:
             raise _too_little(need, have)
