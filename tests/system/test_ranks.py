@@ -84,13 +84,13 @@ def test_one_learner_of_each_layout(run: Run, layout: str, size: int) -> None:
 @pytest.mark.faults
 def test_a_rank_that_is_killed_ends_its_learner_and_all_come_back(run: Run) -> None:
     script = SCRIPTS / "ranks.py"
-    given = ("--learners", "2", "--ranks", "2", "--steps", "200", "--set", "cut_every=6", "--set", "fragments=3")
-    run.train(script, *given, "--set", "sync_every=4", "--set", "overlap=1", "--", "fsdp", "0.1")
+    given = ("--learners", "2", "--ranks", "2", "--steps", "300", "--set", "cut_every=12", "--set", "fragments=6")
+    run.train(script, *given, "--set", "sync_every=12", "--set", "overlap=2", "--", "fsdp", "0.1")
     run.until(lambda events: any(e["kind"] == "cut" and e.get("learners") for e in events))
     os.kill(find_rank(run, "learner-1", 1), signal.SIGKILL)
     run.until(lambda events: ("learner-1", 2) in members(events))
     run.ended()
-    assert run.summary["unaccounted"] == 0
+    assert run.summary["tokens"]["in_flight"] == 0
     assert run.command("verify", run.out).returncode == 0
 
 
