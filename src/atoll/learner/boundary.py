@@ -407,7 +407,8 @@ class SharedMailbox:
 
     def _exchange_boxes(self, ranks: RankGroup) -> tuple[RankBoxes, ...]:
         """ConfigError: another rank has another model. All ranks find that, and say it."""
-        told = ranks.gather((self.tensors, find_boxes(merged(self._model, self._buffers), ranks.rank)))
+        own = (self.tensors, find_boxes(merged(self._model, self._buffers), ranks.rank))
+        told = ranks.gather(own, tuple[tuple[TensorSpec, ...], RankBoxes])
         for rank, (tensors, _) in enumerate(told):
             if (apart := difference(tensors, told[0][0])) is not None:
                 raise ConfigError(f"rank {rank} has another model than rank 0: {apart.partition(': ')[2]}")

@@ -357,14 +357,14 @@ def _claim_folder(url: str, name: str, ranks: RankGroup | None) -> LearnerFolder
     if not url or "ATOLL_REPLAY" in os.environ:
         return LearnerFolder(name or ALONE)
     if ranks is not None and ranks.rank > 0:
-        name, first = ranks.share(("", None))
+        name, first = ranks.share(("", ""), tuple[str, str])
         return LearnerFolder(name, rank_folder(first, ranks.rank))
     try:
         folder = claim_folder(url, name)
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)
     if ranks is not None:
-        ranks.share((folder.name, folder.path))
+        ranks.share((folder.name, str(folder.path or "")), tuple[str, str])
     return folder
 
 

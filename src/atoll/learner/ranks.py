@@ -25,6 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -133,19 +134,25 @@ class RankGroup:
             first=told[0],
         )
 
-    def share(self, value: T) -> T:
+    def share(self, value: T, kind: type[T]) -> T:
         """What rank 0 has, for all."""
-        held: list[T] = [value]
-        with _reached():
-            dist.broadcast_object_list(held, src=0, group=self._group)
-        return held[0]
+        return self.gather(value, kind)[0]
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, kind: type[T]) -> list[T]:
         """What every rank has, for all."""
-        held: list[Any] = [None] * self.size
+        own = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        sizes = self._gather_rows(torch.tensor([own.numel()]))
+        room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        room[: own.numel()] = own
+        rows = self._gather_rows(room)
+        told = [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+        return [msgspec.msgpack.decode(one, type=kind) for one in told]
+
+    def _gather_rows(self, own: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.size)]
         with _reached():
-            dist.all_gather_object(held, value, group=self._group)
-        return held
+            dist.all_gather(rows, own, group=self._group)
+        return rows
 
 
 @contextmanager
@@ -235,9 +242,9 @@ def make_like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def rank_folder(first: Path | None, rank: int) -> Path | None:
-    """Where a rank saves its state, in or beside the folder of rank 0."""
-    return first if first is None or rank == 0 else first / f"rank-{rank}"
+def rank_folder(first: str, rank: int) -> Path | None:
+    """Where a rank saves its state, in the folder of rank 0 or beside it; None: nowhere."""
+    return (Path(first) if rank == 0 else Path(first) / f"rank-{rank}") if first else None
 
 
 def find_boxes(tensors: Mapping[str, torch.Tensor], rank: int) -> RankBoxes:
@@ -279,7 +286,7 @@ class DataShare:
 
 def find_data_share(ranks: RankGroup, model: nn.Module) -> DataShare:
     """Ranks of a mesh dimension called tp… train on the same data: it is the innermost, so they are neighbours."""
-    first = ranks.gather(_is_first_of_its_data(model))
+    first = ranks.gather(_is_first_of_its_data(model), bool)
     return DataShare(sum(first[: ranks.rank + 1]) - 1, sum(first), first[ranks.rank])
 
 

@@ -166,7 +166,7 @@ class RunSession:
             load_weights(self._model, Path(init))
         self._join_by = time.monotonic() + self._joining.wait_s
         run = self._named_run() or self._ask_run()
-        run = run if self._ranks is None else self._ranks.share(run)
+        run = run if self._ranks is None else self._ranks.share(run, str)
         self._use_folder_of(run)
         earlier = find_saved_part(self._folder, run) if self._ranks is None else self._find_common_part(run)
         self._restored = earlier is not None
@@ -192,11 +192,11 @@ class RunSession:
         """The newest that every rank has: their inner optimizers are to be of the same step."""
         assert self._ranks is not None
         earlier = find_saved_part(self._folder, run, self._ranks.rank)
-        files = self._ranks.gather(earlier.file if earlier is not None else "")
+        files = self._ranks.gather(earlier.file if earlier is not None else "", str)
         if len(set(files)) == 1:
             return earlier
         names = [part.name for part in list_parts(self._folder)] if self._folder is not None else []
-        common = set(names).intersection(*self._ranks.gather(names))
+        common = set(names).intersection(*self._ranks.gather(names, list[str]))
         for name in reversed(names):
             if name in common and self._folder is not None:
                 return SavedPart(read(self._folder / name), False, name, run=read_run(self._folder))
@@ -239,7 +239,8 @@ class RunSession:
         """Save into the folder of this run from now on. Nothing is being saved yet."""
         if self._ranks is not None:
             leads = self._ranks.rank == 0
-            first = self._ranks.share(self._own_folder.enter_run(run) if leads and run else self._folder)
+            path = self._own_folder.enter_run(run) if leads and run else self._folder
+            first = self._ranks.share(str(path or ""), str)
             if (own := rank_folder(first, self._ranks.rank)) != self._folder:
                 self._folder, self._saver = own, Saver(own)
         elif run and (folder := self._own_folder.enter_run(run)) != self._folder:
@@ -298,7 +299,7 @@ class RunSession:
     def _introduce_rank(self, start: Start, ranks: RankGroup) -> None:
         """The couriers of the other ranks find rank 0's at a socket that is made here."""
         listening, address = open_meeting_place() if ranks.rank == 0 else (None, "")
-        session, address, secret = ranks.share((self._session, address, secrets.token_hex(16)))
+        session, address, secret = ranks.share((self._session, address, secrets.token_hex(16)), tuple[str, str, str])
         self._session = session
         leader = address if ranks.rank else ""
         told = structs.replace(
