@@ -23,6 +23,13 @@ def test_the_last_line_of_a_traceback_and_the_scripts_own_line() -> None:
     assert error.summary == "RuntimeError: Error(s) in loading state_dict for Net: (train.py, line 31)"
 
 
+def test_a_rank_is_no_part_of_the_line() -> None:
+    """torch.distributed prints tracebacks so, once there is a process group."""
+    of_rank = "\n".join(f"[rank12]: {line}" for line in LOG.splitlines()[:-1])
+    error = read_script_error(of_rank)
+    assert error is not None and error == read_script_error(LOG)
+
+
 def test_of_several_tracebacks_the_last_one_counts() -> None:
     log = LOG + (
         "\nDuring handling of the above exception, another exception occurred:\n\n"

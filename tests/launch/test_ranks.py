@@ -118,7 +118,7 @@ def test_who_ends_with_0_is_followed_by_the_others_or_they_are_ended(make: Make,
     assert group.poll_exit() == -signal.SIGTERM and group.ended.name == "learner-1 rank 0"
 
 
-LOST = "raise RuntimeError('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711')"
+LOST = "raise RuntimeError('[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:4711: Connection reset by peer.')"
 
 
 @pytest.mark.parametrize(

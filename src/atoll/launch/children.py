@@ -242,6 +242,8 @@ def cores() -> int:
 
 # ---- script errors --------------------------------------------------------------------------------------------------
 
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+"""What torch.distributed writes before each line of a traceback, once there is a process group."""
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"(?P<kind>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?")
 WORDS = 300
@@ -275,7 +277,7 @@ class ScriptError:
 
 def read_script_error(log: str) -> ScriptError | None:
     """The exception that the last traceback of a log ends with; None: there is no traceback."""
-    lines = log.splitlines()
+    lines = [_RANK.sub("", line) for line in log.splitlines()]
     frames = [(number, found) for number, line in enumerate(lines) if (found := _FRAME.match(line))]
     if not frames:
         return None
