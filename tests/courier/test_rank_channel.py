@@ -123,12 +123,15 @@ async def test_those_that_do_not_come_are_named() -> None:
     door.came[2].close()
 
 
-async def test_a_stranger_that_says_nothing_holds_up_nobody() -> None:
+async def test_strangers_that_say_nothing_keep_no_rank_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_channel, "MOST_STRANGERS", 2)
     door = Door(2)
     opened = asyncio.ensure_future(door.open())
-    with socket.create_connection(("127.0.0.1", door.listener.getsockname()[1])), await door.dial(1):
+    strangers = [socket.create_connection(door.listener.getsockname()) for _ in range(8)]
+    with await door.dial(1):
         await opened
-    door.came[1].close()
+    for sock in (*strangers, door.came[1]):
+        sock.close()
 
 
 def run(callback: Callable[[], None]) -> None:

@@ -41,7 +41,7 @@ COMES_S = 60.0
 PROOF_S = 10.0
 """A connection proves the secret within this."""
 MOST_STRANGERS = 256
-"""Connections that have proved nothing yet; beyond them new ones are closed."""
+"""Connections that have proved nothing yet; beyond them the oldest is closed."""
 MOST_WAITING = 10_000
 """Frames that a follower has not taken; beyond them it is lost."""
 RANDOM_BYTES = 32
@@ -273,7 +273,8 @@ class Arrivals:
         self._listener, self._learner, self._ranks, self._secret = listener, learner, ranks, secret
         self._missing = set(range(1, ranks))
         self._complete = asyncio.Event()
-        self._proving: set[asyncio.Task[None]] = set()
+        self._proving: dict[asyncio.Task[None], socket.socket] = {}
+        """The oldest first."""
         listener.setblocking(False)
 
     async def wait_for_all(self, take: Callable[[int, socket.socket], None], deadline_s: float = COMES_S) -> None:
@@ -283,7 +284,7 @@ class Arrivals:
                 doors = tasks.create_task(self._accept(take, tasks))
                 if self._missing:
                     await self._complete.wait()
-                for task in (doors, *self._proving):
+                for task in [doors, *self._proving]:
                     task.cancel()
         except TimeoutError:
             raise PeerError(f"{self._name_missing()} did not come within {deadline_s:g} s") from None
@@ -295,11 +296,15 @@ class Arrivals:
         while True:
             sock, _ = await loop.sock_accept(self._listener)
             if len(self._proving) >= MOST_STRANGERS:
-                sock.close()
-                continue
+                next(iter(self._proving)).cancel()
             task = tasks.create_task(self._let_in(sock, take))
-            self._proving.add(task)
-            task.add_done_callback(self._proving.discard)
+            self._proving[task] = sock
+            task.add_done_callback(self._end_proof)
+
+    def _end_proof(self, task: asyncio.Task[None]) -> None:
+        sock = self._proving.pop(task)
+        if task.cancelled():
+            sock.close()
 
     async def _let_in(self, sock: socket.socket, take: Callable[[int, socket.socket], None]) -> None:
         sock.setblocking(False)
@@ -309,9 +314,6 @@ class Arrivals:
         except (OSError, PeerError):
             sock.close()  # a stranger; if it is one of ours, its rank will be missing
             return
-        except asyncio.CancelledError:
-            sock.close()
-            raise
         if rank not in self._missing:
             self._turn_away(rank, sock)
             return

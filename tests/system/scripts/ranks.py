@@ -41,7 +41,7 @@ elif layout == "tp":
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
 with atoll.Learner(model, optimizer) as learner:
-    draws = torch.Generator().manual_seed(learner.index)
+    draws = torch.Generator().manual_seed(int(learner.name.rpartition("-")[2]))  # whoever comes first
     while not learner.done:
         inputs, targets = torch.randn(8, 6, generator=draws), torch.randn(8, 3, generator=draws)
         loss = (model(inputs) - targets).square().mean()
