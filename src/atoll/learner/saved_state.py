@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -44,10 +44,12 @@ from atoll.learner.copy_room import CopyRoom
 from atoll.learner.folder import RUN, read_run
 from atoll.learner.model import BufferRule
 from atoll.learner.offload import ignore_graph_captures
+from atoll.learner.ranks import RankGroup
 from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, read, write
 from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, begin_capture, large_tensors, restore
 from atoll.mailbox.box import Mailbox
+from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner.effects import Saved
 from atoll.protocol.limits import is_name
@@ -84,6 +86,7 @@ def describe_place(
     total: int,
     busy_s: float,
     feed: dict[str, Any],
+    boxes: tuple[RankBoxes, ...] = (),
 ) -> RunPlace:
     return RunPlace(
         {
@@ -105,6 +108,7 @@ def describe_place(
             "base_version": box.base_version.tolist(),
             "base": list(bases(box)),
             "feed": feed,
+            **({"boxes": msgspec.to_builtins(boxes)} if boxes else {}),
         }
     )
 
@@ -116,6 +120,9 @@ def bases(box: Mailbox) -> Iterator[torch.Tensor]:
 
 def settings_of(state: dict[str, Any]) -> Settings:
     return msgspec.convert(state["settings"], Settings)
+
+
+FitPart: TypeAlias = Callable[[Path, str], Snapshot]
 
 
 def fill_box(box: Mailbox, state: dict[str, Any], run: str = "") -> None:
@@ -310,13 +317,11 @@ class SavedPart:
     """The run of the folder it was found in; empty for one that ATOLL_STATE names: that one has to fit."""
 
 
-def find_saved_part(folder: Path | None, run: str = "", rank: int = 0) -> SavedPart | None:
+def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
     """What was saved on leaving; else what ATOLL_STATE names, nothing if it is empty; else, where it is not set, the
     newest part in this learner's folder. Exactly: only what ATOLL_STATE names. `run`: the run that it joins; empty: not
     known yet."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
-    if path and rank:
-        path = str(Path(path).parent / f"rank-{rank}" / Path(path).name)
     if folder is not None and is_name(run) and read_run(folder) != run == read_run(folder / run):
         folder = folder / run  # another run had the folder in between
     of = read_run(folder) if folder is not None else ""
@@ -328,6 +333,25 @@ def find_saved_part(folder: Path | None, run: str = "", rank: int = 0) -> SavedP
     if path is None and folder is not None and of and not other:
         return _find_own_part(folder, of)
     return None
+
+
+def find_part_of_ranks(ranks: RankGroup, folder: Path | None, run: str, fit: FitPart) -> SavedPart | None:
+    """The same for every rank of a learner; rank 0 says which, and `fit` reads a rank's own from what all saved."""
+    state, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
+    path = folder / FILE if folder is not None and not exact and (folder / FILE).exists() else None
+    if path is None and state:
+        path = Path(state)
+    if path is None and state is None and folder is not None and (of := read_run(folder)) and run in ("", of):
+        path = next(iter(reversed(list_parts(folder))), None)
+    found = ranks.share(str(path) if path is not None and ranks.rank == 0 else "", str)
+    if not found:
+        return None
+    root, file = Path(found).parent, Path(found).name
+    part = SavedPart(fit(root, file), exact, file, run="" if state and file != FILE else run)
+    ranks.gather(0, int)  # all have read it
+    if file == FILE and folder is not None:
+        (folder / FILE).unlink(missing_ok=True)
+    return part
 
 
 def _take_left_state(path: Path) -> Snapshot | None:

@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from atoll.fabric.address import parse_address
 from atoll.learner.boundary import SharedMailbox
 from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe_machine
 from atoll.learner.data import Feed, NamedDataset
-from atoll.learner.folder import LearnerFolder, ask_run, read_run
+from atoll.learner.folder import LearnerFolder, ask_run
 from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
 from atoll.learner.placement import PlacementWish
@@ -37,7 +37,8 @@ from atoll.learner.ranks import (
     open_meeting_place,
     rank_folder,
 )
-from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part, list_parts
+from atoll.learner.resharding import make_whole_boxes, part_of_rank, refit, saved_boxes
+from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_part_of_ranks, find_saved_part
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot, read
 from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, optimizers_by_path
@@ -168,7 +169,7 @@ class RunSession:
         run = self._named_run() or self._ask_run()
         run = run if self._ranks is None else self._ranks.share(run, str)
         self._use_folder_of(run)
-        earlier = find_saved_part(self._folder, run) if self._ranks is None else self._find_common_part(run)
+        earlier = self._find_earlier(run)
         self._restored = earlier is not None
         if earlier is not None:
             self._saver.note_life(earlier.file)
@@ -188,19 +189,27 @@ class RunSession:
         self._look_up()
         self._preemption.begun = True
 
-    def _find_common_part(self, run: str) -> SavedPart | None:
-        """The newest that every rank has: their inner optimizers are to be of the same step."""
-        assert self._ranks is not None
-        earlier = find_saved_part(self._folder, run, self._ranks.rank)
-        files = self._ranks.gather(earlier.file if earlier is not None else "", str)
-        if len(set(files)) == 1:
+    def _find_earlier(self, run: str) -> SavedPart | None:
+        if self._ranks is not None:
+            part = find_part_of_ranks(self._ranks, self._folder, run, self._fit_part)
+            same = part is not None and saved_boxes(part.snapshot) == self.shared.boxes
+            return part if part is None or same else replace(part, exact=False)
+        earlier = find_saved_part(self._folder, run)
+        if earlier is None or self._folder is None or not saved_boxes(earlier.snapshot):
             return earlier
-        names = [part.name for part in list_parts(self._folder)] if self._folder is not None else []
-        common = set(names).intersection(*self._ranks.gather(names, list[str]))
-        for name in reversed(names):
-            if name in common and self._folder is not None:
-                return SavedPart(read(self._folder / name), False, name, run=read_run(self._folder))
-        return None
+        own = make_whole_boxes(self.shared.tensors)
+        root = Path(os.environ.get("ATOLL_STATE") or self._folder / earlier.file).parent
+        fitted = refit(earlier.snapshot, root, earlier.file, own, self.shared.tensors)
+        return replace(earlier, snapshot=fitted, exact=False)
+
+    def _fit_part(self, root: Path, file: str) -> Snapshot:
+        """A rank's own part where it was saved by as many ranks in the same layout, else what lies in its boxes."""
+        assert self._ranks is not None
+        path = part_of_rank(root, self._ranks.rank, file)
+        if path.exists() and saved_boxes(part := read(path)) == self.shared.boxes:
+            return part
+        own = self.shared.boxes[self._ranks.rank]
+        return refit(read(root / file), root, file, own, self.shared.tensors)
 
     def _put_back(self, earlier: SavedPart) -> None:
         if earlier.run and self._run and self._run != earlier.run:
@@ -580,6 +589,7 @@ class RunSession:
             total=self._tally.tokens,
             busy_s=self._tally.busy_s,
             feed=self._feed.state(),
+            boxes=self.shared.boxes,
         )
         begun, bases = self._own.begin_capture(place)
         boundary.hold_bases(bases)
