@@ -221,7 +221,8 @@ class RunSession:
             if not earlier.run:  # somebody asked for it
                 raise
             say(f"{earlier.file} in {self._folder} does not fit, the inner optimizer begins afresh: {error}")
-        else:
+            return
+        if self._leads:
             say(f"goes on with the inner optimizer, schedules and random states of step {place['t']}")
 
     @property
