@@ -53,6 +53,13 @@ def test_unasked_the_device_encodes_only_where_that_takes_time() -> None:
         assert not found.on_device and f"host (contributions in {codec} are cheap to encode)" in found.text
 
 
+def test_a_rank_has_host_and_says_so_where_device_was_asked_for() -> None:
+    found = choose_placement("auto", GPU, PLAN, SETTINGS, 100 * NEED, ranks=True)
+    assert not found.on_device and "host (a rank sends parts of fragments)" in found.text
+    with pytest.raises(ConfigError, match="a learner of several ranks has host"):
+        choose_placement("device", GPU, PLAN, SETTINGS, 100 * NEED, ranks=True)
+
+
 @pytest.mark.parametrize("wish", ["auto", "device"])
 def test_a_run_that_carries_and_a_replay_have_host(wish: PlacementWish) -> None:
     carries = msgspec.structs.replace(SETTINGS, adopt="carry")

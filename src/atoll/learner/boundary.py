@@ -445,7 +445,8 @@ class SharedMailbox:
             plan, prepare = make_rank_plan(plan, self.boxes[self._ranks.rank]).plan, partial(reshard, self._model)
         device = next(iter(taking_part.values())).device
         moments = InnerMoments(plan, taking_part, self._optimizers) if settings.shares_moments else None
-        placement = choose_placement(self._wish, device, plan, settings, free_bytes(device), replays=replays)
+        case = {"replays": replays, "ranks": self._ranks is not None}
+        placement = choose_placement(self._wish, device, plan, settings, free_bytes(device), **case)
         if placement.text:
             say(placement.text)
         how = {"on_device": placement.on_device, "ranks": self._ranks is not None}

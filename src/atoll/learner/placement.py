@@ -6,8 +6,8 @@
 `auto` takes device on a GPU for codecs with feedback, which are dear to encode, where it fits into a quarter of what is
 free when the run's settings are known: activations, and often the inner optimizer's state, are still to come. It takes
 host elsewhere: with fp32 and bf16 there is little to encode, and host was measured to be as fast, without the memory. A
-run with adopt = "carry" has host, and so has a replay, because they need copies as they were read; share = "moments" is
-built for host alone.
+run with adopt = "carry" has host, and so has a replay, because they need copies as they were read; share = "moments"
+and learners of several ranks, which send parts of fragments, are built for host alone.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def choose_placement(
     free: int | None,
     *,
     replays: bool = False,
+    ranks: bool = False,
 ) -> Placement:
     """`free`: bytes of the device, where they are known. ConfigError: it cannot be as wished."""
     need = device_bytes(plan, settings)
@@ -54,6 +55,10 @@ def choose_placement(
         if wish == "device":
             raise ConfigError("placement = device does not send moments: use placement = host, or leave share out")
         on_device, reason = False, 'share = "moments" is built for it'
+    elif ranks:
+        if wish == "device":
+            raise ConfigError("placement = device encodes whole fragments: a learner of several ranks has host")
+        on_device, reason = False, "a rank sends parts of fragments"
     elif "carry" in settings.adopts:
         on_device, reason = False, 'adopt = "carry" subtracts copies as they were read'
     elif wish != "auto":
