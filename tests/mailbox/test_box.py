@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from math import prod
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from atoll.mailbox import box as module
 from atoll.mailbox.box import PAGE, SPARE_BYTES, Layout, Mailbox
 from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.numerics.rank_plan import make_rank_plan
+from atoll.protocol.boxes import Box
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
@@ -180,3 +183,26 @@ def test_memory_that_cannot_be_reserved_is_the_same_error(monkeypatch: pytest.Mo
 def test_free_memory_is_known_here() -> None:
     available = module.available_bytes()
     assert available is None or available > 0
+
+
+def test_a_rank_may_hold_nothing() -> None:
+    """Of a fragment, or of all."""
+    whole, settings = planned([5, 3, 1000])
+    boxes = (Box("t0", (2,), (3,)), Box("t2", (0,), (0,)))
+    for held in (boxes, boxes[1:]):
+        plan = make_rank_plan(whole, held).plan
+        box = Mailbox.create(plan, settings, ranks=True)
+        assert box.whole_base().size == plan.size == sum(prod(one.sizes) for one in held)
+        for part in plan.fragments:
+            buffers = [box.base(part.index), box.outgoing(0, part.index), box.incoming(0, part.index)]
+            assert [buffer.size for buffer in buffers] == 3 * [part.size]
+            box.write_base(part.index, np.ones(part.size, dtype=np.float32))
+        assert box.reserve_outgoing(box.layout.first_outgoing) and (box.whole_base() == 1).all()
+        box.close()
+
+
+def test_ranks_have_slots_for_orders_that_they_still_agree_on() -> None:
+    plan, settings = planned(24 * [10])
+    alone, ranks = (Layout.of(plan, settings, ranks=ranks) for ranks in (False, True))
+    assert ranks.most_outgoing - alone.most_outgoing == 2 * len(plan.fragments)
+    assert ranks.first_bytes == alone.first_bytes, "taken only where they are needed"

@@ -4,6 +4,7 @@ import gc
 import os
 import socket
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -11,21 +12,28 @@ from hypothesis import strategies as st
 
 from atoll.mailbox.box import Layout, Mailbox
 from atoll.mailbox.channel import (
+    COUNTED,
     FRAME_LIMIT,
     CourierChannel,
+    DialFailed,
     Goodbye,
+    GoOrder,
     MailboxReady,
     ReadOrder,
+    RunProgress,
     SlotFreed,
     Start,
     StepReport,
     StopOrder,
+    TakeOrder,
+    ToTraining,
     decode_to_courier,
     decode_to_training,
+    is_counted,
 )
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import PeerError
-from atoll.protocol.learner.effects import Stepped
+from atoll.protocol.learner.effects import Await, Begin, Capture, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 
@@ -203,3 +211,11 @@ def test_closing_leaves_no_descriptor_behind() -> None:
     ours.close()
     other.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_every_frame_is_for_all_ranks_or_it_is_known_why_not() -> None:
+    """Rank 0's alone; or of a peer's state or a replay, which several ranks have none of."""
+    others = {RunProgress, DialFailed, StopOrder, Capture, Await, Begin, TakeOrder, GoOrder}
+    assert others == set(get_args(ToTraining)) - set(COUNTED)
+    assert is_counted(StopOrder("the run ends", final=False))
+    assert not is_counted(StopOrder("rank 1 is gone", final=True, failed=True))

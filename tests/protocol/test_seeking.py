@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from atoll.protocol.boxes import Box
+from atoll.protocol.clock import SYNCER
 from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.peer_state import Seeking
-from atoll.protocol.messages import Fresh, FromLearner, Helped, Seek, Settled
+from atoll.protocol.messages import (
+    Fresh,
+    FromLearner,
+    Help,
+    Helped,
+    Recover,
+    Seek,
+    Settled,
+    TensorSpec,
+    Unable,
+    Welcome,
+)
+from atoll.protocol.settings import Settings
 
 
 class Newcomer:
@@ -100,3 +115,20 @@ def test_to_stop_what_is_over_changes_nothing() -> None:
     newcomer.seeking.stop_seeking("the run ends")
     newcomer.seeking.tell_outcome()
     assert newcomer.done == []
+
+
+def test_a_learner_of_several_ranks_takes_nobodys_state_and_gives_none() -> None:
+    tensors, settings = (TensorSpec("w", (4,), "float32"),), Settings(fragments=1).resolved(1)
+    halves = tuple((Box("w", (start,), (2,)),) for start in (0, 2))
+    for ranks in ((), halves):
+        machine = LearnerMachine("a", "s", tensors, ranks=ranks)
+        known = {"run": "r", "fingerprint": "f", "incarnation": 1, "versions": (5,), "gathering": 6, "committed": 6}
+        welcome = Welcome(settings=settings, session="s", **known)
+        done = machine.handle(0.0, fx.Arrived(welcome))
+        done += machine.handle(1.0, fx.Arrived(Recover(incarnation=2, reason="a test", clock={SYNCER: 6})))
+        done += machine.handle(2.0, fx.Arrived(Help(ticket="t", newcomer="b", after=6)))
+        said = [type(effect.message) for effect in done if isinstance(effect, fx.Say)]
+        assert said.count(Seek) == (0 if ranks else 2) and said.count(Unable) == 1
+        assert (fx.Await() in done) == (not ranks)
+        reason = next(one.message for one in done if isinstance(one, fx.Say) and isinstance(one.message, Unable)).reason
+        assert (reason == "a learner of several ranks gives no state to others") == bool(ranks)
