@@ -392,7 +392,8 @@ class RunSession:
         """Only a synchronous run ever holds, and a replay."""
         t, shared = self._tally.t, self.shared
         assert shared.boundary is not None
-        while self._agree(shared.boundary.is_held(t) and not self.done):
+        may_hold = self._ranks is None or shared.boundary.settings.synchronous  # to ask the others is to wait for them
+        while may_hold and self._agree(shared.boundary.is_held(t) and not self.done):
             self._courier.wait(self._pause_s(0.5))
             self._listen()
             shared.boundary.adopt_ready(t)
