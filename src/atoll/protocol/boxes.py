@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+from atoll.protocol.limits import Count
 
 
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
