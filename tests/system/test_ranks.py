@@ -99,6 +99,10 @@ def find_rank(run: Run, name: str, rank: int) -> int:
     for pid in run.processes():
         words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if f"ATOLL_LEARNER={name}".encode() in words and f"RANK={rank}".encode() in words and b"courier" not in command:
+        if (
+            f"ATOLL_LEARNER={name}".encode() in words
+            and f"RANK={rank}".encode() in words
+            and b"atoll.courier" not in command
+        ):
             return pid
     raise AssertionError(f"{name} has no rank {rank}")
