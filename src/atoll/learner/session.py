@@ -295,7 +295,8 @@ class RunSession:
         """Send a new courier all that it needs."""
         who, boxed = self._joining, self.shared.boundary is not None
         unmerged = (self._unmerged.digest, self._unmerged.takes, self._unmerged.frozen_bytes)
-        known = (who.data, self._restored, who.tokens_per_step, who.host, who.pid, who.proof, *unmerged)
+        declared = who.tokens_per_step if self._ranks is None else 0  # tokens of other ranks are counted a step late
+        known = (who.data, self._restored, declared, who.host, who.pid, who.proof, *unmerged)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         if self._ranks is None:
             self._courier.send(start)
