@@ -103,10 +103,10 @@ class Packing:
         """Copy a tensor to the host; the name it is kept under."""
         if (known := self._names.get(id(tensor))) is not None:
             return known[0]
-        local = take_local(tensor.detach())
+        local = take_local(tensor)
         _check(name, local)
         name = self._free(name)
-        self.tensors[name] = self._copy(local, id(tensor))
+        self.tensors[name] = self._copy(local.detach(), id(tensor))
         self._names[id(tensor)] = (name, tensor)
         return name
 
