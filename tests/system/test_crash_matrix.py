@@ -132,6 +132,7 @@ def test_a_syncer_that_dies_before_the_run_has_parameters_asks_for_them_again(ru
     """The run's first record, its first cut, the cut's manifest and the record of it: none may be missing for long."""
     points = ("before:segment.write:2!", "before:syncer.json:1!", "after:syncer.json:1!", "after:manifest.json:1!")
     crash_at(points)
+    run.until(lambda events: sum(event["kind"] == "round" for event in events) >= 24)  # three cycles: some are adopted
     end(run, since=facts.deaths(run)[-1]["at"])
     assert check_nothing_lost(run, points, silent=1)["lost"] == 0
     assert facts.check_adopted(run) > 0
