@@ -28,6 +28,8 @@ from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
 from atoll.protocol.errors import PeerError
 
+BLOCK_OVER_ROWS = TOPK_BLOCK
+"""Where a tensor is cut, so that its parts have the blocks of the whole (shard_plan.py): at multiples of this."""
 FAULTS = (
     "a scale that is not finite, negative or out of range",
     "a code that is reserved",

@@ -1,0 +1,101 @@
+"""Which part of every fragment each shard of the syncer holds (docs/adr/0031).
+
+The array of a fragment is cut into one range for each shard, in order of shard. A shard's plan is a `FragmentPlan` of
+the pieces in its ranges, so what works on a plan works on a shard's. Rules kept here:
+
+- ranges tile the array. They begin where `merge.cut_fragment` cuts, so a shard's cuts are cuts of the whole fragment,
+  and where codecs' blocks begin anew. So merge, outer step, codecs and squares per cut give the bits of the whole;
+- a tensor without rows (one dimension) is not cut: row-wise rules merge it as a whole. A rule that needs more than rows
+  (merge "rda") has other bits in parts: it is refused with several shards;
+- parts are equally large within one such cut, and so are the shares of the whole model: what a shard lacks of one
+  fragment it gets of the next. Of a small fragment a shard may have nothing;
+- the answer follows from the plan, the number of shards and the codecs alone, so both sides come to the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from atoll.choices import CODEC
+from atoll.numerics.fragments import Fragment, FragmentPlan, Piece, lay_out_plan
+from atoll.numerics.merge import Cut, cut_fragment
+
+
+class ShardPlan(msgspec.Struct, frozen=True):
+    plans: tuple[FragmentPlan, ...]
+    """In order of shard: of what it holds. Fragments may be empty."""
+    ranges: tuple[tuple[slice, ...], ...]
+    """Per fragment, in order of shard: where its part lies in the array of the whole fragment."""
+
+    @property
+    def count(self) -> int:
+        return len(self.plans)
+
+    def plan_of(self, shard: int) -> FragmentPlan:
+        """Shards are counted from 1, the lead."""
+        return self.plans[shard - 1]
+
+    def part(self, shard: int, fragment: int) -> Fragment:
+        return self.plans[shard - 1].fragments[fragment]
+
+    def values(self, shard: int, fragment: int) -> slice:
+        return self.ranges[fragment][shard - 1]
+
+    def holders(self, fragment: int) -> tuple[int, ...]:
+        """The shards that hold any of it, in order."""
+        return tuple(n for n, part in enumerate(self.ranges[fragment], start=1) if part.stop > part.start)
+
+
+def make_shard_plan(plan: FragmentPlan, count: int, codecs: Sequence[str] = ()) -> ShardPlan:
+    """`codecs`: by which contributions and versions of this run travel."""
+    assert count >= 1, "a syncer has at least one shard"
+    block = max((getattr(CODEC.load(name), "BLOCK_OVER_ROWS", 1) for name in codecs), default=1)
+    before = [0] * (count - 1)
+    """Per border between two shards: the values below it, in the fragments so far."""
+    total, ranges, pieces = 0, [], []
+    for fragment in plan.fragments:
+        cuts = cut_fragment(fragment)
+        allowed = _find_borders(fragment, cuts, block)
+        total += fragment.size
+        borders = [0]
+        for number, below in enumerate(before, start=1):
+            ideal = min(max(total * number // count - below, borders[-1]), fragment.size)
+            borders.append(_nearest(allowed, ideal))
+        borders.append(fragment.size)
+        before = [below + border for below, border in zip(before, borders[1:-1], strict=True)]
+        parts = tuple(slice(*pair) for pair in pairwise(borders))
+        ranges.append(parts)
+        pieces.append([_join_cuts(cuts, part) for part in parts])
+    plans = (lay_out_plan(plan.strategy, [of[shard] for of in pieces]) for shard in range(count))
+    return ShardPlan(tuple(plans), tuple(ranges))
+
+
+def _find_borders(fragment: Fragment, cuts: list[Cut], block: int) -> list[int]:
+    """Where a range may begin or end, ascending: at pieces, and inside of those that have rows."""
+    starts = []
+    for cut in cuts:
+        inside = cut.values.start - fragment.offsets[cut.number]
+        if inside == 0 or (len(cut.piece.shape) >= 2 and inside % block == 0):
+            starts.append(cut.values.start)
+    return [*starts, fragment.size]
+
+
+def _nearest(borders: list[int], ideal: int) -> int:
+    """Of two as near, the lower one."""
+    above = bisect_right(borders, ideal)
+    return min(borders[max(0, above - 1) : above + 1], key=lambda border: abs(border - ideal))
+
+
+def _join_cuts(cuts: list[Cut], part: slice) -> list[Piece]:
+    """The pieces of a range: cuts of one piece are rows next to each other."""
+    found: dict[int, Piece] = {}
+    for cut in cuts:
+        if part.start <= cut.values.start < part.stop:
+            held = found.get(cut.number)
+            joined = cut.piece if held is None else Piece(held.tensor, held.first, held.rows + cut.piece.rows)
+            found[cut.number] = joined
+    return list(found.values())
