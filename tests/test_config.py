@@ -23,7 +23,7 @@ def test_an_empty_file_is_a_good_run() -> None:
 
 SERVICE = (
     "host, port, keys, advertise, mutual, front, durability, share_files, round_memory_mib, evaluate_every, "
-    "tail_average"
+    "shards, tail_average"
 )
 
 
@@ -68,6 +68,7 @@ def test_a_wrong_type_is_named_with_its_place(text: str, said: str) -> None:
         ("[outer]\nlr = -1.0", "outer learning rate -1.0 must be a number above 0"),
         ("[service]\nport = 70000", "port = 70000 is not between 0 and 65535"),
         ("[service]\nevaluate_every = -1", "evaluate_every = -1 is below 0"),
+        ("[service]\nshards = 0", "shards = 0: a syncer has 1 to 64 of them"),
         ("[service]\ntail_average = 1", "tail_average = 1 averages nothing: 0 leaves it, 2 is the least"),
         ("[service]\ntail_average = 4\n[protocol]\nkeep_cuts = 2", "keep_cuts = 2 is too few"),
         ("seed = -1", "seed = -1 is below 0"),

@@ -26,7 +26,7 @@ import tomli_w
 from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, QUORUM_POLICY, VERSION_CODEC
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import MAX_COUNTER
-from atoll.protocol.messages import MOST_RANKS
+from atoll.protocol.messages import MOST_RANKS, MOST_SHARDS
 from atoll.protocol.phases import TrainingPhase
 from atoll.protocol.settings import Settings
 
@@ -95,6 +95,8 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     evaluate_every: int = 100
     """Rounds between two scores of the global model; in a phase with another H, those of the same learner steps. 0: it
     is not scored."""
+    shards: int = 1
+    """Processes that are the syncer together: each holds a part of every fragment (docs/adr/0031)."""
     tail_average: int = 0
     """At the end of the run, the mean of the last so many versions of every fragment is written too. 0: it is not."""
 
@@ -103,6 +105,8 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ConfigError(f"port = {self.port} is not between 0 and 65535; 0 takes any free one")
         if self.round_memory_mib < 0:
             raise ConfigError(f"round_memory_mib = {self.round_memory_mib} is below 0: 0 allows what τ asks for")
+        if not 1 <= self.shards <= MOST_SHARDS:
+            raise ConfigError(f"shards = {self.shards}: a syncer has 1 to {MOST_SHARDS} of them")
         if self.tail_average < 0 or self.tail_average == 1:
             raise ConfigError(f"tail_average = {self.tail_average} averages nothing: 0 leaves it, 2 is the least")
         if self.evaluate_every < 0:

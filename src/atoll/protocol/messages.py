@@ -41,6 +41,8 @@ OLDEST = 2
 
 MOST_RANKS = 4096
 """Of one learner."""
+MOST_SHARDS = 64
+"""Of one syncer."""
 
 BUFFER_RULES = ("mean", "first")
 """How buffers of the model are merged, where they are (numerics/merge.py)."""
@@ -315,6 +317,9 @@ class Welcome(Message, frozen=True):
     """The learner's number in the run: names are counted from 0 as they first join. −1: not told."""
     frozen: Line = ""
     """The digest that the run's first learner brought of what it does not merge."""
+    shards: Annotated[tuple[Line, ...], Meta(max_length=MOST_SHARDS - 1)] = ()
+    """Where shards 2, 3 … of the syncer are: join links without a token, since each learner shows its own. Empty: the
+    syncer is one process (docs/adr/0031)."""
 
 
 class Refused(Message, frozen=True):
