@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.courier import body
-from atoll.courier.body import IncomingSlots, OutgoingSlots
+from atoll.courier import slots as slots_module
+from atoll.courier.slots import IncomingSlots, OutgoingSlots
 
 
 def made(slots: OutgoingSlots, fragment: int, t: int) -> int:
@@ -160,7 +160,7 @@ async def test_versions_that_wait_for_the_training_process_get_more_slots() -> N
 
 
 async def test_a_newcomer_that_fetches_every_fragment_takes_memory_for_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "SLOT_S", 60.0)  # a busy machine may hold up this process for longer than 0.1 s
+    monkeypatch.setattr(slots_module, "SLOT_S", 60.0)  # a busy machine may hold up this process for longer than 0.1 s
     reserved: list[int] = []
 
     def reserve(slot: int) -> bool:

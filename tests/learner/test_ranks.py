@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from atoll.learner.learner import Learner
+from atoll.learner.meeting import Meeting
 from atoll.learner.model import describe, merged, merged_here, refuse_old_shards
-from atoll.learner.ranks import DataShare, Meeting, find_boxes, find_ranks, make_like, take_local
+from atoll.learner.ranks import DataShare, find_boxes, find_ranks, make_like, take_local
 from atoll.mailbox.channel import StopOrder
 from atoll.numerics.rank_plan import check_tiling
 from atoll.protocol.boxes import Box

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tests.protocol.world import World
 
-from atoll.courier.body import OutgoingSlots
+from atoll.courier.slots import OutgoingSlots
 from atoll.protocol import records
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.copies import Orders, RoundsPerStep

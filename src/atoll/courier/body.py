@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +27,7 @@ from atoll.choices import CODEC
 from atoll.courier.feedback import Feedback, RestBuffer
 from atoll.courier.held import HeldVersions
 from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
+from atoll.courier.slots import COPY_GONE, IncomingSlots, OutgoingSlots
 from atoll.digests import compute_digest
 from atoll.fabric.bodies import BodyConnection
 from atoll.fabric.transfer import FetchedVersion
@@ -53,9 +51,6 @@ RETRY_S = 1.0
 WHOLE = -1
 """In place of an ask: the answer is this courier's alone."""
 BASE_REPLACED = "the version it was made on is being replaced"
-COPY_GONE = "its copy gave way to newer ones"
-SLOT_S = 0.1
-"""How long a fetch waits for a slot before it asks for memory."""
 
 
 def is_small(part: Fragment) -> bool:
@@ -444,170 +439,3 @@ class FragmentTransfers:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
-
-
-# ---- slots ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class OutgoingSlots:
-    """Slots for copies. A copy that went out is kept until its fragment is adopted: carry subtracts it."""
-
-    free: list[int]
-    reserve: Callable[[int], bool] = lambda slot: False
-    """Make memory for one more slot, of this number."""
-    count: int = 0
-    copies: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(fragment, t) → slot."""
-    counters: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(fragment, t) → (steps, tokens) at the copy."""
-    _sent: set[tuple[int, int]] = field(default_factory=set)
-    _dropped: set[tuple[int, int]] = field(default_factory=set)
-    _named: set[tuple[int, int]] = field(default_factory=set)
-    """Named in an order to adopt that is not carried out yet."""
-    _held: Counter[int] = field(default_factory=Counter)
-    """Slot → how many threads read it."""
-    _given_up: set[int] = field(default_factory=set)
-    """Slots that were released while a thread read them."""
-
-    def __post_init__(self) -> None:
-        self.count = len(self.free)
-
-    def take_slot(self, *, urgent: bool) -> int | None:
-        """A free slot, or a new one. Where there is none and a pull waits for the copy (`urgent`), the oldest copy
-        gives way, first of those that were only kept for carry."""
-        if not self.free and self.reserve(self.count):
-            self.free.append(self.count)
-            self.count += 1
-        may_go = self.copies.keys() - self._named
-        if not self.free and urgent and may_go:
-            kept = self._dropped & self._sent & may_go
-            self._release(min(kept or may_go, key=lambda key: key[1]))
-        return self.free.pop() if self.free else None
-
-    def reserve_until(self, slot: int) -> bool:
-        """Have all up to this one, which somebody else counts."""
-        while self.count <= slot and self.reserve(self.count):
-            self.count += 1
-        return self.count > slot
-
-    def add_copy(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
-        if (fragment, t) in self.copies:
-            self._release((fragment, t))
-        self.copies[fragment, t] = slot
-        self.counters[fragment, t] = (steps, tokens)
-
-    def send(self, fragment: int) -> tuple[int, int] | None:
-        """Slot and step of the fragment's newest copy, which goes out now; None when it had to give way."""
-        useful = [key for key in self.copies if key[0] == fragment and key not in self._dropped]
-        if not useful:
-            return None
-        newest = max(useful)
-        self._sent.add(newest)
-        return self.copies[newest], newest[1]
-
-    def hold_slot(self, slot: int) -> None:
-        """A thread will read it: it is not used again before `let_slot_go`, even if its copy is released."""
-        self._held[slot] += 1
-
-    def let_slot_go(self, slot: int) -> None:
-        self._held[slot] -= 1
-        if not self._held[slot] and slot in self._given_up:
-            self._given_up.discard(slot)
-            self.free.append(slot)
-
-    def name(self, fragment: int, t: int) -> tuple[int, int, int] | None:
-        """Slot, steps and tokens of a copy that an adoption will subtract; it stays until then."""
-        key = (fragment, t)
-        if key not in self.copies:
-            return None
-        self._named.add(key)
-        return (self.copies[key], *self.counters[key])
-
-    def drop(self, fragment: int, t: int) -> None:
-        """Of no more use as an answer."""
-        key = (fragment, t)
-        if key in self._sent:
-            self._dropped.add(key)
-        elif key in self.copies:
-            self._release(key)
-
-    def adopted(self, fragment: int) -> None:
-        """Nothing of what was sent of this fragment is needed any more."""
-        for key in [key for key in self._sent if key[0] == fragment]:
-            self._sent.discard(key)
-            self._named.discard(key)
-            if key in self._dropped:
-                self._release(key)
-
-    def clear(self) -> None:
-        """Nothing that was copied counts any more."""
-        for key in list(self.copies):
-            self._release(key)
-
-    def _release(self, key: tuple[int, int]) -> None:
-        self._sent.discard(key)
-        self._dropped.discard(key)
-        self._named.discard(key)
-        self.counters.pop(key, None)
-        slot = self.copies.pop(key)
-        if self._held[slot]:
-            self._given_up.add(slot)
-        else:
-            self.free.append(slot)
-
-
-class IncomingSlots:
-    """Slots for versions on their way into the model; a fetch waits for one.
-
-    More are reserved where versions wait for the training process, in a long step. Where they wait for the network none
-    are: a newcomer fetches every fragment, and memory for all of them at once would make nothing faster.
-    """
-
-    def __init__(self, count: int, reserve: Callable[[int], bool] = lambda slot: False) -> None:
-        """`reserve`: make memory for one more slot, of this number."""
-        self._free: asyncio.Queue[int] = asyncio.Queue()
-        self._count, self._reserve = count, reserve
-        self._filling = 0
-        """Slots into which a body is on its way."""
-        self.landed: dict[int, int] = {}
-        """fragment → slot of a version that has arrived."""
-        self.with_moments: set[int] = set()
-        """Slots that hold the averaged moments of their version too."""
-        for slot in range(count):
-            self._free.put_nowait(slot)
-
-    async def take_slot(self) -> int:
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SLOT_S):
-                    slot = await self._free.get()
-                    self._filling += 1
-                    return slot
-            if self._free.empty() and self._filling == 0 and self._reserve(self._count):
-                self._free.put_nowait(self._count)
-                self._count += 1
-
-    def reserve_until(self, slot: int) -> bool:
-        while self._count <= slot and self._reserve(self._count):
-            self._count += 1
-        return self._count > slot
-
-    def note_landed(self, fragment: int, slot: int, *, moments: bool = False) -> None:
-        self._filling -= 1
-        self.landed[fragment] = slot
-        if moments:
-            self.with_moments.add(slot)
-
-    def note_failed(self, slot: int) -> None:
-        self._filling -= 1
-        self.give_back(slot)
-
-    def give_back(self, slot: int) -> None:
-        self.with_moments.discard(slot)
-        self._free.put_nowait(slot)
-
-    def release_unwanted(self, fragment: int) -> None:
-        """What has arrived of this fragment, if nobody took it, gives its slot back."""
-        if (slot := self.landed.pop(fragment, None)) is not None:
-            self.give_back(slot)

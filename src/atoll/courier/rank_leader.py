@@ -15,20 +15,18 @@ from functools import partial
 
 import msgspec
 
-from atoll.courier.body import COPY_GONE, FragmentTransfers
+from atoll.courier.body import FragmentTransfers
 from atoll.courier.rank_channel import (
     FROM_FOLLOWER,
     Arrivals,
     FetchPart,
     FromFollower,
-    PartFetched,
-    PartUploaded,
     RankChannel,
     RankFailed,
     RunCallback,
-    UploadPart,
 )
-from atoll.courier.rank_events import Behind, RankEvents, Said, SaidByAll
+from atoll.courier.rank_events import Said, SaidByAll
+from atoll.courier.rank_orders import FetchAgain, RankOrders
 from atoll.mailbox.channel import Goodbye, Start, StopOrder
 from atoll.protocol.errors import PeerError
 from atoll.protocol.learner import effects as fx
@@ -48,12 +46,7 @@ class RankLeader:
         self._learner, self._on_event, self._on_failure, self._group = start.learner, on_event, on_failure, tasks
         self._arrivals = Arrivals(listener, start.learner, len(start.ranks), start.secret) if listener else None
         self._channels: dict[int, RankChannel] = {}
-        self._events = RankEvents(len(start.ranks))
-        self._asks = 0
-        self._uploads: dict[int, UploadPart] = {}
-        """By ask: parts that are on their way in some rank."""
-        self._fetches: dict[int, FetchPart] = {}
-        """By fragment."""
+        self._orders = RankOrders(len(start.ranks))
         self._ending = False
         """Ranks that go now do so because all do."""
         self._bodies: FragmentTransfers | None = None
@@ -73,6 +66,7 @@ class RankLeader:
     def use_bodies(self, bodies: FragmentTransfers) -> None:
         """The shared memory is there, in all ranks."""
         self._bodies = bodies
+        self._orders.use_slots(bodies.outgoing, bodies.incoming)
 
     def send(self, frame: msgspec.Struct) -> None:
         """To all others."""
@@ -82,19 +76,19 @@ class RankLeader:
 
     def hear(self, rank: int, said: Said) -> None:
         try:
-            whole = self._events.add(rank, said)
+            whole = self._orders.take_answer(rank, said)
         except PeerError as error:
             self._fail(f"{self._learner}: {error}")
             return
         match whole:
             case None:
                 pass
-            case PartUploaded():
-                self._finish_upload(whole)
-            case PartFetched():
-                self._finish_fetch(whole)
-            case Behind(fragment, ranks):
-                self._fetch_again(self._fetches[fragment], ranks)
+            case FetchAgain(order, ranks):
+                self._fetch_again(order, ranks)
+            case fx.Fetched(fragment):
+                assert self._bodies is not None
+                self._on_event(whole)
+                self._bodies.incoming.release_unwanted(fragment)
             case _:
                 self._on_event(whole)
 
@@ -109,25 +103,12 @@ class RankLeader:
     def upload(self, number: int, attempt: int, fragment: int, base: int) -> None:
         """Its slot stays until every rank has sent its part."""
         assert self._bodies is not None
-        if (copy := self._bodies.outgoing.send(fragment)) is None:
-            self._on_event(fx.UploadFailed(number, attempt, COPY_GONE))
-            return
-        self._asks += 1
-        slot, t = copy
-        order = UploadPart(self._asks, number, attempt, fragment, slot, t, base)
-        self._uploads[order.ask] = order
-        self._bodies.outgoing.hold_slot(slot)
-        self.send(order)
-        self._bodies.upload_part(order)
-
-    def _finish_upload(self, whole: PartUploaded) -> None:
-        assert self._bodies is not None
-        order = self._uploads.pop(whole.ask)
-        self._bodies.outgoing.let_slot_go(order.slot)
-        if whole.reason:
-            self._on_event(fx.UploadFailed(order.round, order.attempt, whole.reason))
+        order = self._orders.order_upload(number, attempt, fragment, base)
+        if isinstance(order, fx.UploadFailed):
+            self._on_event(order)
         else:
-            self._on_event(fx.Uploaded(order.round, order.attempt, whole.digest))
+            self.send(order)
+            self._bodies.upload_part(order)
 
     def fetch(self, fragment: int) -> None:
         assert self._bodies is not None
@@ -136,8 +117,7 @@ class RankLeader:
         task.add_done_callback(self._running.discard)
 
     async def _fetch(self, fragment: int, bodies: FragmentTransfers) -> None:
-        order = FetchPart(fragment, await bodies.incoming.take_slot())
-        self._fetches[fragment] = order
+        order = self._orders.order_fetch(fragment, await bodies.incoming.take_slot())
         self.send(order)
         bodies.fetch_part(order)
 
@@ -148,17 +128,6 @@ class RankLeader:
                 self._bodies.fetch_part(order)
             elif rank in self._channels:
                 self._channels[rank].send(order)
-
-    def _finish_fetch(self, whole: PartFetched) -> None:
-        assert self._bodies is not None
-        fragment, slot = whole.fragment, self._fetches.pop(whole.fragment).slot
-        if whole.version is None:
-            self._bodies.incoming.note_failed(slot)
-            self._on_event(fx.FetchFailed(fragment, whole.reason))
-            return
-        self._bodies.incoming.note_landed(fragment, slot)
-        self._on_event(fx.Fetched(fragment, whole.version))
-        self._bodies.incoming.release_unwanted(fragment)
 
     # ---- the other ranks ----------------------------------------------------------------------------------------
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -32,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atoll.mailbox.channel import RunProgress, ToTraining
+from atoll.learner.meeting import AgreedFacts, RankFacts, agree_on
 from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import ConfigError, RunFailed
 
@@ -43,57 +42,6 @@ COME_S = 60.0
 RANKS_PAUSE_S = 0.05
 """Between two exchanges of ranks that do not train."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RankFacts:
-    """What a rank says after a step."""
-
-    frames: int = 0
-    """Received from its courier so far, of those that all ranks carry out at the same step."""
-    tokens: int = 0
-    """Of its own step, where no other rank trained on the same data."""
-    leaving: bool = False
-    vote: bool = False
-    committed: int = 0
-    progress: float = 0.0
-    global_step: int = 0
-    """Of these, rank 0's count."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgreedFacts:
-    frames: int
-    """That all ranks have."""
-    tokens: int
-    """Of all."""
-    leaving: bool
-    """Some rank was asked to leave."""
-    first: RankFacts
-    """What rank 0 said."""
-
-
-@dataclass(slots=True)
-class Meeting:
-    """What a rank has received, and how much of it all ranks have."""
-
-    received: int = 0
-    agreed: int = 0
-    carried_out: int = 0
-    waiting: deque[ToTraining] = field(default_factory=deque)
-    heard: RunProgress | None = None
-    """The newest that the courier said of the run."""
-    leaving: bool = False
-    """All ranks know that some rank was asked to leave."""
-
-    def add(self, frame: ToTraining) -> None:
-        self.waiting.append(frame)
-        self.received += 1
-
-    def take_agreed(self) -> list[ToTraining]:
-        count = self.agreed - self.carried_out
-        self.carried_out = self.agreed
-        return [self.waiting.popleft() for _ in range(count)]
 
 
 class RankGroup:
@@ -127,12 +75,7 @@ class RankGroup:
         with _reached():
             work.wait()
         told = [_read_facts(row) for row in rows]
-        return AgreedFacts(
-            frames=min(one.frames for one in told),
-            tokens=sum(one.tokens for one in told),
-            leaving=any(one.leaving for one in told),
-            first=told[0],
-        )
+        return agree_on(told)
 
     def share(self, value: T, kind: type[T]) -> T:
         """What rank 0 has, for all."""

@@ -23,15 +23,13 @@ from atoll.learner.boundary import SharedMailbox
 from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe_machine
 from atoll.learner.data import Feed, NamedDataset
 from atoll.learner.folder import LearnerFolder, ask_run
+from atoll.learner.meeting import AgreedFacts, Meeting, RankFacts
 from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
 from atoll.learner.placement import PlacementWish
 from atoll.learner.ranks import (
     RANKS_PAUSE_S,
-    AgreedFacts,
     DataShare,
-    Meeting,
-    RankFacts,
     RankGroup,
     find_data_share,
     open_meeting_place,
