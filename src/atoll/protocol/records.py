@@ -57,6 +57,8 @@ class BegunRecord(Record, frozen=True, tag="begun"):
     """The run and cut it was started from, for `--from-cut`."""
     frozen: str = ""
     """A digest of what the first learner does not merge; empty: it is not compared."""
+    shards: int = 1
+    """Processes that are the syncer together (docs/adr/0031)."""
 
 
 class TermRecord(Record, frozen=True, tag="reigned"):
@@ -135,6 +137,8 @@ class MergedRecord(Record, frozen=True, tag="m"):
     """Four bytes for each of the fragment's tensors, in order: enough to tell which one a replay made another."""
     step: float = 0.0
     """The run's step (`Pace`, protocol/syncer/closing.py) at its commit. Over all records of a run it never falls."""
+    heads: tuple[str, ...] = ()
+    """Of the shards 2 to S, in order: the heads of their chains behind their parts of it (docs/adr/0031)."""
 
 
 class PassedRecord(Record, frozen=True, tag="p"):

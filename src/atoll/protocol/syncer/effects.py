@@ -82,6 +82,8 @@ class Merged(Fact, frozen=True):
     marks: bytes = b""
     judged: tuple[Judged, ...] = ()
     """Of each member, in order; empty: nobody was judged."""
+    heads: tuple[str, ...] = ()
+    """Of a syncer of several shards, for the record."""
 
 
 class Unmergeable(Fact, frozen=True):
