@@ -18,6 +18,7 @@ from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import make_plan
+from atoll.numerics.shard_plan import PartPlace
 from atoll.protocol.errors import PeerError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import TensorSpec
@@ -118,6 +119,11 @@ async def place(tensors: tuple[TensorSpec, ...] = TENSORS, version_codec: str = 
         made.box.close()
 
 
+def whole(here: Place, fragment: int = 0) -> PartPlace:
+    part = here.plan.fragments[fragment]
+    return PartPlace(1, part, slice(0, part.size))
+
+
 @pytest.mark.parametrize("tensors", [TENSORS, LARGE])
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
 async def test_whole_at_first_then_steps_and_the_model_has_the_bits_of_the_whole(
@@ -158,7 +164,7 @@ async def test_after_a_forget_everything_comes_whole(capfd: pytest.CaptureFixtur
     async with place() as here:
         await here.fetch(0)
         here.round(0)
-        assert here.bodies._held.apply_steps(0, 1, [], np.zeros(4, np.float32), "") is False
+        assert here.bodies._held.apply_steps(whole(here), 1, [], np.zeros(4, np.float32), "") is False
         here.box.base_version[:] = -1
         here.link.asked.clear()
         await here.fetch(0)
@@ -179,9 +185,9 @@ async def test_a_body_that_is_no_step_is_refused_and_the_whole_is_fetched() -> N
     async with place() as here:
         await here.fetch(0)
         here.round(0)
-        bad = memoryview(bytes([0x00, 0x7F, *bytes(here.bodies._held.step_bytes(0) - 2)]))
+        bad = memoryview(bytes([0x00, 0x7F, *bytes(here.bodies._held.step_bytes(whole(here).part) - 2)]))
         into = np.zeros(4, np.float32)
-        assert here.bodies._held.apply_steps(0, 0, [bad], into, "") is False
+        assert here.bodies._held.apply_steps(whole(here), 0, [bad], into, "") is False
 
 
 async def test_a_failed_fetch_of_steps_is_told_like_any_other() -> None:

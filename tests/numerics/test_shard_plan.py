@@ -17,7 +17,7 @@ from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode
 from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan, most_fragments
 from atoll.numerics.merge import cut_fragment, merge
 from atoll.numerics.outer import make_outer, take_outer_step
-from atoll.numerics.shard_plan import ShardPlan, make_shard_plan
+from atoll.numerics.shard_plan import locate_bodies, make_shard_plan
 from atoll.protocol.messages import TensorSpec, buffer_name
 
 RULES = ("mean", "rda-row", "rda-row-embeddings")
@@ -109,11 +109,6 @@ def test_one_shard_holds_the_plan_of_the_run() -> None:
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
-def parts_of(shards: ShardPlan, fragment: Fragment) -> list[tuple[Fragment, slice]]:
-    index = fragment.index
-    return [(shards.part(n, index), shards.values(n, index)) for n in shards.holders(index)]
-
-
 @settings(max_examples=40, deadline=None)
 @given(models(), st.integers(2, 4), st.sampled_from(RULES), st.integers(1, 5))
 def test_merging_and_stepping_in_parts_gives_the_bits_of_the_whole(
@@ -129,7 +124,7 @@ def test_merging_and_stepping_in_parts_gives_the_bits_of_the_whole(
         whole, stepped = np.empty_like(theta), np.empty_like(theta)
         merge(fragment, deltas, weights, whole, rule)
         take_outer_step(optimizer, fragment, theta, stepped, state, whole)
-        for part, values in parts_of(shards, fragment):
+        for _, part, values in shards.places(fragment.index):
             out, new = np.empty(part.size, np.float32), np.empty(part.size, np.float32)
             merge(part, [delta[values] for delta in deltas], weights, out, rule)
             own = {slot: held[values].copy() for slot, held in kept.items()}
@@ -150,16 +145,19 @@ def encode(codec: str, part: Fragment, delta: Delta) -> tuple[ByteArray, FloatAr
 
 @settings(max_examples=40, deadline=None)
 @given(models(), st.integers(2, 4), st.sampled_from(CODEC.names()))
-def test_every_codec_gives_the_numbers_and_the_rest_of_the_whole(plan: FragmentPlan, count: int, codec: str) -> None:
+def test_every_codec_gives_numbers_rest_and_bytes_of_the_whole(plan: FragmentPlan, count: int, codec: str) -> None:
     shards = make_shard_plan(plan, count, [codec, "fp32"])
     for fragment in plan.fragments:
         base, theta, feedback = (some_values(fragment.size, n) for n in range(3))
         rest, own = np.empty_like(base), np.full_like(base, np.nan)
-        _, whole = encode(codec, fragment, Delta(base, theta, feedback, rest))
+        whole_body, whole = encode(codec, fragment, Delta(base, theta, feedback, rest))
         delta = Delta(base, theta, feedback, own)
-        for part, values in parts_of(shards, fragment):
-            _, decoded = encode(codec, part, delta.cut_out(values))
+        located = dict(locate_bodies(make_codec(codec), fragment, shards.places(fragment.index)))
+        assert list(located) == list(shards.holders(fragment.index))
+        for shard, part, values in shards.places(fragment.index):
+            body, decoded = encode(codec, part, delta.cut_out(values))
             assert decoded.tobytes() == whole[values].tobytes()
+            assert b"".join(whole_body[one].tobytes() for one in located[shard]) == body.tobytes()
         assert own.tobytes() == rest.tobytes()
 
 

@@ -10,6 +10,8 @@ The work on a large fragment (encode, digest, round, copy) is done in threads. A
 replaces it waits until every answer that was begun is encoded, and no answer is begun meanwhile. What an answer leaves
 out is kept in feedback.py.
 
+Of a syncer of several shards each gets and has its part of a fragment (shards.py).
+
 Beside a rank of a learner of several (`rank_plan`) bodies are parts: what this rank sends of a fragment, and what it
 holds of it. The leader's slots are those of every rank, under the same numbers: it takes and frees them for all.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +30,10 @@ from atoll.choices import CODEC
 from atoll.courier.feedback import Feedback, RestBuffer
 from atoll.courier.held import HeldVersions
 from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
+from atoll.courier.shards import BODY_S, ShardBody, ShardConnections
 from atoll.courier.slots import COPY_GONE, IncomingSlots, OutgoingSlots
-from atoll.digests import compute_digest
 from atoll.fabric.bodies import BodyConnection
+from atoll.fabric.parts import fetch_one_version, run_together
 from atoll.fabric.transfer import FetchedVersion
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
 from atoll.mailbox.box import Layout, Mailbox, can_spare
@@ -39,12 +43,11 @@ from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_c
 from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan
 from atoll.numerics.moments import check_moments, read_moments
 from atoll.numerics.rank_plan import RankPlan, make_rank_plan
+from atoll.numerics.shard_plan import PartPlace
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.settings import Settings
 
-BODY_S = 600.0
-"""The most a body may take; the fabric's minimum rate ends a stuck one long before."""
 UPLOADS = 3
 """Fragments of version 0 that are on their way at once: as many as a newcomer has slots to fetch into."""
 RETRY_S = 1.0
@@ -74,6 +77,10 @@ def load_kernels() -> None:
         codec.check(body, rows)
         codec.decode(body, rows, np.zeros(1, dtype=np.float32))
     round_to_dtype(one, "bfloat16")
+
+
+def _say(text: str) -> None:
+    print(f"courier: {text}", file=sys.stderr, flush=True)
 
 
 class OpenBox(NamedTuple):
@@ -120,6 +127,7 @@ class FragmentTransfers:
         self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec, self._rank_plan = make_codec(settings.codec), rank_plan
+        self.shards = ShardConnections(link, start, box.plan, self._codec, settings.version_codec, _say, tasks)
         self.feedback = Feedback(box)
         self._held = HeldVersions(box, settings.version_codec if rank_plan is None else "fp32")
         self.encoded_with: dict[int, int] = {}
@@ -143,6 +151,7 @@ class FragmentTransfers:
     def close(self) -> None:
         for task in self._running:
             task.cancel()
+        self.shards.close()
 
     def retire(self) -> None:
         """Other memory takes the place of this one: what was on its way here is fetched again."""
@@ -222,13 +231,13 @@ class FragmentTransfers:
         part = self._box.plan.fragments[fragment]
         size = self._body_bytes_of(fragment) + self._moments_nbytes(part, slot)
         answer = Answer(order, rest, buffer, buffer[:size])
-        mark = None
+        bodies = None
         if is_small(part):
-            mark = self._encode(answer)
+            bodies = self._encode(answer)
             self._keep_rest(answer)
         else:
             self.outgoing.hold_slot(slot)
-        self._spawn(self._upload(answer, mark))
+        self._spawn(self._upload(answer, bodies))
 
     def _tell_uploaded(self, order: UploadPart, digest: str = "", reason: str = "") -> None:
         """`reason`: why it did not arrive."""
@@ -260,7 +269,7 @@ class FragmentTransfers:
         self._buffers_left -= 1
         return np.empty(self._body_bytes, dtype=np.uint8)
 
-    def _encode(self, answer: Answer) -> str:
+    def _encode(self, answer: Answer) -> list[ShardBody]:
         fragment, slot, rest = answer.order.fragment, answer.order.slot, answer.rest
         delta = Delta(self._box.base(fragment), self._box.outgoing(slot, fragment))
         if rest is not None:
@@ -269,33 +278,30 @@ class FragmentTransfers:
         encode_contribution(self._codec, part, delta.cut_out(slice(0, part.size)), answer.data[:values])
         moments = answer.data[values:]
         moments[:] = self._box.outgoing_moments(slot)[: moments.size]
-        return compute_digest(answer.data.data)
+        return self.shards.cut_body(part, answer.data)
 
     def _keep_rest(self, answer: Answer) -> None:
         if answer.rest is not None:
             self.feedback.keep_rest(answer.rest)
 
-    async def _upload(self, answer: Answer, mark: str | None) -> None:
+    async def _upload(self, answer: Answer, bodies: list[ShardBody] | None) -> None:
         try:
-            if mark is None:
+            if bodies is None:
                 async with self._base_locks[answer.order.fragment]:
-                    mark = await asyncio.to_thread(self._encode, answer)
+                    bodies = await asyncio.to_thread(self._encode, answer)
                 self._keep_rest(answer)
                 self.outgoing.let_slot_go(answer.order.slot)
-            await self._send_body(answer.order, answer.data, mark)
+            await self._send_bodies(answer.order, bodies)
         finally:
             self._spare.append(answer.buffer)
 
-    async def _send_body(self, order: UploadPart, data: ByteArray, mark: str) -> None:
-        name, session = self._start.learner, self._start.session
+    async def _send_bodies(self, order: UploadPart, bodies: list[ShardBody]) -> None:
         try:
-            await self._link.put_contribution(
-                name, session, order.round, order.attempt, data.data, mark, BODY_S, rank=self._start.rank
-            )
+            digest = await self.shards.put_contribution(order, bodies)
         except (PeerError, Unreachable) as error:
             self._tell_uploaded(order, reason=str(error))
         else:
-            self._tell_uploaded(order, mark)
+            self._tell_uploaded(order, digest)
 
     def _upload_encoded(self, order: UploadPart) -> None:
         """A copy that the training process has encoded, as it lies in its slot. What it was encoded with has to be what
@@ -312,7 +318,8 @@ class FragmentTransfers:
 
     async def _send_encoded(self, order: UploadPart, data: ByteArray) -> None:
         try:
-            await self._send_body(order, data, await digest_aside(data.data))
+            part = self._sent_part(order.fragment)
+            await self._send_bodies(order, await asyncio.to_thread(self.shards.cut_body, part, data))
         finally:
             self.outgoing.let_slot_go(order.slot)
 
@@ -329,17 +336,20 @@ class FragmentTransfers:
     async def _upload_each(self, left: Iterator[int]) -> None:
         """One that failed is sent again, until the link is lost; of a rank that has none of its own, until the leader
         says otherwise."""
-        name, session = self._start.learner, self._start.session
         for fragment in left:
-            size = self._sent_part(fragment).size
-            data = self._box.base(fragment)[:size].view(np.uint8).data
-            mark = await digest_aside(data)
-            while size and self._link.up:
-                try:
-                    await self._link.put_initial(name, session, fragment, data, mark, BODY_S, rank=self._start.rank)
-                    break
-                except (PeerError, Unreachable):
-                    await asyncio.sleep(RETRY_S)
+            sent = self._sent_part(fragment)
+            if sent.size:
+                await run_together([self._upload_initial(fragment, one) for one in self.shards.places_of(sent)])
+
+    async def _upload_initial(self, fragment: int, place: PartPlace) -> None:
+        data = self._box.base(fragment)[place.values].view(np.uint8)
+        digest = await digest_aside(data.data)
+        while self._link.up:
+            try:
+                await self.shards.put_initial(fragment, place, data, digest)
+                break
+            except (PeerError, Unreachable):
+                await asyncio.sleep(RETRY_S)
 
     # ---- in -----------------------------------------------------------------------------------------------------
 
@@ -410,24 +420,32 @@ class FragmentTransfers:
         return True
 
     async def _fetch_into(self, fragment: int, values: FloatArray) -> int:
-        """The version that is now in `values`, made of what is held where the syncer has the steps from there."""
-        have, data = self._held.version_of(fragment), values.view(np.uint8).data
+        """The version that is now in `values`: all parts of it, where the syncer has several shards."""
+        places = self.shards.places_of(self._box.plan.fragments[fragment])
+        return await fetch_one_version([partial(self._fetch_place, one, values[one.values]) for one in places])
+
+    async def _fetch_place(self, place: PartPlace, values: FloatArray) -> int:
+        """The version that one shard has; made of what is held where the shard has the steps from there."""
+        fragment, data = place.part.index, values.view(np.uint8).data
+        have, step_bytes = self._held.version_of(fragment), self._held.step_bytes(place.part)
         if have >= 0:
-            found = await self._link.get_version(fragment, have, self._held.step_bytes(fragment), data, BODY_S)
-            if not found.steps or await self._apply_steps(fragment, have, found, values):
-                return found.version
-            print(
-                f"courier: fragment {fragment} is fetched whole: its steps do not fit version {have}", file=sys.stderr
+            found = await self.shards.reach(
+                place.shard, lambda to: to.get_version(fragment, have, step_bytes, data, BODY_S)
             )
+            if not found.steps or await self._apply_steps(place, have, found, values):
+                return found.version
+            _say(f"fragment {fragment} is fetched whole: its steps do not fit version {have}")
         rank = -1 if self._rank_plan is None else self._start.rank
-        version, _, _ = await self._link.get_fragment(fragment, data, BODY_S, self._start.learner, rank)
+        version, _, _ = await self.shards.reach(
+            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, self._start.learner, rank)
+        )
         return version
 
-    async def _apply_steps(self, fragment: int, have: int, found: FetchedVersion, values: FloatArray) -> bool:
-        given = (fragment, have, found.steps, values, found.digest)
-        if is_small(self._box.plan.fragments[fragment]):
+    async def _apply_steps(self, place: PartPlace, have: int, found: FetchedVersion, values: FloatArray) -> bool:
+        given = (place, have, found.steps, values, found.digest)
+        if is_small(place.part):
             return self._held.apply_steps(*given)
-        async with self._applying, self._base_locks[fragment]:
+        async with self._applying, self._base_locks[place.part.index]:
             return await asyncio.to_thread(self._held.apply_steps, *given)
 
     def _keep_and_round(self, part: Fragment, version: int, values: FloatArray) -> None:

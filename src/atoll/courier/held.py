@@ -19,6 +19,8 @@ from atoll.digests import compute_digest
 from atoll.mailbox.box import Mailbox
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import body_nbytes
+from atoll.numerics.fragments import Fragment
+from atoll.numerics.shard_plan import PartPlace
 from atoll.numerics.updates import decode_update, make_version_codec
 
 
@@ -36,21 +38,23 @@ class HeldVersions:
             return -1
         return int(self._box.base_version[fragment]) if self._is_exact(fragment) else self._versions.get(fragment, -1)
 
-    def step_bytes(self, fragment: int) -> int:
-        assert self._codec is not None
-        return body_nbytes(self._codec, self._box.plan.fragments[fragment])
+    def step_bytes(self, part: Fragment) -> int:
+        """Of a shard's part of a fragment, or of all of it; 0: versions come whole."""
+        return body_nbytes(self._codec, part) if self._codec is not None else 0
 
-    def apply_steps(self, fragment: int, have: int, steps: Sequence[memoryview], into: FloatArray, digest: str) -> bool:
-        """Whether `into` is now the version of that digest."""
+    def apply_steps(
+        self, place: PartPlace, have: int, steps: Sequence[memoryview], into: FloatArray, digest: str
+    ) -> bool:
+        """Whether `into`, which is of this part of the fragment, is now the version of that digest."""
         assert self._codec is not None
+        fragment = place.part.index
         if self.version_of(fragment) != have:
             return False  # forgotten meanwhile
-        np.copyto(into, self._box.base(fragment) if self._is_exact(fragment) else self._unrounded[fragment])
+        held = self._box.base(fragment) if self._is_exact(fragment) else self._unrounded[fragment]
+        np.copyto(into, held[place.values])
         for step in steps:
             try:
-                into -= decode_update(
-                    self._codec, self._box.plan.fragments[fragment], np.frombuffer(step, dtype=np.uint8)
-                )
+                into -= decode_update(self._codec, place.part, np.frombuffer(step, dtype=np.uint8))
             except ValueError:
                 return False
         return compute_digest(into.view(np.uint8).data) == digest

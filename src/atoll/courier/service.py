@@ -85,6 +85,8 @@ class Courier:
         self._box: Mailbox | None = None
         self._bodies: FragmentTransfers | None = None
         self._states: StateTransfers | None = None
+        self._shards: tuple[str, ...] = ()
+        """Where the other shards of the syncer are, as its last welcome said."""
         self._plan: FragmentPlan | None = None
         self._made_for: Settings | None = None
         """The settings that the shared memory was made for."""
@@ -299,6 +301,7 @@ class Courier:
         tell = self._handle if self._ranks is None else partial(self._ranks.hear, 0)
         about = (self._start, tell, self._tasks, opened.rank_plan)
         self._bodies = FragmentTransfers(box, self._link, frame.settings, *about)
+        self._bodies.shards.use_addresses(self._shards)
         if self._ranks is not None:
             self._ranks.use_bodies(self._bodies)
         self._handle(frame.stepped)  # its counters are those of this memory
@@ -375,6 +378,7 @@ class Courier:
                 message.run,
             )
             fits = self._fits(message)
+            self._shards = message.shards
             if self._ranks is not None and self._box is not None and not fits:
                 self._end_learner("the run has another plan or codec than before: the learner starts over")
                 return
@@ -387,6 +391,8 @@ class Courier:
             self._deliver(message)
 
     def _deliver(self, message: FromSyncer) -> None:
+        if isinstance(message, Welcome) and self._bodies is not None:
+            self._bodies.shards.use_addresses(message.shards)
         self._handle(fx.Arrived(message))
         if isinstance(message, Welcome) and self._box is not None:
             self._box.run = message.run

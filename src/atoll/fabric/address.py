@@ -73,6 +73,12 @@ class SyncerAddress(msgspec.Struct, frozen=True, kw_only=True):
         shown = {"Authorization": f"Bearer {token}"} if token else {}
         return {**shown, RUN_HEADER: self.run} if self.run else shown
 
+    def address_of_shard(self, link: str) -> SyncerAddress:
+        """Of another shard of this syncer, from what the lead says of it: by the same token, if it goes there by TLS
+        too. ConfigError: it is no address that one may dial."""
+        shard = parse_address(link)
+        return msgspec.structs.replace(shard, token=self.token) if shard.pin and not shard.token else shard
+
     @property
     def proxy_shown(self) -> str:
         """Its address alone: its password is in no log either."""

@@ -21,7 +21,7 @@ from functools import partial
 
 import aiohttp
 
-from atoll.fabric.address import checked_url, parse_address
+from atoll.fabric.address import SyncerAddress, checked_url, parse_address
 from atoll.fabric.calls import close_session
 from atoll.fabric.state import Into, Parts, StateArrival, StateSource, get_state, put_relay
 from atoll.fabric.transfer import (
@@ -43,8 +43,8 @@ from atoll.protocol.errors import ConfigError, Unreachable
 class BodyConnection:
     """Belongs to one event loop."""
 
-    def __init__(self, where: str, *, limits: FabricLimits | None = None) -> None:
-        self._address = parse_address(where)
+    def __init__(self, where: str | SyncerAddress, *, limits: FabricLimits | None = None) -> None:
+        self._address = parse_address(where) if isinstance(where, str) else where
         self._urls = list(self._address.urls)
         self._limits = limits or FabricLimits()
         self._bodies: aiohttp.ClientSession | None = None
@@ -60,6 +60,10 @@ class BodyConnection:
     def private(self) -> bool:
         """Its syncer authenticates learners; then they do not talk to each other directly."""
         return self._address.private
+
+    def connect_shard(self, link: str) -> BodyConnection:
+        """To another shard of this syncer, which sees the same token (docs/adr/0031)."""
+        return BodyConnection(self._address.address_of_shard(link), limits=self._limits)
 
     @property
     def up(self) -> bool:

@@ -17,12 +17,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
 from atoll.choices import CODEC
-from atoll.numerics.fragments import Fragment, FragmentPlan, Piece, lay_out_plan
+from atoll.numerics.codec import Codec, body_parts
+from atoll.numerics.fragments import Fragment, FragmentPlan, Piece, lay_out_plan, row_lengths
 from atoll.numerics.merge import Cut, cut_fragment
+
+
+class PartPlace(NamedTuple):
+    """A shard's part of a fragment, and where it lies in the array of the whole."""
+
+    shard: int
+    """Counted from 1, the lead."""
+    part: Fragment
+    values: slice
 
 
 class ShardPlan(msgspec.Struct, frozen=True):
@@ -48,6 +59,10 @@ class ShardPlan(msgspec.Struct, frozen=True):
     def holders(self, fragment: int) -> tuple[int, ...]:
         """The shards that hold any of it, in order."""
         return tuple(n for n, part in enumerate(self.ranges[fragment], start=1) if part.stop > part.start)
+
+    def places(self, fragment: int) -> tuple[PartPlace, ...]:
+        """Of the parts that are not empty, in order."""
+        return tuple(PartPlace(n, self.part(n, fragment), self.values(n, fragment)) for n in self.holders(fragment))
 
 
 def make_shard_plan(plan: FragmentPlan, count: int, codecs: Sequence[str] = ()) -> ShardPlan:
@@ -99,3 +114,27 @@ def _join_cuts(cuts: list[Cut], part: slice) -> list[Piece]:
             joined = cut.piece if held is None else Piece(held.tensor, held.first, held.rows + cut.piece.rows)
             found[cut.number] = joined
     return list(found.values())
+
+
+# ---- bodies ---------------------------------------------------------------------------------------------------------
+
+
+def locate_bodies(codec: Codec, whole: Fragment, places: Sequence[PartPlace]) -> list[tuple[int, list[slice]]]:
+    """For each shard, the bytes of the whole fragment's body that are its own body, in order: one slice, or up to three
+    where merged buffers, which come first in a body, lie in the middle of the fragment."""
+    found: dict[int, list[slice]] = {place.shard: [] for place in places}
+    for section in body_parts(codec, whole):
+        at = section.data.start
+        for place in places:
+            first = place.values.start
+            inside = [
+                piece
+                for piece, own in place.part.parts
+                if section.values.start <= first + own.start < section.values.stop
+            ]
+            if inside:
+                size = section.codec.nbytes(row_lengths(inside))
+                found[place.shard].append(slice(at, at + size))
+                at += size
+        assert at == section.data.stop, "a body is the bodies of its parts"
+    return list(found.items())
