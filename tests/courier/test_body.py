@@ -63,7 +63,7 @@ class FakeLink:
         self.initial.append(fragment)
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1
+        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
     ) -> tuple[int, int, str]:
         await self._through()
         into[:] = self.fragment.view(np.uint8).data[: into.nbytes]

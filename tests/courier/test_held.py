@@ -39,7 +39,7 @@ class SyncerLink(FakeLink):
         self.other_base = False
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1
+        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
     ) -> tuple[int, int, str]:
         self.asked.append((index, -1))
         served = self.parameters.serve_fragment(index)
@@ -48,7 +48,7 @@ class SyncerLink(FakeLink):
         return served.version, served.round, served.digest
 
     async def get_version(
-        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float
+        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float, least: int = -1
     ) -> FetchedVersion:
         self.asked.append((index, have))
         served = self.parameters.serve_fragment(index, have)

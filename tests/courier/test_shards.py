@@ -65,7 +65,7 @@ class ShardLink(SyncerLink):
         self.values[fragment] = bytes(data)
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1
+        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
     ) -> tuple[int, int, str]:
         await self._through()
         return await super().get_fragment(index, into, deadline_s)

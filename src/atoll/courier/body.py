@@ -79,7 +79,7 @@ def load_kernels() -> None:
     round_to_dtype(one, "bfloat16")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"courier: {text}", file=sys.stderr, flush=True)
 
 
@@ -127,7 +127,7 @@ class FragmentTransfers:
         self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec, self._rank_plan = make_codec(settings.codec), rank_plan
-        self.shards = ShardConnections(link, start, box.plan, self._codec, settings.version_codec, _say, tasks)
+        self.shards = ShardConnections(link, start, box.plan, self._codec, settings.version_codec, say, tasks)
         self.feedback = Feedback(box)
         self._held = HeldVersions(box, settings.version_codec if rank_plan is None else "fp32")
         self.encoded_with: dict[int, int] = {}
@@ -424,20 +424,21 @@ class FragmentTransfers:
         places = self.shards.places_of(self._box.plan.fragments[fragment])
         return await fetch_one_version([partial(self._fetch_place, one, values[one.values]) for one in places])
 
-    async def _fetch_place(self, place: PartPlace, values: FloatArray) -> int:
-        """The version that one shard has; made of what is held where the shard has the steps from there."""
+    async def _fetch_place(self, place: PartPlace, values: FloatArray, least: int) -> int:
+        """The version that one shard has; made of what is held where the shard has the steps from there. `least`: the
+        one that other shards have."""
         fragment, data = place.part.index, values.view(np.uint8).data
         have, step_bytes = self._held.version_of(fragment), self._held.step_bytes(place.part)
         if have >= 0:
             found = await self.shards.reach(
-                place.shard, lambda to: to.get_version(fragment, have, step_bytes, data, BODY_S)
+                place.shard, lambda to: to.get_version(fragment, have, step_bytes, data, BODY_S, least)
             )
             if not found.steps or await self._apply_steps(place, have, found, values):
                 return found.version
-            _say(f"fragment {fragment} is fetched whole: its steps do not fit version {have}")
+            say(f"fragment {fragment} is fetched whole: its steps do not fit version {have}")
         rank = -1 if self._rank_plan is None else self._start.rank
         version, _, _ = await self.shards.reach(
-            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, self._start.learner, rank)
+            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, self._start.learner, rank, least)
         )
         return version
 

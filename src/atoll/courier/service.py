@@ -17,12 +17,11 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from atoll.courier.body import FragmentTransfers, OpenBox, load_kernels, open_box
+from atoll.courier.body import FragmentTransfers, OpenBox, load_kernels, open_box, say
 from atoll.courier.rank_channel import BoxReady, RunKnown
 from atoll.courier.rank_events import SaidByAll
 from atoll.courier.rank_follower import RankFollower
@@ -60,7 +59,7 @@ from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.effects import Note, Tick
-from atoll.protocol.errors import AtollError
+from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, SettingsChanged, Welcome
@@ -255,7 +254,7 @@ class Courier:
             on_lost=self._lost,
         )
         self._states = StateTransfers(
-            self._channel, self._link, self._start, self._handle, _say, self._tasks, direct=self._direct
+            self._channel, self._link, self._start, self._handle, say, self._tasks, direct=self._direct
         )
         self._tasks.create_task(self._connect(self._link))
 
@@ -301,7 +300,7 @@ class Courier:
         tell = self._handle if self._ranks is None else partial(self._ranks.hear, 0)
         about = (self._start, tell, self._tasks, opened.rank_plan)
         self._bodies = FragmentTransfers(box, self._link, frame.settings, *about)
-        self._bodies.shards.use_addresses(self._shards)
+        self._use_shards(self._bodies)
         if self._ranks is not None:
             self._ranks.use_bodies(self._bodies)
         self._handle(frame.stepped)  # its counters are those of this memory
@@ -391,8 +390,8 @@ class Courier:
             self._deliver(message)
 
     def _deliver(self, message: FromSyncer) -> None:
-        if isinstance(message, Welcome) and self._bodies is not None:
-            self._bodies.shards.use_addresses(message.shards)
+        if isinstance(message, Welcome) and self._bodies is not None and not self._use_shards(self._bodies):
+            return
         self._handle(fx.Arrived(message))
         if isinstance(message, Welcome) and self._box is not None:
             self._box.run = message.run
@@ -404,6 +403,16 @@ class Courier:
             self._tell_run(self._box)
         elif isinstance(message, SettingsChanged):
             self._send(SettingsTold(message.settings))
+
+    def _use_shards(self, bodies: FragmentTransfers) -> bool:
+        """Whether the addresses that the syncer named can be dialled."""
+        try:
+            bodies.shards.use_addresses(self._shards)
+        except ConfigError as error:
+            text = f"the syncer names a shard that cannot be reached from here: {error}"
+            self._send(StopOrder(text, final=True, failed=True, mistake=True))
+            return False
+        return True
 
     def _tell_run(self, box: Mailbox) -> None:
         """To the other ranks, for the heads of their memory."""
@@ -425,7 +434,7 @@ class Courier:
         self._channel.send(DialFailed(reason))
         if self._loop.time() - self._said_at >= SAY_S:
             self._said_at = self._loop.time()
-            _say(f"the syncer is out of reach ({reason}); dialling again")
+            say(f"the syncer is out of reach ({reason}); dialling again")
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
@@ -453,7 +462,7 @@ class Courier:
                 if self._link is not None:
                     self._link.send(message)
             case Note(_, text):
-                _say(text)
+                say(text)
             case fx.Save() | fx.Supply() | fx.AskToLeave():
                 self._send(effect)
             case fx.Inform(progress, global_step, committed):
@@ -532,7 +541,7 @@ class Courier:
             if (copy := bodies.outgoing.name(adopt.fragment, adopt.copy_t)) is not None:
                 minus, steps, tokens = copy
             else:
-                _say(f"the copy to carry on from is gone: fragment {adopt.fragment} is overwritten this once")
+                say(f"the copy to carry on from is gone: fragment {adopt.fragment} is overwritten this once")
                 rule = "overwrite"
         slot = bodies.incoming.landed.pop(adopt.fragment)
         return AdoptOrder(
@@ -575,7 +584,7 @@ class Courier:
         if self._ended or self._over.is_set():
             return
         assert self._tasks is not None
-        _say(reason)
+        say(reason)
         self._send(StopOrder(reason, final=True, failed=True))
         self._say_goodbye(reason)
         self._ended, self._adopting = True, None
@@ -591,10 +600,6 @@ class Courier:
                 self._leave("its training process died")
 
 
-def _say(text: str) -> None:
-    print(f"courier: {text}", file=sys.stderr, flush=True)
-
-
 def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process; we end with it
     channel = CourierChannel(socket.socket(fileno=fd))
@@ -606,6 +611,6 @@ def main(fd: int) -> int:
     try:
         asyncio.run(run())
     except* AtollError as errors:
-        _say(str(errors.exceptions[0]))
+        say(str(errors.exceptions[0]))
         code = 1
     return code

@@ -93,13 +93,14 @@ class BodyConnection:
         await self._put(f"initial/{learner}/{fragment}", rank, data, body_headers(session, digest), deadline_s)
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1
+        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
     ) -> tuple[int, int, str]:
         """Version, round and digest of what is now in `into`; after an error its content is undefined. With `learner`
-        and `rank`: what this rank holds of the fragment, and its digest; −1: all of the fragment."""
+        and `rank`: what this rank holds of the fragment, and its digest; −1: all of the fragment. `least`: a shard
+        waits a moment for this version, which others have."""
         arrival = FragmentArrival(into.cast("B"))
         try:
-            where = partial(self._fragment_url, index, learner, rank)
+            where = partial(self._fragment_url, index, learner, rank, least)
             return await get_body(self._for_bodies(), where, arrival, deadline_s, self._limits)
         except Unreachable:
             self._miss_syncer()
@@ -107,17 +108,17 @@ class BodyConnection:
         finally:
             self.bytes_in += arrival.received
 
-    def _fragment_url(self, index: int, learner: str, rank: int) -> str:
+    def _fragment_url(self, index: int, learner: str, rank: int, least: int) -> str:
         """At the syncer of now."""
-        part = "" if rank < 0 else f"?learner={learner}&rank={rank}"
+        part = f"?learner={learner}&rank={rank}" if rank >= 0 else f"?least={least}" if least >= 0 else ""
         return fragment_url(self.url, index) + part
 
     async def get_version(
-        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float
+        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float, least: int = -1
     ) -> FetchedVersion:
         """The same for whoever holds version `have`: perhaps as steps from there, of `step_bytes` each."""
         url = fragment_url(self.url, index)
-        found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s)
+        found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s, least)
         self.bytes_in += found.nbytes or into.nbytes
         return found
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from atoll.protocol.errors import Unreachable
 
 T = TypeVar("T")
+ANY = -1
 AGAIN_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits before an older part is fetched again: a shard commits a moment after the lead."""
 
@@ -25,17 +26,17 @@ async def run_together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [one.result() for one in running]
 
 
-async def fetch_one_version(parts: Sequence[Callable[[], Coroutine[Any, Any, int]]], tries: int = 60) -> int:
+async def fetch_one_version(parts: Sequence[Callable[[int], Coroutine[Any, Any, int]]], tries: int = 60) -> int:
     """Fetch every part, and those that are older than the others again, until all are of one version; which it is.
-    Each part returns its version. Unreachable: some stayed behind."""
-    versions = await run_together([fetch() for fetch in parts])
+    Each is given the version that the others have, and returns its own. Unreachable: some stayed behind."""
+    versions = await run_together([fetch(ANY) for fetch in parts])
     for number in range(tries):
         newest = max(versions)
         behind = [n for n, version in enumerate(versions) if version < newest]
         if not behind:
             return newest
         await asyncio.sleep(AGAIN_S[min(number, len(AGAIN_S) - 1)])
-        for n, version in zip(behind, await run_together([parts[n]() for n in behind]), strict=True):
+        for n, version in zip(behind, await run_together([parts[n](newest) for n in behind]), strict=True):
             versions[n] = version
     raise Unreachable(f"its parts are of versions {min(versions)} to {max(versions)}")
 

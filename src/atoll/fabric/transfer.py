@@ -188,12 +188,19 @@ class FetchedVersion(NamedTuple):
 
 
 async def get_version(
-    session: aiohttp.ClientSession, url: str, have: int, step_bytes: int, into: memoryview, deadline_s: float
+    session: aiohttp.ClientSession,
+    url: str,
+    have: int,
+    step_bytes: int,
+    into: memoryview,
+    deadline_s: float,
+    least: int = -1,
 ) -> FetchedVersion:
     """A fragment's version, for whoever holds version `have`: whole in `into`, or as steps of `step_bytes` each, which
     together are fewer bytes. After an error the content of `into` is undefined."""
     into = into.cast("B")
-    async with asked(session, "GET", f"{url}?have={have}", deadline_s) as response:
+    wanted = f"{url}?have={have}" + (f"&least={least}" if least >= 0 else "")
+    async with asked(session, "GET", wanted, deadline_s) as response:
         version, _, named = _labels(response)
         marks = [mark for mark in response.headers.get(STEPS_HEADER, "").split(",") if mark]
         if not marks:
@@ -289,11 +296,13 @@ async def _told(where: str, path: str, words: Sequence[str], key: str, deadline_
         raise PeerError(one_line(f"{path} is not answered as a syncer does: {error}")) from None
 
 
-async def get_fragment_once(where: str, index: int, into: memoryview, deadline_s: float = 60.0) -> tuple[int, int, str]:
-    """One fragment without a link: version, round, digest."""
-    address = parse_address(where)
+async def get_fragment_once(
+    where: str | SyncerAddress, index: int, into: memoryview, deadline_s: float = 60.0, least: int = -1
+) -> tuple[int, int, str]:
+    """One fragment without a link: version, round, digest. `least`: see `BodyConnection.get_fragment`."""
+    address = parse_address(where) if isinstance(where, str) else where
     async with body_session(address, FabricLimits()) as session:
-        url = fragment_url(await _answering(session, address), index)
+        url = fragment_url(await _answering(session, address), index) + (f"?least={least}" if least >= 0 else "")
         return await get_body(session, lambda: url, FragmentArrival(into.cast("B")), deadline_s, FabricLimits())
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from atoll.fabric.address import parse_address
+from atoll.fabric.parts import fetch_one_version
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
 from atoll.learner.model import BufferRule, describe, merged, view_piece
@@ -28,6 +31,7 @@ from atoll.learner.script import say
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors, difference
+from atoll.numerics.shard_plan import PartPlace, make_shard_plan
 from atoll.protocol.errors import AtollError, PeerError, PlanError, Unreachable
 from atoll.protocol.limits import LONGEST, Direction, near
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
@@ -176,6 +180,25 @@ class ScoreClock:
         self._due = (step // every + 1) * every
 
 
+class ShardedSyncer:
+    """Where the parts of a model are: at one process, or at each shard (docs/adr/0031)."""
+
+    def __init__(self, url: str, plan: FragmentPlan, shards: Sequence[str], codecs: Sequence[str]) -> None:
+        lead = parse_address(url)
+        self._addresses = [lead, *map(lead.address_of_shard, shards)]
+        self._plan = make_shard_plan(plan, len(self._addresses), codecs)
+
+    async def fetch_fragment(self, fragment: int, values: FloatArray) -> int:
+        """The version that is then in `values`."""
+        places = self._plan.places(fragment)
+        return await fetch_one_version([partial(self._fetch_place, one, values[one.values]) for one in places])
+
+    async def _fetch_place(self, place: PartPlace, values: FloatArray, least: int) -> int:
+        where, data = self._addresses[place.shard - 1], values.view(np.uint8).data
+        version, _, _ = await get_fragment_once(where, place.part.index, data, FETCH_S, least)
+        return version
+
+
 class Evaluator:
     def __init__(
         self,
@@ -227,7 +250,8 @@ class Evaluator:
         plan = msgspec.convert(manifest["plan"], FragmentPlan)
         if not self._checked:
             self._check(plan, str(manifest.get("frozen", "")))
-        fetched = await self._fetch(plan, str(manifest["run"]), round)
+        shards = ShardedSyncer(self._url, plan, manifest.get("shards", ()), manifest.get("codecs", ()))
+        fetched = await self._fetch(plan, shards, str(manifest["run"]), round)
         found = read_figures(self._score(self._model), name_scorer(self._score))
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
@@ -264,14 +288,14 @@ class Evaluator:
         self._parameters = merged(self._model, rule)
         self._checked = True
 
-    async def _fetch(self, plan: FragmentPlan, run: str, round: int) -> FetchedModel:
+    async def _fetch(self, plan: FragmentPlan, shards: ShardedSyncer, run: str, round: int) -> FetchedModel:
         """Into the model; and as it came, where the best is kept. Fragments may be of different rounds: each is the
         newest when it is fetched."""
         kept: list[FloatArray] = []
         versions: list[int] = []
         for part in plan.fragments:
             values = np.empty(part.size, dtype=np.float32)
-            version, _, _ = await get_fragment_once(self._url, part.index, values.view(np.uint8).data, FETCH_S)
+            version = await shards.fetch_fragment(part.index, values)
             for piece, place in part.parts:
                 own = view_piece(self._parameters[piece.tensor.name], piece)
                 own.data.copy_(torch.from_numpy(values[place]).view(piece.shape))
