@@ -231,7 +231,7 @@ def test_a_round_is_staged_everywhere_before_it_is_decided() -> None:
     world.merge(0)
     [combine] = world.combined()
     assert [n for n, _ in combine.parts] == [1, 2, 3]
-    assert combine.heads(3) == ("head-2-0", "head-3-0")
+    assert combine.heads(3) == ("own", "head-2-0", "head-3-0")
     assert world.shards[2].versions == [0, 0], "nothing is committed before the decision"
     world.commit(1)
     assert [one.versions for one in world.shards.values()] == [[1, 0], [1, 0]]
@@ -240,7 +240,7 @@ def test_a_round_is_staged_everywhere_before_it_is_decided() -> None:
 def test_a_shard_that_holds_nothing_of_a_fragment_is_not_asked() -> None:
     world = World()
     world.play(1, version=1)
-    assert world.combined()[0].heads(3) == ("", "head-3-0")
+    assert world.combined()[0].heads(3) == ("own", "", "head-3-0")
     assert world.shards[2].chain == [] and world.shards[3].versions == [0, 1]
 
 
@@ -439,7 +439,7 @@ def test_a_new_lead_makes_shards_that_lived_on_take_up_its_decisions() -> None:
     world.play(0, version=1)
     world.collect(2)
     world.merge(2)  # staged everywhere, and decided by nobody
-    record = MergedRecord(0, 0, 1, 1, "", (), "", heads=("head-2-0", "head-3-0"))
+    record = MergedRecord(0, 0, 1, 1, "", (), "", heads=("own", "head-2-0", "head-3-0"))
     world.lead = lead.LeadShards(3, term=2)
     world.lead.restore_decisions([0, record, TermRecord(2, 0, "", 1)])
     world.lead.begin_run("a-run", b"begun", HOLDERS)

@@ -33,7 +33,7 @@ SECRET = re.compile(r"[A-Za-z0-9_-]{16,128}")
 NAMES = 4096
 """Different names that one token may bring into a run, unless it says otherwise: 64 learners, each started 64 times."""
 
-OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain"})
+OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain", "/v1/shard"})
 VIEWER_PATHS = frozenset({"/v1/status", "/v1/live", "/v1/codes"})
 SCORES = "/v1/scores"
 MANIFEST, FRAGMENTS = "/v1/manifest", "/v1/fragments/"

@@ -9,6 +9,7 @@
                                                        the rest of that version, or a newer one whole
     …?rank=RANK                                        of the two PUTs: that rank's part, of a learner of several
     GET  /v1/fragments/{fragment}?learner=…&rank=…     that rank's part, and its digest; never as steps
+    GET  /v1/shard                                     WebSocket of another shard of this syncer (see `shard_channel`)
     GET  /v1/moments/{fragment}/{version}              a body: averaged moments, with the same headers
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
@@ -47,21 +48,19 @@ from atoll.fabric.authorizer import (
     TokenAuthorizer,
     cookie_name,
 )
+from atoll.fabric.body_port import BodyPort, resumed_at
 from atoll.fabric.control import ControlServer
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import Handlers, ServedFragment, ServedPages
-from atoll.fabric.host import Port, error_response, range_start, send_pieces
-from atoll.fabric.intake import Intake, Probe, Uploads
+from atoll.fabric.host import error_response, range_start
+from atoll.fabric.intake import Probe
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import Tls
 from atoll.fabric.relay import RelayLimits, StateRelay
+from atoll.fabric.shard_channel import SHARD_PATH, ShardChannels, ShardHandlers
 from atoll.fabric.state import LEARNER_HEADER, TICKET
 from atoll.fabric.wire import (
-    DIGEST_HEADER,
-    ROUND_HEADER,
     SESSION_HEADER,
-    STEPS_HEADER,
-    VERSION_HEADER,
     FabricLimits,
     decode_score,
     decode_words,
@@ -76,7 +75,7 @@ SWEEP_S = 1.0
 _NUMBER = "[0-9]{1,12}"
 
 
-class Server(Port):
+class Server(BodyPort):
     def __init__(
         self,
         handlers: Handlers,
@@ -90,15 +89,15 @@ class Server(Port):
         tls: Tls | None = None,
         owners: NameOwners | None = None,
         names: Collection[str] = (),
+        shards: ShardHandlers | None = None,
     ) -> None:
+        """`shards`: of a syncer of several, who hears of the others."""
         super().__init__(host, port, limits or FabricLimits(), authorizer=authorizer, tls=tls, names=names)
         self._handlers = handlers
         self._pages = pages
-        self._intake = Intake(self._limits)
-        self._uploads = Uploads()
         self._control = ControlServer(handlers, self._limits, authorizer, owners)
         self._relay = StateRelay(handlers, self._limits, relay_limits or RelayLimits())
-        self._bodies_out = 0
+        self._shards = ShardChannels(shards, self._limits) if shards is not None else None
         self._probe = Probe(self._limits)
         self._scores = Budgets(self._limits.score_bytes, self._limits.score_rate)
         self._sweeping: asyncio.Task[NoReturn] | None = None
@@ -132,6 +131,7 @@ class Server(Port):
                 web.post("/v1/scores", self._score),
                 web.post("/v1/settings", self._settings),
                 web.post("/v1/drain", self._drain),
+                *([web.get(SHARD_PATH, self._shards.serve)] if self._shards is not None else ()),
                 *self._browser_routes(),
                 *self._probe.routes(),
                 *(self._pages.routes() if self._pages is not None else ()),
@@ -153,6 +153,8 @@ class Server(Port):
         if self._sweeping is not None:
             self._sweeping.cancel()
         self._control.close("the syncer is stopping")
+        if self._shards is not None:
+            self._shards.close("the lead is stopping")
         self._relay.close("the syncer is stopping")
         if self._pages is not None:
             self._pages.close()
@@ -228,7 +230,7 @@ class Server(Port):
         except PeerError as error:
             return error_response(404, error)
         try:
-            return await self._serve(request, served, _resumed_at(request, served, start))
+            return await self._serve(request, served, resumed_at(request, served, start))
         finally:
             served.release()
 
@@ -247,29 +249,6 @@ class Server(Port):
             return await self._serve(request, served, 0)
         finally:
             served.release()
-
-    async def _serve(self, request: web.Request, served: ServedFragment, start: int) -> web.StreamResponse:
-        response = web.StreamResponse(
-            status=206 if start else 200,
-            headers={
-                VERSION_HEADER: str(served.version),
-                ROUND_HEADER: str(served.round),
-                DIGEST_HEADER: served.digest,
-                "Content-Type": "application/octet-stream",
-            },
-        )
-        if start:
-            response.headers["Content-Range"] = f"bytes {start}-{served.data.nbytes - 1}/{served.data.nbytes}"
-        if served.steps:
-            response.headers[STEPS_HEADER] = ",".join(digest for digest, _ in served.steps)
-        if request.transport is not None:
-            served.on_cut(request.transport.abort)
-        parts = [served.data.cast("B")[start:]] if start else [part.cast("B") for part in served.body]
-        await send_pieces(request, response, parts, self._limits, self._count_out)
-        return response  # one that is too slow, or cut off, goes on later, or fetches a newer version
-
-    def _count_out(self, size: int) -> None:
-        self._bodies_out += size
 
     async def _relay_get(self, request: web.Request) -> web.StreamResponse:
         return await self._relay.fetch(request, self._member(request).learner)
@@ -341,17 +320,3 @@ def _rank(request: web.Request) -> int:
     if not re.fullmatch(_NUMBER, rank, re.ASCII):
         raise Rejected(400, "rank is no rank: it is a number of up to 12 digits")
     return int(rank)
-
-
-def _resumed_at(request: web.Request, served: ServedFragment, start: int) -> int:
-    """The byte that a reader goes on from; 0: what it has is of another version, and it gets this one whole."""
-    if not start:
-        return 0
-    version, size = request.headers.get(VERSION_HEADER, ""), served.data.nbytes
-    if "have" in request.query or not re.fullmatch(_NUMBER, version, re.ASCII):
-        raise Rejected(400, f"a range is of a whole version, which {VERSION_HEADER} and {DIGEST_HEADER} name")
-    if (int(version), request.headers.get(DIGEST_HEADER)) != (served.version, served.digest):
-        return 0
-    if start >= size:
-        raise Rejected(416, f"the version has {size} bytes: there is no byte {start}")
-    return start

@@ -87,7 +87,7 @@ def cut_fragment(fragment: Fragment, apart: Sequence[bool] = ()) -> list[Cut]:
 def _cut_piece(number: int, piece: Piece, values: slice, apart: bool) -> list[Cut]:
     """Into runs of rows, as many as fit into a PART; or not at all."""
     width = piece.size // piece.rows
-    each = max(1, PART // width) if apart else piece.rows
+    each = rows_of_cut(piece) if apart else piece.rows
     runs = [(first, min(each, piece.rows - first)) for first in range(0, piece.rows, each)]
     return [
         Cut(
@@ -97,6 +97,11 @@ def _cut_piece(number: int, piece: Piece, values: slice, apart: bool) -> list[Cu
         )
         for first, count in runs
     ]
+
+
+def rows_of_cut(piece: Piece) -> int:
+    """As many as fit into a PART; the last cut of a piece has the rest."""
+    return max(1, PART // (piece.size // piece.rows))
 
 
 def _takes_mean(piece: Piece, by: Any) -> bool:

@@ -15,7 +15,9 @@ Rules kept here:
 - with a codec that keeps feedback a body also brings what earlier ones left out, so the body of one step may be as
   large as theirs. It is judged as if it had as many steps as the longest of the recently merged contributions to the
   fragment. What counts as usual, once it is merged, is its norm by its own steps;
-- only merged contributions count: nobody can shift what is usual by sending what is refused anyway.
+- only merged contributions count: nobody can shift what is usual by sending what is refused anyway;
+- a norm is the root of the exact sum of the squares of the fragment's cuts (`MeasuredPart`), each of which is summed
+  apart. So a verdict does not depend on which shard of the syncer (docs/adr/0031) has which of them.
 
 This stops broken numbers, not a determined insider.
 """
@@ -26,14 +28,17 @@ import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from atoll.numerics import kernels
-from atoll.numerics.arrays import FloatArray
+from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import read_only
-from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.fragments import Fragment, FragmentPlan, Piece, whole
+from atoll.numerics.merge import rows_of_cut
+from atoll.protocol.messages import TensorSpec
 
 EARLY = 4
 """Norms that must be known before any is refused."""
@@ -45,6 +50,7 @@ ONCE_USUAL = 2.0
 """Times the highest running median of the run: so much is accepted, however small norms have become."""
 BUFFER_LIMIT = 1e6
 """Times the norm of a fragment's buffers, at least 1: those of dead channels fall to nothing and may come back."""
+_NO_SQUARES = np.empty(0, np.float64)
 CHUNK = 65_536
 """Elements looked at together when those that are not finite are counted."""
 
@@ -60,6 +66,46 @@ class UsualNorms(msgspec.Struct, frozen=True):
     """Per fragment, the steps of the contributions that had these norms; none without feedback."""
 
 
+class MeasuredPart(NamedTuple):
+    """A contribution to a fragment, or the part of it that a shard holds. Squares are one for each cut, in order."""
+
+    size: int
+    squares: DoubleArray
+    """‖Δ‖², without buffers."""
+    broken: int = 0
+    """Values that are not finite, buffers' too."""
+    committed: DoubleArray | None = None
+    """‖Θ‖² of its buffers; None: it was made on another version."""
+    moved: DoubleArray | None = None
+    """‖Θ − Δ‖² of them."""
+
+
+def measure_part(part: Fragment, delta: FloatArray, committed: FloatArray | None = None) -> MeasuredPart:
+    """`committed`: the values that it was made on; None: others, so its buffers are not merged."""
+    squares, of_buffers, held, moved = [_NO_SQUARES], [_NO_SQUARES], [_NO_SQUARES], [_NO_SQUARES]
+    for piece, at in part.parts:
+        (of_buffers if piece.tensor.buffer_rule else squares).append(_cut_squares(piece, delta[at]))
+        if piece.tensor.buffer_rule and committed is not None:
+            held.append(_cut_squares(piece, committed[at]))
+            moved.append(_cut_squares(piece, committed[at] - delta[at]))
+    finite = all(np.isfinite(one).all() for one in (*squares, *of_buffers))
+    known = (np.concatenate(held), np.concatenate(moved)) if committed is not None else (None, None)
+    return MeasuredPart(delta.size, np.concatenate(squares), 0 if finite else _broken(delta), *known)
+
+
+def _cut_squares(piece: Piece, values: FloatArray) -> DoubleArray:
+    """Of each cut (`merge.cut_fragment`); finite exactly when every value is."""
+    each = rows_of_cut(piece)
+    full, rest = divmod(piece.rows, each)
+    whole = values.size // piece.rows * each * full
+    found = np.empty(full + (rest > 0), np.float64)
+    if full:
+        kernels.square_norms(read_only(values[:whole]), found[:full])
+    if rest:
+        kernels.square_norms(read_only(values[whole:]), found[full:])
+    return found
+
+
 class NormScreen:
     def __init__(
         self,
@@ -73,8 +119,9 @@ class NormScreen:
         """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged. `feedback`:
         bodies also hold what earlier ones left out."""
         self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, FragmentPlan) else list(plan)
-        self._buffers = [part.buffers for part in plan.fragments] if isinstance(plan, FragmentPlan) else []
-        buffered = [part.stop - part.start for part in self._buffers] or [0] * len(self._sizes)
+        self._plan = plan if isinstance(plan, FragmentPlan) else None
+        buffers = [part.buffers for part in plan.fragments] if isinstance(plan, FragmentPlan) else []
+        buffered = [part.stop - part.start for part in buffers] or [0] * len(self._sizes)
         self._counts = [size - count for size, count in zip(self._sizes, buffered, strict=True)]
         """Per fragment, the values that its norm is of: all but buffers."""
         self.limit = limit
@@ -99,18 +146,28 @@ class NormScreen:
     ) -> str | None:
         """Why this contribution is refused, or None. Its norm counts after `note_merged`; without a key, at once.
         `committed`: the fragment's values that it was made on; None: others, so its buffers are not merged."""
-        if not 0 <= fragment < len(self._sizes):
-            return f"fragment {fragment} is not one of the plan's {len(self._sizes)}"
-        if delta.shape != (self._sizes[fragment],):
-            return f"{delta.size} values came, fragment {fragment} has {self._sizes[fragment]}"
-        norm = _norm(delta)
-        if not math.isfinite(norm):
-            return f"{_broken(delta)} of {delta.size} values are not finite"
-        if self._buffers and (buffers := self._buffers[fragment]).stop > 0:
-            refusal = None if committed is None else self._judge_buffers(fragment, committed[buffers], delta[buffers])
+        if (refusal := self._refuse_size(fragment, delta.size)) is not None:
+            return refusal
+        part = self._plan.fragments[fragment] if self._plan is not None else whole_array(delta.size)
+        return self.judge_parts(fragment, [measure_part(part, delta, committed)], steps, key)
+
+    def judge_parts(
+        self, fragment: int, parts: Sequence[MeasuredPart], steps: int = 1, key: Hashable = None
+    ) -> str | None:
+        """The same for one that was measured, in the order of its parts."""
+        size = sum(part.size for part in parts)
+        if (refusal := self._refuse_size(fragment, size)) is not None:
+            return refusal
+        if broken := sum(part.broken for part in parts):
+            return f"{broken} of {size} values are not finite"
+        norm = _root_of_sum([part.squares for part in parts])
+        if self._plan is not None and self._plan.fragments[fragment].buffers.stop > 0:
+            before = [part.committed for part in parts if part.committed is not None]
+            after = [part.moved for part in parts if part.moved is not None]
+            if len(before) == len(parts):
+                refusal = self._judge_buffers(fragment, _root_of_sum(before), _root_of_sum(after))
             if refusal is not None:
                 return refusal
-            norm = math.hypot(_norm(delta[: buffers.start]), _norm(delta[buffers.stop :]))
         own = min(max(steps, 1), self.most_steps)
         held = max([own, *self._steps[fragment]])
         refusal = self._judge_norm(fragment, norm / held, "norm" if held == 1 else "norm per step")
@@ -147,11 +204,19 @@ class NormScreen:
         """The contribution of this key is discarded, or merged already."""
         self._waiting.pop(key, None)
 
-    def _judge_buffers(self, fragment: int, committed: FloatArray, delta: FloatArray) -> str | None:
+    def _refuse_size(self, fragment: int, size: int) -> str | None:
+        if not 0 <= fragment < len(self._sizes):
+            return f"fragment {fragment} is not one of the plan's {len(self._sizes)}"
+        if size != self._sizes[fragment]:
+            return f"{size} values came, fragment {fragment} has {self._sizes[fragment]}"
+        return None
+
+    def _judge_buffers(self, fragment: int, committed: float, norm: float) -> str | None:
+        """`committed`: the norm of the buffers as they are; `norm`: as they would be."""
         if len(self._norms[fragment]) < self._least:
             return None
-        least = self._least_buffers[fragment] = min(self._least_buffers[fragment], _norm(committed))
-        usual, norm = max(1.0, least), _norm(committed - delta)
+        least = self._least_buffers[fragment] = min(self._least_buffers[fragment], committed)
+        usual = max(1.0, least)
         if norm <= BUFFER_LIMIT * usual:
             return None
         return f"the norm of its buffers is {norm:.3g}, over {BUFFER_LIMIT:,.0f} times the run's {usual:.3g}"
@@ -180,11 +245,14 @@ class NormScreen:
         return max(own, per_value * math.sqrt(self._counts[fragment]))
 
 
-def _norm(values: FloatArray) -> float:
-    """Finite exactly when every value is: one pass answers both questions."""
-    square = np.empty(1, np.float64)
-    kernels.square_norms(read_only(values), square)
-    return math.sqrt(square[0])
+def whole_array(size: int) -> Fragment:
+    """Of a plan that is not known: one row."""
+    return Fragment(0, (whole(TensorSpec("", (1, size), "float32")),), (0,), size)
+
+
+def _root_of_sum(squares: Sequence[DoubleArray]) -> float:
+    """The exact sum, however it is dealt out."""
+    return math.sqrt(math.fsum(value for part in squares for value in part.tolist()))
 
 
 def _broken(values: FloatArray) -> int:

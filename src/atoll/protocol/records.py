@@ -138,7 +138,8 @@ class MergedRecord(Record, frozen=True, tag="m"):
     step: float = 0.0
     """The run's step (`Pace`, protocol/syncer/closing.py) at its commit. Over all records of a run it never falls."""
     heads: tuple[str, ...] = ()
-    """Of the shards 2 to S, in order: the heads of their chains behind their parts of it (docs/adr/0031)."""
+    """Of a syncer of several shards (docs/adr/0031): of shard 1 the digest of its part of the version, of each other
+    the head of its chain behind its part; empty where it holds nothing of the fragment."""
 
 
 class PassedRecord(Record, frozen=True, tag="p"):

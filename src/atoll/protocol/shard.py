@@ -22,6 +22,7 @@ from atoll.protocol.shard_messages import (
     SHARD_PROTOCOL,
     AnyDecision,
     AskInitial,
+    AskValues,
     Body,
     BodyHere,
     CutDone,
@@ -166,6 +167,12 @@ class CompletePart(Fact, frozen=True):
     finish: FinishCut
 
 
+class ReadValues(Fact, frozen=True):
+    """Effect: answer with some of the committed values."""
+
+    asked: AskValues
+
+
 class HangUp(Fact, frozen=True):
     """Effect: leave this lead, and dial again."""
 
@@ -191,6 +198,7 @@ ShardEffect = (
     | Apply
     | CaptureCut
     | CompletePart
+    | ReadValues
     | HangUp
     | End
 )
@@ -324,6 +332,8 @@ class Shard:
                 return [CaptureCut(message)]
             case FinishCut():
                 return [CompletePart(message)]
+            case AskValues():
+                return [ReadValues(message)]
             case _:
                 return []
 

@@ -1,8 +1,8 @@
 """What the lead of a syncer and its other shards say to each other (docs/adr/0031): `GET /v1/shard`, one WebSocket for
 each shard, which dials the lead. Small messages: bodies travel between learners and shards.
 
-    shard → lead   ShardHello  TakenUp  BodyHere  InitialHere  Staged  Unstaged  CutHere  CutDone
-    lead → shard   TakeUp  Expect  Forget  AskInitial  Stage  Unstage  Decide  WriteCut  FinishCut  EndShard
+    shard → lead   ShardHello  TakenUp  BodyHere  InitialHere  Staged  Unstaged  CutHere  CutDone  Values
+    lead → shard   TakeUp  Expect  Forget  AskInitial  Stage  Unstage  Decide  WriteCut  FinishCut  AskValues  EndShard
 
 Both directions keep their order, so a shard stages, decides and writes cuts in the order of the lead's effects.
 """
@@ -104,9 +104,9 @@ class BodyHere(ShardMessage, frozen=True):
     squares: Squares = b""
     version: Number = -1
     """The committed version that the buffers were compared with, …"""
-    buffers: Real = 0.0
+    buffers: Squares = b""
     """… ‖Θ‖² of the model buffers in its part, …"""
-    moved: Real = 0.0
+    moved: Squares = b""
     """… and ‖Θ − Δ‖²."""
     broken: Count = 0
     """Values that are not finite."""
@@ -163,6 +163,15 @@ class CutDone(ShardMessage, frozen=True):
 
     cut: Number
     reason: Words = ""
+
+
+class Values(ShardMessage, frozen=True):
+    """Some bytes of its part of a fragment's committed version."""
+
+    order: Count
+    fragment: Number
+    start: Count
+    data: Annotated[bytes, Meta(max_length=1 << 25)]
 
 
 # ---- from the lead --------------------------------------------------------------------------------------------------
@@ -239,7 +248,6 @@ class Unstage(ShardMessage, frozen=True):
 
     order: Count
     fragment: Number
-    reset: bool = False
 
 
 class Decide(ShardMessage, frozen=True):
@@ -265,6 +273,15 @@ class FinishCut(ShardMessage, frozen=True):
     spared: Number = -1
 
 
+class AskValues(ShardMessage, frozen=True):
+    """The finished model is to be written: answer Values."""
+
+    order: Count
+    fragment: Number
+    start: Count
+    size: Count
+
+
 class EndShard(ShardMessage, frozen=True):
     """The run is over, or (with `refused`) this process may not take part: end."""
 
@@ -272,8 +289,10 @@ class EndShard(ShardMessage, frozen=True):
     refused: bool = False
 
 
-FromShard = ShardHello | TakenUp | BodyHere | InitialHere | Staged | Unstaged | CutHere | CutDone
-FromLead = TakeUp | Expect | Forget | AskInitial | Stage | Unstage | Decide | WriteCut | FinishCut | EndShard
+FromShard = ShardHello | TakenUp | BodyHere | InitialHere | Staged | Unstaged | CutHere | CutDone | Values
+FromLead = (
+    TakeUp | Expect | Forget | AskInitial | Stage | Unstage | Decide | WriteCut | FinishCut | AskValues | EndShard
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_shard: msgspec.msgpack.Decoder[FromShard] = msgspec.msgpack.Decoder(FromShard)

@@ -4,6 +4,8 @@
   a lossy version codec it is the bytes that changed the version (numerics/updates.py).
 - A round is staged first: its outer step writes into a buffer beside the committed version (versions.py) and changes
   the fragment's outer state (outer_state.py). `commit_version` makes that buffer the committed version.
+- In a syncer of several shards (docs/adr/0031) a staged round may be taken back (`drop_staged`): another shard could
+  not stage its part. A part may be empty.
 - Versions before the committed one, and feedback, are forgotten in every new term: a replay has the same ones.
 - What is called on the event loop copies and hashes nothing large.
 """
@@ -49,7 +51,11 @@ class StagedUpdate(NamedTuple):
 
 
 class Parameters:
-    def __init__(self, plan: FragmentPlan, outer: Outer, version_codec: str = WHOLE) -> None:
+    def __init__(self, plan: FragmentPlan, outer: Outer, version_codec: str = WHOLE, *, may_drop: bool = False) -> None:
+        """`may_drop`: what is staged may be taken back, at the price of a copy of its outer state."""
+        self._may_drop = may_drop
+        self._before: dict[int, dict[str, FloatArray]] = {}
+        """By fragment, the outer state before what is staged."""
         check_version_codec(version_codec, outer.optimizer)
         self.plan, self.threads = plan, thread_count()
         self._rule = outer.merge
@@ -103,6 +109,10 @@ class Parameters:
         `moments`: where they are shared, what came with each contribution. Their mean goes with the new version.
         """
         part = self.plan.fragments[fragment]
+        if part.size == 0:
+            return self._stage_nothing(fragment)
+        if self._may_drop:
+            self._before[fragment] = dict(self._state[fragment].share_arrays())
         if subtracts_from_newest(self._rule):
             self._subtract_from_newest(fragment, deltas, bases)
         if part.buffers.stop > 0:
@@ -114,6 +124,23 @@ class Parameters:
             averaged = average_moments(part, moments, weights, factors, self.threads)
             self._staged[fragment].moments = AveragedMoments(averaged, compute_digest(averaged.data))
         return mark
+
+    def _stage_nothing(self, fragment: int) -> str:
+        new = self._versions[fragment].take_buffer()
+        new.digest, new.marks = compute_digest(b""), b""
+        if self._codec is not None:
+            self._updates[fragment] = StagedUpdate(np.empty(0, np.uint8), np.empty(0, np.float32), new.digest)
+        self._staged[fragment] = new
+        return new.digest
+
+    def drop_staged(self, fragment: int) -> None:
+        """All is as before it was staged."""
+        self._versions[fragment].return_buffer(self._staged.pop(fragment))
+        self._updates.pop(fragment, None)
+        self._free_gradient(fragment)
+        if (before := self._before.pop(fragment, None)) is not None:
+            self._state[fragment].replace_arrays(before)
+            self._state[fragment].share_arrays()  # a cut may still be written from them
 
     def _subtract_from_newest(self, fragment: int, deltas: Sequence[FloatArray], bases: Sequence[int]) -> None:
         """Δ ← Δ + (Θ − base) = Θ − θ. What was made on a base that is not kept stays as it is."""
@@ -208,6 +235,8 @@ class Parameters:
     def stage_payload(self, fragment: int, payload: memoryview) -> str:
         """Take the outer step as the journal keeps it. Returns the digest; ValueError: it gives no such step."""
         part = self.plan.fragments[fragment]
+        if part.size == 0:
+            return self._stage_nothing(fragment)
         if self._codec is None:
             if payload.nbytes != 4 * part.size:
                 raise ValueError(f"{payload.nbytes} bytes are no outer gradient of fragment {fragment}")
@@ -247,12 +276,16 @@ class Parameters:
 
     def commit_version(self, fragment: int, version: int, round: int) -> None:
         new, update = self._staged.pop(fragment), self._updates.pop(fragment, None)
-        if (gradient := self._gradients.pop(fragment, None)) is not None:
-            self._spare_gradients.append(gradient)
+        self._before.pop(fragment, None)
+        self._free_gradient(fragment)
         new.version, new.round = version, round
         self._keep_feedback(fragment, update)
         step = None if update is None else EncodedStep(version, update.data, update.digest)
         self._versions[fragment].commit_buffer(new, step, keep_base=subtracts_from_newest(self._rule))
+
+    def _free_gradient(self, fragment: int) -> None:
+        if (gradient := self._gradients.pop(fragment, None)) is not None:
+            self._spare_gradients.append(gradient)
 
     def _keep_feedback(self, fragment: int, update: StagedUpdate | None) -> None:
         """What the round left out is the feedback of the next; behind a rollback there is none."""

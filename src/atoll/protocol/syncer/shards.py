@@ -30,6 +30,7 @@ from atoll.protocol.shard_messages import (
     SHARD_PROTOCOL,
     AnyDecision,
     AskInitial,
+    AskValues,
     Body,
     BodyHere,
     CutDone,
@@ -54,6 +55,7 @@ from atoll.protocol.shard_messages import (
     TermBegun,
     Unstage,
     Unstaged,
+    Values,
     WriteCut,
 )
 from atoll.protocol.syncer import effects as fx
@@ -87,9 +89,11 @@ class Combine(Fact, frozen=True):
     """By shard, in order."""
 
     def heads(self, shards: int) -> tuple[str, ...]:
-        """As the record names them: of shards 2 to S; empty for one that holds nothing of the fragment."""
+        """As the record names them: of shard 1 the digest of its part, of the others the heads of their chains; empty
+        for one that holds nothing of the fragment."""
         staged = dict(self.parts)
-        return tuple(staged[n].head if n in staged else "" for n in range(LEAD + 1, shards + 1))
+        others = (staged[n].head if n in staged else "" for n in range(LEAD + 1, shards + 1))
+        return (staged[LEAD].digest, *others)
 
 
 class CutPartsKept(Fact, frozen=True):
@@ -115,6 +119,13 @@ class InitialParts(Fact, frozen=True):
     message: InitialHere
 
 
+class ValuesHere(Fact, frozen=True):
+    """Effect: a shard has sent some of its values."""
+
+    shard: int
+    message: Values
+
+
 class Moved(Fact, frozen=True):
     """Effect: a shard has another address than the learners know."""
 
@@ -131,7 +142,19 @@ class Tell(Fact, frozen=True):
     event: fx.SyncerEvent
 
 
-LeadEffect = Order | Complete | Combine | CutPartsKept | CutPartsDone | InitialParts | Moved | AllThere | Tell | Note
+LeadEffect = (
+    Order
+    | Complete
+    | Combine
+    | CutPartsKept
+    | CutPartsDone
+    | InitialParts
+    | ValuesHere
+    | Moved
+    | AllThere
+    | Tell
+    | Note
+)
 
 
 @dataclass(slots=True)
@@ -206,6 +229,10 @@ class LeadShards:
 
     def holders(self, fragment: int) -> tuple[int, ...]:
         return self._holders[fragment]
+
+    def stagers(self, fragment: int) -> tuple[int, ...]:
+        """Who has a part in its rounds: the holders, and the lead, whose record is the decision."""
+        return tuple(sorted({LEAD, *self._holders[fragment]}))
 
     def take_standstill_s(self, now: float) -> float:
         """Seconds since it was last asked, as far as a shard was away in them."""
@@ -311,7 +338,7 @@ class LeadShards:
         for cut in [cut for cut, left in self._finishing.items() if shard in left]:
             del self._finishing[cut]
             self._out.append(CutPartsDone(cut, why))
-        if self._merge is not None and shard in self.holders(self._merge.merge.fragment):
+        if self._merge is not None and shard in self.stagers(self._merge.merge.fragment):
             self._void_merge(fx.Unmergeable(self._merge.merge.round, why), but=shard)
         for body in self._bodies.values():
             body.here.pop(shard, None)
@@ -363,6 +390,8 @@ class LeadShards:
                 self._note_body(shard, message)
             case InitialHere():
                 self._out.append(InitialParts(shard, message))
+            case Values():
+                self._out.append(ValuesHere(shard, message))
             case Staged() | Unstaged():
                 self._note_staged(shard, message)
             case CutHere(cut=cut):
@@ -430,7 +459,7 @@ class LeadShards:
         given = tuple(Given(one.learner, one.attempt, one.weight, one.base) for one in merge.parts)
         attempt = max((one.attempt for one in merge.parts), default=0)
         stage = Stage(order=self._orders, round=merge.round, attempt=attempt, fragment=merge.fragment, given=given)
-        for shard in holders:
+        for shard in self.stagers(merge.fragment):
             self._order(shard, stage)
 
     def _find_lost(self, merge: fx.Merge, holders: tuple[int, ...]) -> str:
@@ -450,15 +479,15 @@ class LeadShards:
             self._void_merge(fx.Unmergeable(pending.merge.round, answer.reason, answer.reset), but=shard)
             return
         pending.staged[shard] = answer
-        holders = self.holders(pending.merge.fragment)
-        if all(n in pending.staged for n in holders):
+        stagers = self.stagers(pending.merge.fragment)
+        if all(n in pending.staged for n in stagers):
             self._merge = None
-            self._out.append(Combine(pending.merge, tuple((n, pending.staged[n]) for n in holders)))
+            self._out.append(Combine(pending.merge, tuple((n, pending.staged[n]) for n in stagers)))
 
     def _void_merge(self, why: fx.Unmergeable, but: int) -> None:
         assert self._merge is not None
         pending, self._merge = self._merge, None
-        for shard in self.holders(pending.merge.fragment):
+        for shard in self.stagers(pending.merge.fragment):
             if shard != but and (shard == LEAD or self.seats[shard].ready):
                 self._order(shard, Unstage(order=pending.order, fragment=pending.merge.fragment))
         self._fail(why)
@@ -509,6 +538,11 @@ class LeadShards:
             del self._finishing[cut]
             self._out.append(CutPartsDone(cut, reason))
 
+    # ---- the finished model -------------------------------------------------------------------------------------
+
+    def ask_values(self, shard: int, order: int, fragment: int, start: int, size: int) -> None:
+        self._order(shard, AskValues(order=order, fragment=fragment, start=start, size=size))
+
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def end_run(self, reason: str) -> None:
@@ -524,7 +558,7 @@ def _decision(record: AnyRecord, shard: int) -> AnyDecision | None:
     """As this shard is told it; None: it does not concern it."""
     match record:
         case MergedRecord(round=number, fragment=fragment, version=version, heads=heads):
-            head = heads[shard - LEAD - 1]
+            head = heads[shard - LEAD]
             return RoundDecided(number, fragment, version, head) if head else None
         case ResetRecord(fragment=fragment):
             return StateReset(fragment)

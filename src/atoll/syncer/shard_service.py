@@ -1,0 +1,392 @@
+"""A shard of the syncer at work (docs/adr/0031): the lead's orders in, bodies in, effects carried out.
+
+What it does and in which order is decided by protocol/shard.py; this file does it: on its part of the model
+(`Parameters` and `Inbox` on its shard plan), on its folder (`ShardStore`), at its port (`ShardServer`). Large fragments
+are worked on in threads, as the lead does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from atoll.fabric.handlers import ServedFragment
+from atoll.fabric.shard_channel import LeadConnection
+from atoll.fabric.shard_server import ShardServer
+from atoll.fabric.wire import SMALL_BYTES, one_line
+from atoll.numerics.codec import make_codec
+from atoll.numerics.screen import MeasuredPart, measure_part
+from atoll.protocol import shard as sh
+from atoll.protocol.errors import AtollError, PeerError
+from atoll.protocol.shard_messages import (
+    AskInitial,
+    AskValues,
+    Body,
+    BodyHere,
+    CutDone,
+    CutHere,
+    Expect,
+    FinishCut,
+    FromShard,
+    InitialHere,
+    RoundDecided,
+    Stage,
+    TakeUp,
+    Values,
+)
+from atoll.store.disk import NoRoom, Rests
+from atoll.store.writer_lease import Deposed
+from atoll.syncer.contributions import LARGE, Inbox, PendingContribution
+from atoll.syncer.credentials import PortAccess
+from atoll.syncer.outer_state import Overflow
+from atoll.syncer.parameters import Parameters
+from atoll.syncer.shard_store import CapturedPart, ShardStore
+from atoll.syncer.versions import Buffer, is_finite
+
+AGAIN_S = 0.1
+"""Between two tries on a full disk."""
+
+
+class ShardEnded(Exception):
+    """The lead said so; `refused`: this process may not take part."""
+
+    def __init__(self, reason: str, refused: bool) -> None:
+        super().__init__(reason)
+        self.refused = refused
+
+
+class ShardService:
+    """The `ShardBodies` of its port. Belongs to one event loop."""
+
+    def __init__(
+        self, machine: sh.Shard, store: ShardStore, lead: str, access: PortAccess, *, host: str, port: int
+    ) -> None:
+        self._machine, self._store = machine, store
+        self._parameters: Parameters | None = None
+        self._inbox: Inbox | None = None
+        self._expected: dict[Body, Expect] = {}
+        self._asked: AskInitial | None = None
+        self._initial_here: set[int] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._ended: asyncio.Future[ShardEnded] = asyncio.get_running_loop().create_future()
+        self.url = ""
+        """Where learners reach it; set before it runs."""
+        self.server = ShardServer(
+            self, host=host, port=port, authorizer=access.authorizer, tls=access.tls, names=access.names
+        )
+        self._lead = LeadConnection(
+            lead,
+            hello=lambda: machine.hello(self.url, store.cuts),
+            on_message=lambda message: self._handle(sh.LeadSaid(message)),
+            on_lost=lambda reason: self._handle(sh.LeadLost()),
+        )
+
+    def end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(ShardEnded(reason, refused=False))
+
+    async def run(self) -> ShardEnded:
+        """Once the port is open: until the lead, or the operator, ends it. Why."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            lasting = [
+                tasks.create_task(self._lead.run()),
+                tasks.create_task(self.server.vital.watch()),
+                tasks.create_task(self._send_heartbeats()),
+            ]
+            ended = await self._ended
+            await self.server.stop()
+            for task in lasting:
+                task.cancel()
+        return ended
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.to_thread(self._store.send_heartbeat)
+            if self._store.fenced:
+                raise Deposed
+            await asyncio.sleep(1.0)
+
+    # ---- the machine --------------------------------------------------------------------------------------------
+
+    def _handle(self, event: sh.ShardEvent) -> None:
+        for effect in self._machine.handle(event):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: sh.ShardEffect) -> None:
+        match effect:
+            case sh.Say(message):
+                self._say(message)
+            case sh.Recover(take_up):
+                self._spawn(self._take_up(take_up))
+            case sh.ExpectBody(expect):
+                self._expected[expect.body] = expect
+                self._room.expect_body(expect.body, expect.fragment, probe=expect.probe)
+                self._spawn(self.server.announce_news())
+            case sh.FreeBody(body):
+                self._expected.pop(body, None)
+                self._room.discard(body)
+            case sh.AskFor(asked):
+                self._ask_for(asked)
+            case sh.Step(stage):
+                self._spawn(self._step(stage))
+            case sh.Write(stage, digest):
+                self._spawn(self._write(stage, digest))
+            case sh.Undo(fragment):
+                self._model.drop_staged(fragment)
+            case sh.Apply(RoundDecided() as decision, staged):
+                self._commit(decision, staged=staged)
+            case sh.Apply(decision):
+                self._store.apply_other(self._model, decision)
+            case sh.CaptureCut(write):
+                captured = self._store.capture(self._model, write.cut, write.round)
+                held = self._model.committed_buffers()
+                self._spawn(self._write_part(captured, held, None if write.hurry else Rests()))
+            case sh.CompletePart(finish):
+                self._spawn(self._complete_part(finish))
+            case sh.ReadValues(asked):
+                self._say(self._read_values(asked))
+            case sh.HangUp():
+                self._lead.hang_up()
+            case sh.End(reason, refused):
+                if not self._ended.done():
+                    self._ended.set_result(ShardEnded(reason, refused))
+
+    def _say(self, message: FromShard) -> None:
+        self._lead.send(msgspec.structs.replace(message, term=self._machine.term))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(work)
+
+    @property
+    def _model(self) -> Parameters:
+        assert self._parameters is not None, "orders come behind TakeUp"
+        return self._parameters
+
+    @property
+    def _room(self) -> Inbox:
+        assert self._inbox is not None, "orders come behind TakeUp"
+        return self._inbox
+
+    async def _take_up(self, message: TakeUp) -> None:
+        try:
+            parameters, rounds = await asyncio.to_thread(self._store.take_up, message)
+        except (AtollError, MemoryError) as error:
+            reason = one_line(error) or "its part of the model does not fit into this machine's memory"
+            self._handle(sh.TookUp(self._store.run, reason=reason))
+            return
+        assert self._store.begun is not None
+        self._parameters = parameters
+        self._inbox = Inbox(parameters.plan, make_codec(self._store.begun.settings.codec, parameters.threads))
+        self._expected.clear()
+        self._asked = None
+        self._handle(sh.TookUp(self._store.run, rounds))
+
+    # ---- rounds -------------------------------------------------------------------------------------------------
+
+    async def _step(self, stage: Stage) -> None:
+        small = self._model.plan.fragments[stage.fragment].size <= LARGE
+        self._handle(self._merge(stage) if small else await asyncio.to_thread(self._merge, stage))
+
+    def _merge(self, stage: Stage) -> sh.Stepped | sh.StepFailed:
+        began, model, fragment = time.perf_counter(), self._model, stage.fragment
+        try:
+            deltas = [self._room.get_delta((one.learner, stage.round, one.attempt)) for one in stage.given]
+        except KeyError:
+            return sh.StepFailed(
+                stage.order, f"shard {self._machine.shard} lacks a contribution to round {stage.round}"
+            )
+        weights, bases = [one.weight for one in stage.given], [one.base for one in stage.given]
+        try:
+            digest = model.stage_merge(fragment, deltas, weights, bases=bases)
+        except Overflow as error:
+            return sh.StepFailed(stage.order, str(error), reset=True)
+        except ValueError as error:
+            return sh.StepFailed(stage.order, str(error))
+        return sh.Stepped(stage.order, digest, model.piece_marks(fragment), time.perf_counter() - began)
+
+    async def _write(self, stage: Stage, digest: str) -> None:
+        data = self._model.round_payload(stage.fragment)
+        append = partial(self._store.append_round, stage.round, stage.attempt, stage.fragment, digest, data)
+        if (head := await asyncio.to_thread(_append_if_room, append)) is None:
+            asyncio.get_running_loop().call_later(AGAIN_S, lambda: self._spawn(self._write(stage, digest)))
+        else:
+            self._handle(sh.Written(stage.order, head))
+
+    def _commit(self, decision: RoundDecided, *, staged: bool) -> None:
+        if staged:
+            self._model.commit_version(decision.fragment, decision.version, decision.round)
+        else:  # it was staged by the process before this one, or on an earlier connection: rare, so the loop may wait
+            record, data = self._store.read_round(decision)
+            self._store.replay(self._model, decision, record, data)
+        self._spawn(self.server.announce_news())
+
+    def _read_values(self, asked: AskValues) -> Values:
+        values = self._model.committed_buffers()[asked.fragment].values.view(np.uint8)
+        data = values[asked.start : asked.start + asked.size].tobytes()
+        return Values(order=asked.order, fragment=asked.fragment, start=asked.start, data=data)
+
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    async def _write_part(self, captured: CapturedPart, held: list[Buffer], rests: Rests | None) -> None:
+        try:
+            digest = await asyncio.to_thread(self._store.write_part, captured, rests)
+        except AtollError as error:
+            self._handle(sh.Came(CutHere(cut=captured.cut, reason=one_line(error))))
+        else:
+            self._handle(sh.Came(CutHere(cut=captured.cut, digest=digest)))
+        finally:
+            for buffer in held:
+                buffer.readers -= 1
+
+    async def _complete_part(self, finish: FinishCut) -> None:
+        reason = ""
+        try:
+            await asyncio.to_thread(self._store.complete_part, finish)
+        except AtollError as error:
+            reason = one_line(error)
+        self._handle(sh.Came(CutDone(cut=finish.cut, reason=reason)))
+
+    # ---- bodies: contributions ------------------------------------------------------------------------------------
+
+    def is_expected(self, body: Body) -> bool:
+        return body in self._expected
+
+    def expect_contribution(self, body: Body, session: str, token: str, named: int) -> memoryview:
+        if (expect := self._expected.get(body)) is None:
+            raise PeerError(f"no contribution to round {body[1]} (attempt {body[2]}) is waited for")
+        if (expect.session, expect.token) != (session, token):
+            raise PeerError(f"{body[0]} came to the lead under another session or token than this request shows")
+        return self._room.receive_body(body, named)
+
+    def contribution_aborted(self, body: Body) -> None:
+        self._room.mark_aborted(body)
+
+    def contribution_arrived(self, body: Body, digest: str) -> None:
+        self._room.mark_arrived(body, digest)
+        if (expect := self._expected.get(body)) is None:
+            return  # it was discarded meanwhile
+        if self._model.plan.fragments[expect.fragment].size <= LARGE:
+            self._handle(sh.Came(self._measure(expect, digest)))
+        else:
+            self._spawn(self._measure_in_thread(expect, digest, self._room, self._room.hold_buffers(body)))
+
+    async def _measure_in_thread(
+        self, expect: Expect, digest: str, room: Inbox, held: PendingContribution | None
+    ) -> None:
+        here = await asyncio.to_thread(self._measure, expect, digest)
+        room.release_buffers(expect.body, held)
+        self._handle(sh.Came(here))
+
+    def _measure(self, expect: Expect, digest: str) -> BodyHere:
+        try:
+            delta = self._room.decode_body(expect.body, digest)
+        except PeerError as error:
+            return body_here(expect.body, digest, None, reason=str(error))
+        buffer = self._model.committed_buffers()[expect.fragment]
+        part = self._model.plan.fragments[expect.fragment]
+        return body_here(expect.body, digest, measure_part(part, delta, buffer.values), version=buffer.version)
+
+    # ---- bodies: first parameters, and fragments ------------------------------------------------------------------
+
+    def is_asked(self, learner: str) -> bool:
+        return self._asked is not None and self._asked.learner == learner
+
+    def _ask_for(self, asked: AskInitial) -> None:
+        self._asked = asked
+        self._initial_here = {part.index for part in self._model.plan.fragments if not part.size}
+        if len(self._initial_here) == len(self._model.plan.fragments):
+            self._model.commit_initial()
+            self._handle(sh.Came(InitialHere(learner=asked.learner, session=asked.session, complete=True)))
+        self._spawn(self.server.announce_news())
+
+    def _check_asked(self, learner: str, session: str) -> AskInitial:
+        asked = self._asked
+        if asked is None or (asked.learner, asked.session) != (learner, session):
+            raise PeerError(f"{learner} was not asked for the first parameters")
+        return asked
+
+    def expect_initial(self, learner: str, session: str, token: str, fragment: int) -> memoryview:
+        if self._check_asked(learner, session).token != token:
+            raise PeerError(f"{learner} came to the lead under another token than this request shows")
+        if fragment >= len(self._model.plan.fragments) or not (size := self._model.plan.fragments[fragment].size):
+            raise PeerError(f"shard {self._machine.shard} holds nothing of fragment {fragment}")
+        self._handle(sh.Came(InitialHere(learner=learner, session=session, size=4 * size)))
+        return np.empty(size, np.float32).view(np.uint8).data
+
+    async def initial_arrived(self, learner: str, session: str, fragment: int, body: memoryview, digest: str) -> None:
+        values = np.frombuffer(body, np.float32)
+        finite = is_finite(values) if values.nbytes <= SMALL_BYTES else await asyncio.to_thread(is_finite, values)
+        self._check_asked(learner, session)
+        if not finite:
+            reason = f"fragment {fragment} of the first parameters is not finite"
+            self._handle(sh.Came(InitialHere(learner=learner, session=session, reason=reason)))
+            return
+        self._model.put_initial(fragment, values, digest)
+        self._initial_here.add(fragment)
+        complete = len(self._initial_here) == len(self._model.plan.fragments)
+        if complete:
+            self._model.commit_initial()
+        self._handle(sh.Came(InitialHere(learner=learner, session=session, complete=complete)))
+
+    def committed_version(self, fragment: int) -> int:
+        model = self._served()
+        if fragment >= len(model.plan.fragments):
+            raise PeerError(f"there is no fragment {fragment}: the run has {len(model.plan.fragments)}")
+        return model.committed_buffers()[fragment].version
+
+    def fragment(self, index: int, have: int) -> ServedFragment:
+        return self._served().serve_fragment(index, have)
+
+    def _served(self) -> Parameters:
+        if self._parameters is None:
+            raise PeerError("this shard has no parameters yet")
+        return self._parameters
+
+
+def _append_if_room(append: Callable[[], str]) -> str | None:
+    """None: the disk is full. The lead says that nothing is committed, since it waits."""
+    try:
+        return append()
+    except NoRoom:
+        return None
+
+
+def body_here(
+    body: Body, digest: str, measured: MeasuredPart | None, *, version: int = -1, reason: str = ""
+) -> BodyHere:
+    """What the lead is told of a body."""
+    learner, round, attempt = body
+    if measured is None:
+        return BodyHere(learner=learner, round=round, attempt=attempt, digest=digest, reason=reason)
+    known = measured.committed is not None and measured.moved is not None
+    return BodyHere(
+        learner=learner,
+        round=round,
+        attempt=attempt,
+        digest=digest,
+        squares=measured.squares.tobytes(),
+        version=version,
+        buffers=measured.committed.tobytes() if known and measured.committed is not None else b"",
+        moved=measured.moved.tobytes() if known and measured.moved is not None else b"",
+        broken=measured.broken,
+    )
+
+
+def measured_of(here: BodyHere, size: int, base: int) -> MeasuredPart:
+    """The same at the lead: `base`: the version that the contribution was made on."""
+    known = here.version == base
+    return MeasuredPart(
+        size,
+        np.frombuffer(here.squares, np.float64),
+        here.broken,
+        np.frombuffer(here.buffers, np.float64) if known else None,
+        np.frombuffer(here.moved, np.float64) if known else None,
+    )

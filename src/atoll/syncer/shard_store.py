@@ -1,0 +1,296 @@
+"""The folder of one shard of the syncer (docs/adr/0031): its chain, its cuts, and how its parameters are read back.
+
+    journal/    the chain: for every round that it staged a record, with what changed its part; a journal like the
+                lead's (store/journal.py), with terms and a lease of its own
+    cuts/       its parts of the run's cuts (store/cuts.py), each complete once the lead said so
+
+- A record that no decision of the lead names is void. So the folder alone says what may have been decided, and the
+  lead's journal what was.
+- A record is durable before the lead hears of it.
+- A shard comes back from a cut that the lead holds too, and the decisions since: each names a record by its head. What
+  comes out is compared with the digest in that record, which the head covers.
+- Payloads are kept back to the cut before the newest, as the lead's are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from atoll.config import Outer
+from atoll.digests import compute_digest
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.fragments import make_plan
+from atoll.numerics.shard_plan import ShardPlan, make_shard_plan
+from atoll.protocol import records
+from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.records import BegunRecord, MergedRecord, TermRecord
+from atoll.protocol.shard_messages import (
+    AnyDecision,
+    FinishCut,
+    OuterChanged,
+    RoundDecided,
+    StateReset,
+    TakeUp,
+    TermBegun,
+)
+from atoll.store.cuts import (
+    BadCut,
+    Manifest,
+    complete_cuts,
+    folder_of,
+    prune,
+    read_syncer_part,
+    write_manifest,
+    write_syncer_part,
+)
+from atoll.store.disk import Corrupt, Disk, LocalDisk, Rests, not_written
+from atoll.store.journal import Journal, payload, read
+from atoll.store.removal import finish_removals
+from atoll.store.rundir import RunDir
+from atoll.store.segments import ORIGIN, Position
+from atoll.store.writer_lease import WriterLease
+from atoll.syncer.parameters import Parameters
+
+PAYLOAD_CUTS = 2
+
+
+class ShardCut(msgspec.Struct, frozen=True, array_like=True):
+    """The state.bin of a shard's part of a cut."""
+
+    run: str
+    shard: int
+    shards: int
+    versions: tuple[int, ...]
+    """Per fragment."""
+    rounds: tuple[int, ...]
+    position: Position
+    """Of the chain: what the cut does not hold lies behind it."""
+    file: int
+    """The payload file that the rounds after the cut go to, of the term of `position`."""
+    outer: dict[str, str | float | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPart:
+    cut: int
+    round: int
+    state: ShardCut
+    arrays: Mapping[str, FloatArray]
+    digests: Mapping[str, str]
+
+
+def shard_plan_of(begun: BegunRecord) -> ShardPlan:
+    """The same in every process of the run."""
+    settings = begun.settings
+    plan = make_plan(begun.tensors, settings.fragments, settings.plan)
+    if plan.fingerprint != begun.fingerprint:
+        raise BadCut("this version of Atoll cuts the run's model another way: use the version that began it")
+    return make_shard_plan(plan, begun.shards, (settings.codec, settings.version_codec))
+
+
+class ShardStore:
+    def __init__(self, out: RunDir, lease: WriterLease, shard: int, *, disk: Disk | None = None) -> None:
+        """Find what an earlier process left, and begin a segment of the chain."""
+        self._out, self._lease, self._disk, self.shard = out, lease, disk or LocalDisk(), shard
+        self._writing = threading.Lock()
+        """Held while the chain is appended to or read."""
+        lines = read(out.journal, disk=self._disk) if out.journal.is_dir() else iter(())
+        end, first = next(lines, (ORIGIN, None))
+        end = next((position for position, _ in reversed(list(lines))), end)
+        if first is not None and not isinstance(first, BegunRecord):
+            raise Corrupt(f"the journal in {out.journal} does not begin with the beginning of a run: put back a copy")
+        self.begun: BegunRecord | None = first
+        self._journal = Journal.begin(out.journal, lease.term, after=end, disk=self._disk)
+        if first is not None:
+            self._journal.append([(TermRecord(lease.term, end.offset, end.hash, 0), None)])
+        self._kept: list[tuple[int, int]] = []
+        """Of the last complete cuts, the term and file from which each needs payloads; the newest last."""
+        self._written: dict[int, tuple[int, int]] = {}
+        """The same of parts that do not count yet."""
+        self._needless: tuple[int, int] | None = None
+        self.outer: dict[str, str | float | bool] = {}
+
+    @property
+    def run(self) -> str:
+        return self.begun.run if self.begun is not None else ""
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Those that a shard may come back from, the newest first."""
+        return tuple(complete_cuts(self._out.cuts))
+
+    def send_heartbeat(self) -> None:
+        self._lease.beat()
+
+    @property
+    def fenced(self) -> bool:
+        return self._lease.fenced()
+
+    # ---- the chain ----------------------------------------------------------------------------------------------
+
+    def append_round(self, round: int, attempt: int, fragment: int, digest: str, data: memoryview) -> str:
+        """In a thread. The head of the chain behind it, once it is durable."""
+        record = MergedRecord(round, fragment, -1, attempt, "", (), digest)
+        with self._writing:
+            self._journal.append([(record, data)])
+            if (before := self._needless) is not None:
+                self._needless = None
+                self._journal.trim(*before)
+            return self._journal.position.hash
+
+    def read_round(self, decision: RoundDecided, start: Position | None = None) -> tuple[MergedRecord, bytes]:
+        """In a thread: the record that a decision names, and its payload. Corrupt: the chain does not hold it."""
+        for position, record in self._rounds(start):
+            if position.hash == decision.head:
+                return record, self._payload(position, record)
+        raise self._behind(decision)
+
+    def _rounds(self, start: Position | None) -> Iterator[tuple[Position, MergedRecord]]:
+        with self._writing:
+            for position, record in read(self._out.journal, start=start, disk=self._disk):
+                if isinstance(record, MergedRecord):
+                    yield position, record
+
+    def _payload(self, position: Position, record: MergedRecord) -> bytes:
+        assert record.payload is not None, "a round is written with its payload"
+        return payload(self._out.journal, position.term, record.payload, disk=self._disk)
+
+    def _behind(self, decision: RoundDecided) -> Corrupt:
+        return Corrupt(
+            f"round {decision.round} was decided, and the chain in {self._out.journal} does not hold shard "
+            f"{self.shard}'s part of it: its disk lost what it had confirmed; put back a copy of the folder"
+        )
+
+    # ---- coming back --------------------------------------------------------------------------------------------
+
+    def take_up(self, message: TakeUp) -> tuple[Parameters, int]:
+        """In a thread. The parameters as they were decided, and how many rounds of the chain that took. AtollError:
+        they cannot be had."""
+        begun = records.decode(message.begun)
+        assert isinstance(begun, BegunRecord), "the lead tells what the run began with"
+        if self.begun is None:
+            with self._writing:
+                self._journal.append([(begun, None)])
+            self.begun = begun
+        elif self.begun != begun:
+            raise ConfigError(f"{self._out.path} holds shard {self.shard} of another run ({self.run}), not {begun.run}")
+        plan = shard_plan_of(begun).plan_of(self.shard)
+        outer = msgspec.convert(begun.outer, Outer) if begun.outer else Outer()
+        parameters = Parameters(plan, outer, begun.settings.version_codec, may_drop=True)
+        self.outer = dict(begun.outer)
+        start: Position | None = None
+        if message.cut >= 0:
+            state = self._load_cut(parameters, message.cut)
+            start = state.position
+            self._kept = [(state.position.term, state.file)]
+        return parameters, self._apply_all(parameters, message.decisions, start)
+
+    def _load_cut(self, parameters: Parameters, cut: int) -> ShardCut:
+        part, data, arrays = read_syncer_part(self._out.cuts, cut)
+        try:
+            state = msgspec.msgpack.decode(data, type=ShardCut)
+            if (state.run, state.shard) != (self.run, self.shard):
+                raise BadCut(f"cut {cut} in {self._out.cuts} is of shard {state.shard} of run {state.run}")
+            self.outer = dict(state.outer)
+            parameters.change_outer(msgspec.convert(state.outer, Outer) if state.outer else Outer())
+            parameters.load_cut(arrays, part.list_digests(), [max(0, one) for one in state.versions], state.rounds)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BadCut(f"cut {cut} in {self._out.cuts} cannot be used: {error}") from error
+        return state
+
+    def _apply_all(self, parameters: Parameters, decisions: Sequence[AnyDecision], start: Position | None) -> int:
+        """Decisions come in the order of the lead's journal, their records in the order of the chain."""
+        named = {one.head for one in decisions if isinstance(one, RoundDecided)}
+        found: dict[str, tuple[Position, MergedRecord]] = {}
+        for position, record in self._rounds(start) if named else ():
+            if position.hash in named:
+                found[position.hash] = (position, record)
+        rounds = 0
+        for decision in decisions:
+            if not isinstance(decision, RoundDecided):
+                self.apply_other(parameters, decision)
+                continue
+            if decision.head not in found:
+                raise self._behind(decision)
+            position, record = found[decision.head]
+            self.replay(parameters, decision, record, self._payload(position, record))
+            rounds += 1
+        return rounds
+
+    def replay(self, parameters: Parameters, decision: RoundDecided, record: MergedRecord, data: bytes) -> None:
+        try:
+            parameters.replay_round(
+                decision.fragment, decision.version, decision.round, memoryview(data), record.digest
+            )
+        except ValueError as error:
+            raise Corrupt(f"the chain in {self._out.journal} does not give again what was decided: {error}") from error
+
+    def apply_other(self, parameters: Parameters, decision: AnyDecision) -> None:
+        match decision:
+            case StateReset(fragment):
+                parameters.reset_outer_state(fragment)
+            case OuterChanged(outer):
+                self.outer = dict(outer)
+                parameters.change_outer(msgspec.convert(outer, Outer))
+            case TermBegun():
+                parameters.begin_term()
+            case _:
+                raise AssertionError("rounds are read from the chain")
+
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def capture(self, parameters: Parameters, cut: int, round: int) -> CapturedPart:
+        """Nothing is copied: the buffers of Θ count as read until `write_part` is over."""
+        assert self.begun is not None
+        position, buffers = self._journal.position, parameters.committed_buffers()
+        versions, rounds = tuple(one.version for one in buffers), tuple(one.round for one in buffers)
+        file = self._journal.rotate()
+        state = ShardCut(self.run, self.shard, self.begun.shards, versions, rounds, position, file, self.outer)
+        return CapturedPart(cut, round, state, parameters.hold_arrays(), parameters.known_digests())
+
+    def write_part(self, captured: CapturedPart, rests: Rests | None) -> str:
+        """In a thread. The digest of its table, once it is durable; NoRoom: try again later."""
+        whole = {name: values.view(np.uint8) for name, values in captured.arrays.items()}
+        data = msgspec.msgpack.encode(captured.state)
+        try:
+            mark = write_syncer_part(
+                self._out.cuts, self.run, captured.cut, captured.round, data, whole, known=captured.digests, rests=rests
+            )
+        except OSError as error:
+            raise not_written(error, folder_of(self._out.cuts, captured.cut)) from error
+        self._written[captured.cut] = (captured.state.position.term, captured.state.file)
+        return mark
+
+    def complete_part(self, finish: FinishCut) -> None:
+        """In a thread: the part counts from now on."""
+        table = folder_of(self._out.cuts, finish.cut) / "syncer.json"
+        try:
+            write_manifest(
+                self._out.cuts,
+                Manifest(self.run, finish.cut, finish.cut, compute_digest(table.read_bytes()), {}),
+            )
+            prune(self._out.cuts, finish.keep, finish.spared)
+        except OSError as error:
+            raise not_written(error, table.parent) from error
+        self._kept = [*self._kept, self._written.pop(finish.cut)][-PAYLOAD_CUTS:]
+        self._written = {cut: place for cut, place in self._written.items() if cut > finish.cut}
+        if len(self._kept) == PAYLOAD_CUTS:
+            self._needless = self._kept[0]
+
+    def close(self) -> None:
+        self._journal.close()
+        self._lease.release()
+        with suppress(AtollError):
+            finish_removals()
+
+
+def shard_folder(run: Path, shard: int) -> RunDir:
+    """Where a shard that is started with its lead keeps what it holds."""
+    return RunDir(run / "shards" / str(shard))
