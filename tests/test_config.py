@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atoll.config import Config, convert, load, merged, parse, parse_settings
+from atoll.config import Config, convert, load, merged, parse, parse_settings, parse_shard
 from atoll.protocol.errors import ConfigError
 
 
@@ -68,6 +68,10 @@ def test_a_wrong_type_is_named_with_its_place(text: str, said: str) -> None:
         ("[outer]\nlr = -1.0", "outer learning rate -1.0 must be a number above 0"),
         ("[service]\nport = 70000", "port = 70000 is not between 0 and 65535"),
         ("[service]\nevaluate_every = -1", "evaluate_every = -1 is below 0"),
+        ('[outer]\nmerge = "rda"\n[service]\nshards = 2', 'merge = "rda" is for a syncer of one process'),
+        ("[outer]\nrobust = true\n[service]\nshards = 2", "robust is for a syncer of one process, and shards = 2"),
+        ("ranks = 2\n[service]\nshards = 3", "ranks is for a syncer of one process, and shards = 3"),
+        ('[protocol]\nguard = "rollback"\n[service]\nshards = 2', 'guard = "rollback" is for a syncer of one process'),
         ("[service]\nshards = 0", "shards = 0: a syncer has 1 to 64 of them"),
         ("[service]\ntail_average = 1", "tail_average = 1 averages nothing: 0 leaves it, 2 is the least"),
         ("[service]\ntail_average = 4\n[protocol]\nkeep_cuts = 2", "keep_cuts = 2 is too few"),
@@ -151,3 +155,10 @@ def test_the_command_line_goes_on_top_and_none_says_nothing() -> None:
 def test_a_table_that_is_none_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match="protocol: expected object, got int"):
         convert(merged({"protocol": 3}, {"protocol": {"steps": 5}}), "x")
+
+
+def test_a_shard_is_named_by_its_number_of_how_many() -> None:
+    assert parse_shard("2/3") == (2, 3)
+    for wrong in ("2", "0/2", "3/2", "1/0", "a/b", "1/65", "1/2/3", "²/2"):
+        with pytest.raises(ConfigError, match="write it as 2/3, the second of three"):
+            parse_shard(wrong)

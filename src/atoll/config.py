@@ -121,6 +121,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What every learner runs, for `--resume`; empty: the built-in workload."""
     ranks: int = 1
     """Processes of every learner that `atoll train` starts: together they are one learner of the run."""
+    strict_devices: bool = False
+    """`atoll train` refuses more learners than there are GPUs."""
     by_hand: bool = False
     """Learners are started by hand (`atoll syncer`): their script is known to nobody here."""
     protocol: Settings = Settings()
@@ -150,10 +152,41 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             from atoll.numerics.updates import check_version_codec  # brings NumPy, as above
 
             check_version_codec(self.protocol.version_codec, self.outer.optimizer)
+        if self.service.shards > 1:
+            check_sharded(self)
 
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)
         return tomli_w.dumps(_without_none(document)).encode()
+
+
+def check_sharded(config: Config) -> None:
+    """ConfigError: it needs whole tensors at once, which no shard of several has."""
+    from atoll.numerics.merge import merges_in_parts  # brings NumPy, as above
+
+    rules = {config.outer.merge, *(phase.merge for phase in config.protocol.phases if phase.merge is not None)}
+    whole = next((rule for rule in sorted(rules) if not merges_in_parts(rule)), "")
+    refused = [
+        (f'merge = "{whole}"', bool(whole)),
+        ("robust", config.outer.robust),
+        ('share = "moments"', config.protocol.shares_moments),
+        ('guard = "rollback"', config.protocol.guard == "rollback"),
+        ("ranks", config.ranks > 1),
+    ]
+    for name, given in refused:
+        if given:
+            raise ConfigError(
+                f"{name} is for a syncer of one process, and shards = {config.service.shards}: leave one of them out"
+            )
+
+
+def parse_shard(word: str) -> tuple[int, int]:
+    """Which shard of how many: 2/3."""
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", word)
+    shard, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= shard <= count <= MOST_SHARDS:
+        raise ConfigError(f"--shard {word} is not understood: write it as 2/3, the second of three")
+    return shard, count
 
 
 def check_phases(phases: Sequence[TrainingPhase]) -> None:

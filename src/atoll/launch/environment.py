@@ -132,10 +132,10 @@ def assign_devices(devices: Devices, learners: int, ranks: int = 1, *, strict: b
     if strict and learners * ranks > len(devices):
         of_ranks = f" of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"--strict-devices: {learners} learners{of_ranks} do not fit on {_count(len(devices))}: "
-            f"{_advise(len(devices), ranks)}, or leave --strict-devices out and let them share"
+            f"strict_devices: {learners} learners{of_ranks} do not fit on {_count(len(devices))}: "
+            f"{_advise(len(devices), ranks)}, or leave strict_devices out and let them share"
             if devices
-            else "--strict-devices: this machine shows no NVIDIA GPU: leave it out to train on what there is"
+            else "strict_devices: this machine shows no NVIDIA GPU: leave it out to train on what there is"
         )
     if not devices:
         return None

@@ -22,6 +22,7 @@ from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Fragment, Piece
+from atoll.protocol.messages import TensorSpec
 
 
 class Terms(NamedTuple):
@@ -165,6 +166,12 @@ def _merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, ou
         take_mean(deltas, shares, out)
     else:
         by.merge_piece(piece, deltas, shares, out)
+
+
+def merges_in_parts(rule: str) -> bool:
+    """Whether runs of a tensor's rows, merged each for itself, have the bits of the whole (docs/adr/0031)."""
+    rows = Piece(TensorSpec("rows", (2, 2), "float32"), 0, 2)
+    return _merges_rows_apart(rows, MERGE.load(rule))
 
 
 def subtracts_from_newest(rule: str) -> bool:

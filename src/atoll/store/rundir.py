@@ -8,6 +8,7 @@
     journal/            every decision and outer gradient, durable before it is told (journal.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
     learners/<id>/      what belongs to one learner
+    shards/<number>/    what a shard of the syncer holds, where there are several: a folder like this (docs/adr/0031)
     logs/<process>.log  what a process printed
     norms.json          which norms are usual, for the next term
     run.lock            held by whoever has the whole run in hand (writer_lease.py)
@@ -61,7 +62,7 @@ _OURS = (
         "standby.json",
         "attack.json",
     ),
-    *("journal", "cuts", "learners", "logs", "secrets"),
+    *("journal", "cuts", "learners", "shards", "logs", "secrets"),
 )
 
 _KEPT = ("run.lock",)
@@ -130,6 +131,16 @@ class RunDir:
             raise ConfigError(f"{path} holds no run to go on with: it has no run.toml and journal/")
         return run
 
+    @classmethod
+    def open_shard(cls, path: Path, *, shared: bool = False) -> RunDir:
+        """The folder of a shard: new, or one that it goes on with."""
+        run = cls(path.absolute())
+        try:
+            run._make_folders(shared)
+        except OSError as error:
+            raise ConfigError(f"cannot write the shard to {run.path}: {error.strerror or error}") from error
+        return run
+
     @property
     def settings(self) -> Path:
         return self.path / "run.toml"
@@ -184,6 +195,10 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    def shard(self, number: int) -> RunDir:
+        """The folder of a shard that this machine runs, from 2 on."""
+        return RunDir(self.path / "shards" / str(number))
 
     def learner(self, learner: str) -> Path:
         """The folder of one learner, made if it is not there."""
