@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from atoll.simulate.campaign import WorldKind
+
 Plain = Callable[..., Any]
 Make = Callable[[Plain], Any]
 """From the plain function to the mutant of it."""
@@ -18,14 +20,16 @@ class Mutant:
     name: str
     places: tuple[tuple[Any, str, Make], ...]
     """Class or module, the name in it, and what makes the mutant."""
+    kind: WorldKind = "plain"
+    """Of the worlds in which it can be seen."""
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(name: str, *places: tuple[Any, str, Make]) -> None:
+def mutant(name: str, *places: tuple[Any, str, Make], kind: WorldKind = "plain") -> None:
     assert name not in MUTANTS, name
-    MUTANTS[name] = Mutant(name, places)
+    MUTANTS[name] = Mutant(name, places, kind)
 
 
 @contextmanager

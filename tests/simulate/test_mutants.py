@@ -8,7 +8,7 @@ import pytest
 from tests.simulate.mutants import MUTANTS, planted
 
 from atoll.simulate import campaign
-from atoll.simulate.campaign import Outcome
+from atoll.simulate.campaign import Outcome, WorldKind
 
 SEEDS = 500
 STATED = "the rules hold together"
@@ -39,6 +39,11 @@ EASY = [
     "what was leased is forgotten where it is judged",
     "only what is of the term before is taken",
     "a learner keeps its own steps on top of a rollback",
+    "ranks carry out what each has, not what all have",
+    "the boxes of two ranks are swapped",
+    "ranks that got different versions adopt them",
+    "a contribution is told of before every rank has sent its part",
+    "every rank counts the tokens of all",
 ]
 """Found by almost any seed: these are looked for in every run of the tests."""
 
@@ -46,18 +51,19 @@ EASY = [
 def found(name: str, seeds: range) -> Outcome | None:
     """The first seed that shows it."""
     for seed in seeds:
-        drawn = campaign.plan(seed)
+        kind = MUTANTS[name].kind
+        drawn = campaign.plan(seed, kind=kind)
         with planted(name):
             outcome = campaign.run(drawn)
         if outcome.invariant:
-            assert not is_broken(seed), f"seed {seed} finds something without a bug"
+            assert not is_broken(seed, kind), f"seed {seed} finds something without a bug"
             return outcome
     return None
 
 
 @cache
-def is_broken(seed: int) -> bool:
-    return bool(campaign.run(campaign.plan(seed)).invariant)
+def is_broken(seed: int, kind: WorldKind = "plain") -> bool:
+    return bool(campaign.run(campaign.plan(seed, kind=kind)).invariant)
 
 
 def is_named(outcome: Outcome) -> bool:

@@ -15,13 +15,14 @@ from atoll.simulate import campaign, worker_pool
 from atoll.simulate.reports import FailureReport, Report, all_of, report
 
 
-def faults(seeds: int, first: int, learners: int | None, seed: int | None, json_: bool) -> None:
+def faults(seeds: int, first: int, learners: int | None, seed: int | None, worlds: str, json_: bool) -> None:
     _check(seeds, first, learners, seed)
+    kind = _find_kind(worlds)
     began, console = time.perf_counter(), Console(stderr=True)
     wanted = [seed] if seed is not None else list(range(first, first + seeds))
     events, violations = 0, []
     last: Report | None = None
-    for last in _progress(console, _reports(wanted, learners), len(wanted)):
+    for last in _progress(console, _reports(wanted, learners, kind), len(wanted)):
         events += last.outcome.events
         if last.told is not None:
             violations.append(last.told)
@@ -36,7 +37,7 @@ def faults(seeds: int, first: int, learners: int | None, seed: int | None, json_
         )
     else:
         if seed is not None and last is not None:
-            _print_world(last, seed, learners)
+            _print_world(last, campaign.plan(seed, learners, kind))
         verdict = "every promise holds" if not violations else f"{len(violations)} worlds break a promise"
         print(f"{len(wanted):,} worlds, {events:,} events in {seconds:.1f} s: {verdict}")
     if violations:
@@ -56,10 +57,17 @@ def _check(seeds: int, first: int, learners: int | None, seed: int | None) -> No
         raise ConfigError(f"--seed {seed} is below 0: seeds are 0, 1, 2, …")
 
 
-def _reports(wanted: list[int], learners: int | None) -> Iterable[Report]:
+def _find_kind(worlds: str) -> campaign.WorldKind:
+    for kind in campaign.KINDS:
+        if kind == worlds:
+            return kind
+    raise ConfigError(f"--worlds {worlds} is not known: take {', '.join(campaign.KINDS[:-1])} or {campaign.KINDS[-1]}")
+
+
+def _reports(wanted: list[int], learners: int | None, kind: campaign.WorldKind) -> Iterable[Report]:
     if len(wanted) == 1:
-        return iter([report(wanted[0], learners)])
-    return all_of(wanted, learners, worker_pool.cores())
+        return iter([report(wanted[0], learners, kind)])
+    return all_of(wanted, learners, worker_pool.cores(), kind)
 
 
 def _progress(console: Console, reports: Iterable[Report], total: int) -> Iterator[Report]:
@@ -93,13 +101,14 @@ def _print_violation(console: Console, told: FailureReport) -> None:
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
-def _print_world(one: Report, seed: int, learners: int | None) -> None:
-    plan, outcome = campaign.plan(seed, learners), one.outcome
-    settings = plan.options.settings
+def _print_world(one: Report, plan: campaign.SeedPlan) -> None:
+    outcome, settings = one.outcome, plan.options.settings
     print(
-        f"seed {seed}: {outcome.learners} learners, {settings.fragments} fragments, H = {settings.sync_every}, "
+        f"seed {plan.seed}: {outcome.learners} learners, {settings.fragments} fragments, H = {settings.sync_every}, "
         f"K = {settings.quorum}, {'synchronous' if settings.synchronous else 'asynchronous'}, adopt = {settings.adopt}"
     )
+    if plan.ranks is not None:
+        print(f"  ranks of each learner: {', '.join(map(str, plan.ranks.counts))}")
     for fault in plan.faults:
         print(f"  {fault.line()}")
     print(f"  {outcome.rounds} rounds, {outcome.events:,} events, trace {outcome.trace}")

@@ -26,12 +26,12 @@ from atoll.courier.rank_channel import BoxReady, RunKnown
 from atoll.courier.rank_events import SaidByAll
 from atoll.courier.rank_follower import RankFollower
 from atoll.courier.rank_leader import RankLeader
+from atoll.courier.slots import make_adopt_order
 from atoll.courier.states import StateEffect, StateTransfers
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.tasks import lasting
 from atoll.mailbox.box import Mailbox, serves
 from atoll.mailbox.channel import (
-    BASE,
     AdoptOrder,
     CopyMade,
     CourierChannel,
@@ -532,34 +532,12 @@ class Courier:
             self._unsent_progress = None
 
     def _adopt_order(self, adopt: fx.Adopt, bodies: FragmentTransfers) -> AdoptOrder:
-        """Carry becomes overwrite where the copy is gone, or where a dead courier may have known more."""
         assert self._machine is not None
-        rule, minus, steps, tokens = adopt.rule, BASE, 0, 0
-        if adopt.fragment in self._unsure and rule == "carry":
-            rule = "overwrite"
-        if rule == "carry" and adopt.copy_t is not None:
-            if (copy := bodies.outgoing.name(adopt.fragment, adopt.copy_t)) is not None:
-                minus, steps, tokens = copy
-            else:
-                say(f"the copy to carry on from is gone: fragment {adopt.fragment} is overwritten this once")
-                rule = "overwrite"
-        slot = bodies.incoming.landed.pop(adopt.fragment)
-        return AdoptOrder(
-            slot=slot,
-            fragment=adopt.fragment,
-            version=adopt.version,
-            round=adopt.round,
-            rule=rule,
-            blend=self._machine.settings.blend,
-            step=adopt.step,
-            minus=minus,
-            minus_steps=steps,
-            minus_tokens=tokens,
-            held_tokens=adopt.held_tokens,
-            copy_t=adopt.copy_t if rule == "carry" and minus != BASE and adopt.copy_t is not None else -1,
-            # Carry needs the own moments as they were read with the copy: who was in no round takes none.
-            moments=slot in bodies.incoming.with_moments and (rule != "carry" or minus != BASE),
-        )
+        unsure, blend = adopt.fragment in self._unsure, self._machine.settings.blend
+        order = make_adopt_order(adopt, bodies.outgoing, bodies.incoming, blend=blend, unsure=unsure)
+        if order.rule != adopt.rule and not unsure:
+            say(f"the copy to carry on from is gone: fragment {adopt.fragment} is overwritten this once")
+        return order
 
     # ---- leaving ------------------------------------------------------------------------------------------------
 

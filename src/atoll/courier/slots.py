@@ -12,6 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from atoll.mailbox.channel import BASE, AdoptOrder
+from atoll.protocol.learner import effects as fx
+
 COPY_GONE = "its copy gave way to newer ones"
 SLOT_S = 0.1
 """How long a fetch waits for a slot before it asks for memory."""
@@ -189,3 +192,35 @@ class IncomingSlots:
         """What has arrived of this fragment, if nobody took it, gives its slot back."""
         if (slot := self.landed.pop(fragment, None)) is not None:
             self.give_back(slot)
+
+
+def make_adopt_order(
+    adopt: fx.Adopt, outgoing: OutgoingSlots, incoming: IncomingSlots, *, blend: float, unsure: bool = False
+) -> AdoptOrder:
+    """To adopt the version that has landed. Carry becomes overwrite where the copy is gone, or where a dead courier may
+    have known more (`unsure`)."""
+    rule, minus, steps, tokens = adopt.rule, BASE, 0, 0
+    if unsure and rule == "carry":
+        rule = "overwrite"
+    if rule == "carry" and adopt.copy_t is not None:
+        if (copy := outgoing.name(adopt.fragment, adopt.copy_t)) is not None:
+            minus, steps, tokens = copy
+        else:
+            rule = "overwrite"
+    slot = incoming.landed.pop(adopt.fragment)
+    return AdoptOrder(
+        slot=slot,
+        fragment=adopt.fragment,
+        version=adopt.version,
+        round=adopt.round,
+        rule=rule,
+        blend=blend,
+        step=adopt.step,
+        minus=minus,
+        minus_steps=steps,
+        minus_tokens=tokens,
+        held_tokens=adopt.held_tokens,
+        copy_t=adopt.copy_t if rule == "carry" and minus != BASE and adopt.copy_t is not None else -1,
+        # Carry needs the own moments as they were read with the copy: who was in no round takes none.
+        moments=slot in incoming.with_moments and (rule != "carry" or minus != BASE),
+    )

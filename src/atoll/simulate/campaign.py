@@ -10,7 +10,7 @@ import random
 import traceback
 from math import inf
 from operator import gt
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -19,11 +19,16 @@ from atoll.protocol.learner.effects import Registered
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
 from atoll.simulate import inject
+from atoll.simulate.cells import CellModel, begin_cells, constant_gradient
+from atoll.simulate.drawn_ranks import DrawnRanks, draw_rank_faults, draw_ranks
 from atoll.simulate.faults import Fault, draw_faults
 from atoll.simulate.oracle import Violation
 from atoll.simulate.trace import Trace
 from atoll.simulate.world import World
 
+WorldKind = Literal["plain", "ranks"]
+"""What a world has beside plain learners and one syncer."""
+KINDS: tuple[WorldKind, ...] = get_args(WorldKind)
 LEARNERS = (1, 2, 2, 3, 3, 4, 5)
 """One of these, where nobody says how many."""
 CALM_S = 40.0
@@ -153,6 +158,12 @@ class SeedPlan(msgspec.Struct, frozen=True):
     seed: int
     options: Options
     faults: tuple[Fault, ...]
+    ranks: DrawnRanks | None = None
+    """In worlds with learners of several ranks."""
+
+    @property
+    def kind(self) -> WorldKind:
+        return "plain" if self.ranks is None else "ranks"
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -168,10 +179,17 @@ class Outcome(msgspec.Struct, frozen=True):
     fragment: int = -1
 
 
-def plan(seed: int, learners: int | None = None) -> SeedPlan:
+def plan(seed: int, learners: int | None = None, kind: WorldKind = "plain") -> SeedPlan:
+    """What other kinds of worlds have beside a plain one is drawn apart: the rest of a seed is the same in all."""
     dice = random.Random(seed)
     drawn = draw_options(dice, learners)
-    return SeedPlan(seed, drawn, tuple(draw_faults(dice, drawn.settings.learners, drawn.faults_s)))
+    count, until = drawn.settings.learners, drawn.faults_s
+    plain = SeedPlan(seed, drawn, tuple(draw_faults(dice, count, until)))
+    if kind == "plain":
+        return plain
+    ranks = draw_ranks(seed, count, drawn.settings.fragments)
+    faults = sorted([*plain.faults, *draw_rank_faults(seed, count, until)], key=lambda fault: fault.at)
+    return msgspec.structs.replace(plain, faults=tuple(faults), ranks=ranks)
 
 
 # ---- the run of a seed -----------------------------------------------------------------------------------------------
@@ -179,7 +197,11 @@ def plan(seed: int, learners: int | None = None) -> SeedPlan:
 
 def make(plan: SeedPlan, world: type[World] = World, *, traced: bool = True) -> World:
     """The world of a plan, before anything has happened in it; `traced`: with a hash of all that will."""
-    drawn = plan.options
+    drawn, more = plan.options, dict[str, Any]()
+    if plan.ranks is not None:
+        model = CellModel(drawn.settings.fragments)
+        more = {"model": model, "ranks": plan.ranks.make_layouts(model)}
+        more |= {"theta": begin_cells(), "gradient": constant_gradient}
     made = world(
         drawn.settings,
         seed=drawn.run_seed,
@@ -195,6 +217,7 @@ def make(plan: SeedPlan, world: type[World] = World, *, traced: bool = True) -> 
         body_s=drawn.body_s,
         data=drawn.registered,
         trace=Trace() if traced else None,
+        **more,
     )
     made.network.redials = made.network.apart = True
     made.simulated_syncer.check_lease()
@@ -284,6 +307,7 @@ def end_faults(world: World) -> None:
         network.unblock(learner, up=bool(learner.blocked_up), down=bool(learner.blocked_down))
         inject.resume_host(learner)
         inject.resume(learner)
+        inject.end_lags(learner)
         inject.new_courier(world, learner)
         inject.come_back(world, learner)
 

@@ -35,6 +35,9 @@ Kind = Literal[
     # learners: they are asked to leave
     "drain",
     "interrupt",
+    # learners: one of several ranks
+    "lose-rank",
+    "late-rank",
     # everybody's links
     "clog",
     "lossy",

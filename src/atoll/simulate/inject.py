@@ -8,6 +8,7 @@ import msgspec
 
 from atoll.protocol.syncer import effects as fx
 from atoll.simulate.faults import Fault
+from atoll.simulate.ranked_learner import RankedLearner
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.world import World
 
@@ -114,7 +115,15 @@ def _slow(world: World, learner: SimulatedLearner, fault: Fault) -> object:
     return None
 
 
+def end_lags(learner: SimulatedLearner) -> None:
+    if isinstance(learner, RankedLearner):
+        for rank in learner.ranks:
+            rank.lag_s = 0.0
+
+
 def _courier(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    if isinstance(learner, RankedLearner):
+        return _lose_rank(world, learner, fault)  # no other takes its place
     if not learner.alive or not learner.courier or learner.frozen:
         return False
     connection, learner.connection = learner.connection, None
@@ -216,6 +225,26 @@ def _afterwards(world: World, learner: SimulatedLearner, fault: Fault) -> None:
     leaving.then = lambda: mend_later(world, fault, lambda: come_back(world, learner))
 
 
+def _lose_rank(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    """The process of one rank dies, and the learner with it."""
+    if not isinstance(learner, RankedLearner):
+        return False
+    rank = fault.number % len(learner.ranks)
+    if rank == 0:
+        return kill(world, learner, fault)
+    return learner.lose_rank(rank, lambda: mend_later(world, fault, lambda: come_back(world, learner)))
+
+
+def _late_rank(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    """The courier of one rank is late with all that it hears and says."""
+    if not isinstance(learner, RankedLearner):
+        return False
+    rank = learner.ranks[fault.number % len(learner.ranks)]
+    rank.lag_s = fault.length
+    mend_later(world, fault, lambda: setattr(rank, "lag_s", 0.0))
+    return None
+
+
 LEARNER_FAULTS: dict[str, Callable[[World, SimulatedLearner, Fault], object]] = {
     "kill": kill,
     "leave": leave,
@@ -236,6 +265,8 @@ LEARNER_FAULTS: dict[str, Callable[[World, SimulatedLearner, Fault], object]] = 
     "partition-down": _partition(False, True),
     "drain": _drain,
     "interrupt": _interrupt,
+    "lose-rank": _lose_rank,
+    "late-rank": _late_rank,
 }
 
 

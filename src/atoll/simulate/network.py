@@ -31,6 +31,7 @@ STUCK_S = 6.0
 """A payload that does not move is given up after this time."""
 BACKOFF_S, BACKOFF_CAP_S = 0.1, 1.0
 INITIAL_AGAIN_S = 1.0
+WRONG_BODY = "its body is not the one its message names"
 
 
 class NetworkWorld(Protocol):
@@ -107,7 +108,10 @@ class Network:
 
     def _screened(self, syncer: SimulatedSyncer, event: syncer_fx.Delivered) -> syncer_fx.Delivered:
         given = event.contribution
-        payload = syncer.payloads.get((event.learner, given.round, given.attempt), 0.0)
+        key = (event.learner, given.round, given.attempt)
+        if syncer.digests.get(key, given.digest) != given.digest:
+            return syncer_fx.Delivered(event.learner, given, WRONG_BODY)
+        payload = syncer.payloads.get(key, 0.0)
         return syncer_fx.Delivered(event.learner, given, NOT_FINITE) if isnan(payload) else event
 
     def send_down(self, syncer: SimulatedSyncer, name: str, message: FromSyncer) -> None:
@@ -252,7 +256,7 @@ class Network:
 
     # ---- payloads, on connections of their own --------------------------------------------------------------------
 
-    def _breaks(self, learner: SimulatedLearner, syncer: SimulatedSyncer) -> str:
+    def find_break(self, learner: SimulatedLearner, syncer: SimulatedSyncer) -> str:
         """Why a payload does not come through, if it does not."""
         if not syncer.alive or syncer.paused:
             return "unreachable"
@@ -281,7 +285,7 @@ class Network:
     ) -> object:
         if learner.machine is not machine or not learner.alive:
             return False
-        why = self._breaks(learner, syncer)
+        why = self.find_break(learner, syncer)
         if not why and not syncer.receive((learner.name, number, attempt), payload):
             why = f"no contribution to round {number} (attempt {attempt}) is waited for"
         if why:
@@ -297,7 +301,7 @@ class Network:
         self, learner: SimulatedLearner, machine: LearnerMachine, syncer: SimulatedSyncer, number: int, attempt: int
     ) -> object:
         """Its receipt is back, or lost: then the syncer has what its learner believes it has not."""
-        if self.apart and (why := self._breaks(learner, syncer)):
+        if self.apart and (why := self.find_break(learner, syncer)):
             return self.if_same(learner, machine, learner_fx.UploadFailed(number, attempt, f"no receipt: {why}"))
         return self.if_same(learner, machine, learner_fx.Uploaded(number, attempt, "digest"))
 
@@ -312,7 +316,7 @@ class Network:
         syncer = connection.syncer
         if learner.connection is not connection or not learner.alive or syncer.machine.phase != "empty":
             return False
-        if not learner.answers or self._breaks(learner, syncer):
+        if not learner.answers or self.find_break(learner, syncer):
             self.queue.call_later(INITIAL_AGAIN_S, self._initial, connection)
             return None
         known = syncer.machine.members.learners.get(learner.name)
@@ -339,7 +343,9 @@ class Network:
     ) -> object:
         if learner.machine is not machine or not learner.alive:
             return False
-        why = self._breaks(learner, syncer) or ("the run has no parameters yet" if syncer.served[fragment] < 0 else "")
+        why = self.find_break(learner, syncer) or (
+            "the run has no parameters yet" if syncer.served[fragment] < 0 else ""
+        )
         if why:
             return self._not_fetched(learner, machine, fragment, why)
         value, version = syncer.theta[fragment], syncer.served[fragment]
@@ -359,7 +365,7 @@ class Network:
     ) -> object:
         if learner.machine is not machine or not learner.alive:
             return False
-        if self.apart and (why := self._breaks(learner, syncer)):
+        if self.apart and (why := self.find_break(learner, syncer)):
             return self._not_fetched(learner, machine, fragment, why)
         learner.fetched[fragment] = value
         return learner.handle_event(learner_fx.Fetched(fragment, version))

@@ -1,7 +1,7 @@
 """Reports of seeds: what became of each, and for a broken promise the shortest schedule of faults and its story.
 
 The story is told from a second run. Schedules are shrunk by delta debugging, in a fixed order and with a bound on the
-runs it takes. `python -m atoll.simulate.reports [LEARNERS]` is a worker: seeds in, one a line, reports out.
+runs it takes. `python -m atoll.simulate.reports KIND [LEARNERS]` is a worker: seeds in, one a line, reports out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.simulate import campaign, worker_pool
-from atoll.simulate.campaign import Outcome, SeedPlan
+from atoll.simulate.campaign import KINDS, Outcome, SeedPlan, WorldKind
 from atoll.simulate.faults import Fault
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
@@ -89,13 +89,14 @@ def explain_failure(outcome: Outcome, plan: SeedPlan) -> FailureReport:
     """Shrink the schedule, then run what is left once more and listen."""
 
     def fails(faults: Sequence[Fault]) -> bool:
-        return campaign.run(SeedPlan(plan.seed, plan.options, tuple(faults))).invariant == outcome.invariant
+        return campaign.run(msgspec.structs.replace(plan, faults=tuple(faults))).invariant == outcome.invariant
 
-    fewer = SeedPlan(plan.seed, plan.options, tuple(shrink(plan.faults, fails)))
+    fewer = msgspec.structs.replace(plan, faults=tuple(shrink(plan.faults, fails)))
     world = campaign.make(fewer, RecordingWorld)
     assert isinstance(world, RecordingWorld)
     last = campaign.run(fewer, world)
     command = f"atoll simulate faults --seed {plan.seed} --learners {outcome.learners}"
+    command += "" if plan.kind == "plain" else f" --worlds {plan.kind}"
     story = tuple(world.about(last.learner, last.fragment))
     return FailureReport(plan.seed, outcome.learners, last.invariant, last.message, command, fewer.faults, story)
 
@@ -161,26 +162,27 @@ class Report(msgspec.Struct, frozen=True):
     """Where a promise was broken."""
 
 
-def report(seed: int, learners: int | None, *, traced: bool = True) -> Report:
-    plan = campaign.plan(seed, learners)
+def report(seed: int, learners: int | None, kind: WorldKind = "plain", *, traced: bool = True) -> Report:
+    plan = campaign.plan(seed, learners, kind)
     outcome = campaign.run(plan, campaign.make(plan, traced=traced))
     return Report(outcome, explain_failure(outcome, plan) if outcome.invariant else None)
 
 
-def all_of(seeds: Sequence[int], learners: int | None, workers: int) -> Iterator[Report]:
+def all_of(seeds: Sequence[int], learners: int | None, workers: int, kind: WorldKind = "plain") -> Iterator[Report]:
     """On so many cores."""
-    arguments = () if learners is None else (str(learners),)
+    arguments = (kind,) if learners is None else (kind, str(learners))
     for line in worker_pool.run("atoll.simulate.reports", [str(seed) for seed in seeds], workers, *arguments):
         yield msgspec.json.decode(line, type=Report)
 
 
-def reports(lines: Iterator[str], learners: int | None) -> Iterator[bytes]:
+def reports(lines: Iterator[str], learners: int | None, kind: WorldKind = "plain") -> Iterator[bytes]:
     for line in lines:
-        yield msgspec.json.encode(report(int(line), learners, traced=False)) + b"\n"
+        yield msgspec.json.encode(report(int(line), learners, kind, traced=False)) + b"\n"
 
 
 def main(arguments: list[str]) -> None:
-    worker_pool.serve(lambda lines: reports(lines, int(arguments[0]) if arguments else None))
+    kind = next(one for one in KINDS if one == arguments[0])
+    worker_pool.serve(lambda lines: reports(lines, int(arguments[1]) if arguments[1:] else None, kind))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
+from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
@@ -102,10 +103,12 @@ class SimulatedLearner(Training):
         *,
         restored: bool = False,
         data: learner_fx.Registered | None = None,
+        tensors: tuple[TensorSpec, ...] = TENSORS,
+        ranks: tuple[RankBoxes, ...] = (),
     ) -> None:
         super().__init__(world, name, step_s, gradient)
-        self.session, self.data = session, data
-        self.machine = LearnerMachine(name, session, TENSORS, restored=restored)
+        self.session, self.data, self.tensors = session, data, tensors
+        self.machine = LearnerMachine(name, session, tensors, restored=restored, ranks=ranks)
         self.clock = HostClock()
         self.connection: Connection | None = None
         self.courier = True
@@ -218,7 +221,7 @@ class SimulatedLearner(Training):
         """It takes over what the shared memory and the training process say."""
         old = self.machine
         self.courier = True
-        self.machine = LearnerMachine(self.name, self.session, TENSORS)
+        self.machine = LearnerMachine(self.name, self.session, self.tensors)
         stepped = self.stepped_event()
         self.machine.restore(old.run, list(self.adopted), stepped, old.incarnation, seeking=self.waits, term=old.term)
         if self.data is not None and self.leased is not None:

@@ -5,9 +5,13 @@ the service. A process that finds that another term was claimed ends without a w
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any, Protocol
 
+from atoll.digests import combine_digests
+from atoll.numerics.rank_plan import RankPlan, make_rank_plans
 from atoll.protocol import records, schedule
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
@@ -16,9 +20,12 @@ from atoll.protocol.messages import FromSyncer, Hello, Pull
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.protocol.syncer.machine import Syncer
+from atoll.simulate.cells import join_parts
 from atoll.simulate.disk import AGAIN_S, Entry, SimulatedDisk
+from atoll.simulate.simulated_rank import SentPart
 from atoll.simulate.training import Payload
 from atoll.simulate.virtual_time import EventQueue, HostClock
+from atoll.syncer.ranks import check_ranks
 
 Key = tuple[str, int, int]
 """Learner, round, attempt."""
@@ -77,6 +84,8 @@ class SyncerWorld(Protocol):
 
     def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None: ...
 
+    def on_parts_received(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None: ...
+
     def syncer_failed(self, syncer: SimulatedSyncer, reason: str) -> None: ...
 
     def close_later(self, syncer: SimulatedSyncer) -> None: ...
@@ -111,6 +120,12 @@ class SimulatedSyncer:
         self.restored: list[float] = []
         """What the run is about to be rolled back to."""
         self.payloads: dict[Key, float] = {}
+        self.parts: dict[Key, dict[int, SentPart]] = {}
+        """By rank, of contributions of which not all parts are here."""
+        self.rank_plans: dict[str, tuple[RankPlan, ...]] = {}
+        """By learner, of those of several ranks that are connected."""
+        self.digests: dict[Key, str] = {}
+        """Of contributions that came as parts."""
         self._asked: set[Key] = set()
         self._probes: dict[str, Key] = {}
         self._order = EffectOrder()
@@ -162,6 +177,9 @@ class SimulatedSyncer:
             if self.channels.get(name) is not connection:
                 self.world.network.expel_learner(self, name, "another connection took its place")
             self.channels[name] = connection
+            if hello.ranks:
+                check_ranks(hello, self.machine.settings)
+                self.rank_plans[name] = make_rank_plans(connection.learner.model.plan, hello.ranks)
             self.world.deliver(self, syncer_fx.Greeted(hello))
 
     def check_lease(self) -> object:
@@ -342,9 +360,28 @@ class SimulatedSyncer:
         self.world.on_payload_received(self, key, payload)
         return True
 
+    def receive_part(self, key: Key, rank: int, part: SentPart) -> bool:
+        """A rank's part has come whole; False as above. With the last one the contribution is here."""
+        parts, plans = self.parts.setdefault(key, {}), self.rank_plans.get(key[0], ())
+        if key not in self._asked or key in self.payloads or rank in parts or not plans:
+            return False
+        parts[rank] = part
+        fragment = part.about.copy.fragment
+        if set(parts) == {number for number, plan in enumerate(plans) if plan.sent(fragment).size}:
+            del self.parts[key]
+            self._put_together(key, fragment, {number: parts[number] for number in sorted(parts)}, plans)
+        return True
+
+    def _put_together(self, key: Key, fragment: int, parts: dict[int, SentPart], plans: tuple[RankPlan, ...]) -> None:
+        self.world.on_parts_received(key[0], fragment, parts)
+        self.digests[key] = combine_digests([part.digest for part in parts.values()])
+        self.payloads[key] = delta = join_parts(plans, fragment, {rank: one.values for rank, one in parts.items()})
+        self.world.on_payload_received(self, key, replace(parts[min(parts)].about, delta=delta))
+
     def _discard(self, key: Key) -> None:
         self._asked.discard(key)
-        self.payloads.pop(key, None)
+        for kept in (self.payloads, self.parts, self.digests):
+            kept.pop(key, None)
 
     def _merge(self, merge: syncer_fx.Merge) -> None:
         total = sum(part.weight for part in merge.parts)

@@ -257,14 +257,16 @@ class Training:
     def if_idle(self) -> object:
         """A learner that waits (at a hold, before its first step, after its last) serves at once."""
         self._is_soon = False
-        if not self.alive or self.paused or self.frozen:
+        if not self.alive or self.stands_still():
             return False
         if not self.training or self.stopped:
+            self.listen(stepped=False)
             self.serve()
             self.adopt_arrived()
             self.make_copies()
             self._begin()
         elif self.blocked:
+            self.listen(stepped=False)
             self.serve()
             self.adopt_arrived()
             if not self.holding() or self.leaving.why:
@@ -302,20 +304,17 @@ class Training:
         self.world.queue.call_later(self.world.step_s(self), self._train, self._turn)
 
     def _train(self, turn: int) -> object:
-        if turn != self._turn or not self.alive or self.stopped or self.paused or self.frozen or self.blocked:
+        if turn != self._turn or not self.alive or self.stopped or self.stands_still() or self.blocked:
             return False
         world = self.world
         world.events += 1
         self.t += 1
         self.moments += 1
-        self.tokens_total += self.tokens_per_step
-        down, tokens = self.gradient(self.t), self.tokens_per_step
-        self.theta = [value - down for value in self.theta]
-        self.steps = [count + 1 for count in self.steps]
-        self.tokens = [count + tokens for count in self.tokens]
+        self.count_step()
         if self.leased is not None:
             self.leased.take()
             self.done = self.done or self.leased.used_up
+        self.listen(stepped=True)
         self.serve()
         self.adopt_arrived()
         self.make_copies()
@@ -328,6 +327,19 @@ class Training:
         else:
             self._go_on()
         return None
+
+    def count_step(self) -> None:
+        self.tokens_total += self.tokens_per_step
+        down, tokens = self.gradient(self.t), self.tokens_per_step
+        self.theta = [value - down for value in self.theta]
+        self.steps = [count + 1 for count in self.steps]
+        self.tokens = [count + tokens for count in self.tokens]
+
+    def listen(self, *, stepped: bool) -> None:
+        """Take what the courier orders. Here that has taken effect when it came."""
+
+    def stands_still(self) -> bool:
+        return self.paused or self.frozen
 
     def _go_on(self) -> None:
         self.blocked = False

@@ -9,7 +9,7 @@ chance comes from one seeded source.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop
 from math import inf
 
@@ -20,11 +20,16 @@ from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
+from atoll.simulate.cells import CellModel
 from atoll.simulate.disk import AGAIN_S, SimulatedDisk
 from atoll.simulate.faults import Fault
 from atoll.simulate.invariants import Invariants
 from atoll.simulate.network import Network
-from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.rank_checks import RankInvariants
+from atoll.simulate.rank_network import RankBodies
+from atoll.simulate.ranked_learner import RankedLearner, RankLayout
+from atoll.simulate.simulated_learner import TENSORS, SimulatedLearner
+from atoll.simulate.simulated_rank import SentPart
 from atoll.simulate.simulated_syncer import Connection, Key, SimulatedSyncer
 from atoll.simulate.trace import Trace
 from atoll.simulate.training import Payload, Training
@@ -53,7 +58,10 @@ class World:
         body_s: float = 0.0,
         data: learner_fx.Registered | None = None,
         trace: Trace | None = None,
+        ranks: Mapping[str, RankLayout] | None = None,
+        model: CellModel | None = None,
     ) -> None:
+        """`ranks`: of learners of several, by name, of this model."""
         self.settings = settings
         self.begun = records.BegunRecord("run", settings, {}, (), "plan")
         self.queue, self.random = EventQueue(), random.Random(seed)
@@ -82,11 +90,13 @@ class World:
         self.disk.claim = 1
         self.network = Network(self, latency_s, jitter)
         self.network.body_s = body_s
+        self.rank_network, self._ranks, self._model = RankBodies(self.network), ranks or {}, model
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), [theta] * settings.fragments)
         """The syncer of the newest term."""
         self.simulated_syncers = [self.simulated_syncer]
         """Every syncer's process that lives."""
         self.invariants = self.make_invariants()
+        self.rank_checks = RankInvariants(self.invariants.oracle)
 
     def make_invariants(self) -> Invariants:
         return Invariants(
@@ -179,12 +189,23 @@ class World:
     def start_process(self, name: str, step_s: float, *, restored: bool = False) -> SimulatedLearner:
         self._sessions += 1
         session = f"{name}/{self._sessions}"
-        learner = SimulatedLearner(self, name, session, step_s, self.gradient, restored=restored, data=self.data)
+        learner = self._make_learner(name, session, step_s, restored)
         if name in self.learners:  # an unseeded script: a restarted process begins with other weights
             learner.set_first_weights(self.start_theta + self._sessions)
         self.learners[name] = learner
         self.processes.append(learner)
         return learner
+
+    def _make_learner(self, name: str, session: str, step_s: float, restored: bool) -> SimulatedLearner:
+        model, layout = self._model, self._ranks.get(name)
+        if model is not None and layout is not None:
+            return RankedLearner(
+                self, name, session, step_s, self.gradient, model, layout, restored=restored, data=self.data
+            )
+        tensors = TENSORS if model is None else model.tensors
+        return SimulatedLearner(
+            self, name, session, step_s, self.gradient, restored=restored, data=self.data, tensors=tensors
+        )
 
     def end_process(self, learner: SimulatedLearner) -> None:
         """Without a word: who is connected to it has to notice."""
@@ -295,6 +316,15 @@ class World:
 
     def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None:
         self.invariants.oracle.payloads[syncer.term, *key] = payload
+
+    def on_parts_received(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None:
+        self.rank_checks.watch_parts(learner, fragment, parts)
+
+    def draw_delay(self, most_s: float) -> float:
+        return most_s * self.random.random()
+
+    def on_supply(self, learner: SimulatedLearner, supply: learner_fx.Supply) -> None:
+        self.invariants.learner_checks.check_supply(learner, supply)
 
     def on_contribution_sent(self, learner: SimulatedLearner, copy: learner_fx.Copied) -> None:
         self.invariants.watch_contribution(learner, copy)
