@@ -16,7 +16,7 @@ from rich.console import Console
 
 from atoll.cli.keys import Last, join_link, own_address, pins_of, remember
 from atoll.cli.shared import close, document_of, setting_words, settings_of, short
-from atoll.config import Config, Service, convert, merged, parse_settings
+from atoll.config import Config, Service, convert, merged, parse_settings, parse_shard
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.certificates import signs_itself
 from atoll.fabric.listener import check_port
@@ -32,6 +32,7 @@ from atoll.store.writer_lease import check_not_alive, hold_run, served, syncer_h
 from atoll.syncer.changes import check_changeable
 from atoll.syncer.credentials import make_port_access, read_tokens
 from atoll.syncer.process import serve
+from atoll.syncer.shard_process import serve_shard
 
 PORT = 7077
 
@@ -42,6 +43,8 @@ def syncer(
     force: bool,
     resume: Path | None,
     standby: Path | None,
+    shard: str | None,
+    join: str | None,
     learners: int | None,
     steps: int | None,
     tokens: int | None,
@@ -58,7 +61,8 @@ def syncer(
     front: Path | None,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
-    words = setting_words(words, **budget, warm_start=warm_start, share=share, robust=robust)
+    number, count = parse_shard(shard) if shard is not None else (1, None)
+    words = setting_words(words, **budget, shards=count, warm_start=warm_start, share=share, robust=robust)
     service = {
         "host": bind,
         "port": port,
@@ -67,12 +71,21 @@ def syncer(
         "mutual": mutual or None,
         "front": str(front.absolute()) if front is not None else None,
     }
+    if number > 1 and count is not None:
+        if resume is not None or standby is not None or config is not None or force or len(words) > 1:
+            raise ConfigError(
+                f"shard {number} is told the run's settings by the first: give --join, --out and where it listens "
+                "(--port, --bind, --keys, --advertise, --front, --mutual), and nothing else"
+            )
+        _serve_shard(number, count, join, out, {**service, "port": PORT + number - 1 if port is None else port})
+        return
     if resume is not None or standby is not None:
         if out is not None or config is not None or force or (resume is not None and standby is not None):
             raise ConfigError(
                 "--resume and --standby name a run that lies there: give one of them, "
                 "and leave --out, --config and --force out"
             )
+        words = _without_own_shards(words, resume or standby)
         if resume is not None:
             _resume(resume, service, words)
         elif standby is not None:
@@ -89,6 +102,42 @@ def syncer(
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
     write_atomic(run_dir.settings, settings.toml())
     _serve(settings, run_dir, None)
+
+
+def _without_own_shards(words: list[str], folder: Path | None) -> list[str]:
+    """What a run is gone on with may name the number of shards that it has."""
+    path = folder / "run.toml" if folder is not None else Path()
+    has = document_of(path).get("service", {}).get("shards", 1) if path.is_file() else 1
+    return [word for word in words if word != f"shards={has}"]
+
+
+def _serve_shard(number: int, count: int, join: str | None, out: Path | None, service: dict[str, Any]) -> None:
+    """A process of a syncer beside its first. Started again with the same folder, it goes on with what it holds."""
+    if join is None or out is None:
+        missing = "--join LINK, the join link of the first" if join is None else "--out DIR, a folder of its own"
+        raise ConfigError(f"--shard {number}/{count} needs {missing}")
+    settings = convert({"service": {key: value for key, value in service.items() if value is not None}}, "--shard")
+    check_service(settings.service)
+    check_port(settings.service.host, settings.service.port)
+    lead = read_link(join, "--join (or ATOLL_JOIN)")
+    parse_address(lead).context()  # what cannot be used is said now
+    run_dir = RunDir.open_shard(out)
+    if run_dir.summary.exists() or run_dir.learners.exists():
+        raise ConfigError(f"{short(run_dir.path)} holds a run, and a shard has a folder of its own: choose another")
+    console = Console()
+
+    def ready(url: str) -> None:
+        console.print(f"shard {number} of {count} at [bold]{url}[/], in {short(run_dir.path)}", soft_wrap=True)
+
+    def name_address(url: str) -> str:
+        """As learners dial it: by the keys of the run, as with the first; without keys on this machine alone."""
+        if not settings.service.keys:
+            return url
+        hosts, pin = _asked_for(settings.service, urlsplit(url).port or 0)
+        return SyncerAddress(urls=tuple(f"https://{host}" for host in hosts), pin=pin).link()
+
+    if code := serve_shard(settings.service, run_dir, lead, number, count, ready=ready, name_address=name_address):
+        raise SystemExit(code)
 
 
 def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:

@@ -70,7 +70,7 @@ def train(
     share: str | None,
     robust: bool,
     max_restarts: int,
-    strict_devices: bool,
+    syncer_shards: int | None,
     kill: list[str],
     breakable: bool,
     json_: bool,
@@ -78,8 +78,9 @@ def train(
     wandb: str | None,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
-    words = setting_words(words, **budget, ranks=ranks, seed=seed, warm_start=warm_start, share=share, robust=robust)
-    options = LaunchOptions(breakable, max_restarts, strict_devices)
+    named: dict[str, Any] = {"ranks": ranks, "shards": syncer_shards, "seed": seed, "warm_start": warm_start}
+    words = setting_words(words, **budget, **named, share=share, robust=robust)
+    options = LaunchOptions(breakable, max_restarts)
     targets = Targets(tensorboard, wandb)
     targets.check_packages()
     if targets and (tape is not None or algorithm != "decoupled"):
@@ -109,6 +110,8 @@ def train(
         )
     if settings.ranks > 1 and (tape is not None or algorithm == "data-parallel"):
         raise ConfigError("--ranks is for learners of a syncer: leave --tape and --algorithm out")
+    if settings.service.shards > 1 and (tape is not None or algorithm == "data-parallel"):
+        raise ConfigError("--syncer-shards is for learners of a syncer: leave --tape and --algorithm out")
     if settings.ranks > 1 and settings.protocol.shares_moments:
         raise ConfigError("--share moments is for learners of one rank: leave it out, or --ranks")
     if script is None:
@@ -154,7 +157,6 @@ class LaunchOptions:
 
     breakable: bool = False
     max_restarts: int = LIMIT
-    strict_devices: bool = False
     launch: LaunchEnvironment | None = None
     """Of a run that goes on."""
     devices: Assignment | None = None
@@ -163,7 +165,7 @@ class LaunchOptions:
         """With the GPUs that the script sees dealt out; ConfigError: they are too few."""
         environment = {**(self.launch.variables if self.launch is not None else {}), **os.environ}
         devices = find_devices(environment)
-        dealt = assign_devices(devices, config.protocol.learners, config.ranks, strict=self.strict_devices)
+        dealt = assign_devices(devices, config.protocol.learners, config.ranks, strict=config.strict_devices)
         return replace(self, devices=dealt)
 
 
@@ -234,12 +236,14 @@ def _is_by_hand(folder: Path) -> bool:
 
 def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bool) -> None:
     """A run whose budget is spent and whose end was cut off: a syncer alone writes the end and the model."""
-    if code := serve(config, out, evaluated=False):
+    if config.service.shards > 1:
+        asyncio.run(LocalRun(config, out, evaluator=False, only_end=True).run())
+    elif code := serve(config, out, evaluated=False):
         raise SystemExit(code)
     close(out, console, as_json)
 
 
-NO_RULES = ("port", "evaluate_every", "ranks")
+NO_RULES = ("port", "evaluate_every", "ranks", "strict_devices")
 """What `--resume` takes for this start of the processes alone; the other settings are rules, and their change is
 journaled."""
 

@@ -1,5 +1,7 @@
 """A whole run on this machine: a syncer, M learners, an evaluator, and a supervisor that restarts what dies.
 
+A syncer of several shards (docs/adr/0031) is several processes: the lead, and the others beside it.
+
 The run is over when the syncer says so. Ctrl-C once: the run ends in good order, its last steps are collected and the
 model is written; twice: everything is killed.
 
@@ -94,6 +96,8 @@ class LocalRun:
     """How often in a row a learner or the evaluator is started again."""
     devices: Assignment | None = None
     """Which process sees which GPUs; None: all of them see what this one does."""
+    only_end: bool = False
+    """The run's budget is spent: the syncer, of several shards, brings it to its end without learners."""
     launch: LaunchEnvironment | None = None
     """Where and with which variables the script was started first; None: here and now."""
 
@@ -135,11 +139,15 @@ class LocalRun:
             loop.add_signal_handler(number, self._processes.handle_interrupt)
         self._start_child(self._syncer)
         self._url = await self._wait_for_address()
+        await self._start_shards()
         self.listens(await self._make_dashboard_link())
         plain = [sys.executable, *SYNCER, str(self.out.path), *self._served]  # changes are made once
         self._syncer.command = [*plain, "--port", str(urlsplit(self._url).port)]
         self.addresses = await self.route(self._url) if self.route is not None else {}
-        self._start_learners()
+        if self.only_end:
+            self._processes.ending = True
+        else:
+            self._start_learners()
         beside = asyncio.ensure_future(self.beside()) if self.beside is not None else None
         try:
             await self._supervise_until_over()
@@ -158,6 +166,7 @@ class LocalRun:
     async def _supervise_until_over(self) -> None:
         while (code := self._syncer.poll_exit()) != 0:
             self._processes.restart_syncer(code)
+            self._processes.restart_shards()
             status = await self._fetch_status()
             self._show_status(status)
             self._let_newcomers_first(status)
@@ -168,21 +177,40 @@ class LocalRun:
                 self._processes.kill_without_step()
             await asyncio.sleep(TICK_S)
 
-    async def _wait_for_address(self) -> str:
-        """The syncer's address, once it has one."""
+    async def _start_shards(self) -> None:
+        """The syncer's other processes; each keeps its address when it is started again, as the syncer does."""
+        count = self.config.service.shards
+        for number in range(2, count + 1):
+            folder = RunDir.open_shard(self.out.shard(number).path, shared=self.config.service.share_files)
+            folder.address.unlink(missing_ok=True)
+            write_atomic(folder.settings, self.config.toml())
+            command = [sys.executable, *SYNCER, str(folder.path), "--shard", f"{number}/{count}", "--join", self._url]
+            name = f"shard-{number}"
+            child = Child(name, [*command, "--port", "0"], self._common_env, self.out.log(name))
+            child.obeys, child.waits_s = True, SOON_S
+            self._processes.shards.append(child)
+            self._start_child(child)
+        for number, child in enumerate(self._processes.shards, start=2):
+            url = await self._wait_for_address(child, self.out.shard(number))
+            child.command = [*child.command[:-1], str(urlsplit(url).port)]
+
+    async def _wait_for_address(self, child: Child | None = None, out: RunDir | None = None) -> str:
+        """Of the syncer, or of a shard of it, once it has one."""
+        child, out = child or self._syncer, out or self.out
+        called = "the syncer" if child is self._syncer else child.name
         deadline = time.monotonic() + START_S
-        while not self.out.address.exists():
-            code = self._syncer.poll_exit()
+        while not out.address.exists():
+            code = child.poll_exit()
             if self._processes.interrupts and code is not None:
                 raise Killed("stopped before the run began")
             if code is not None:
-                words = self._processes.read_last_words(self._syncer)
-                raise (ConfigError if code == 2 else RunFailed)(words or f"the syncer died ({describe_exit(code)})")
+                words = self._processes.read_last_words(child)
+                raise (ConfigError if code == 2 else RunFailed)(words or f"{called} died ({describe_exit(code)})")
             if time.monotonic() > deadline:
-                raise RunFailed(f"the syncer did not start within {START_S:g} s; its log is {self._syncer.log}")
+                raise RunFailed(f"{called} did not start within {START_S:g} s; its log is {child.log}")
             self._show_status(None)
             await asyncio.sleep(0.05)
-        return self.out.address.read_text()
+        return out.address.read_text()
 
     async def _make_dashboard_link(self) -> str:
         try:
@@ -199,7 +227,7 @@ class LocalRun:
             self._processes.scorer = self._make_script("evaluator", {**self._evaluator_env(), **sees}, ranks=1)
         if self.devices is not None:
             self._events.say("devices", self.devices.describe(evaluator=self.evaluator))
-        for child in self._processes.list_children()[1:]:
+        for child in self._processes.list_scripts():
             self._start_child(child)
             for name in ("ATOLL_EXACT", "ATOLL_RUN"):
                 child.env.pop(name, None)

@@ -9,7 +9,8 @@
 - a learner of several ranks (ranks.py) is one process in all of this; what is said names the rank;
 - any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit. Once the
   run is ending, no learner is;
-- a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves.
+- a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves. So does
+  another shard of a syncer: no round is committed until it is back, and the others go on as they are.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Supervision:
         self._out, self._max_restarts = out, max_restarts
         self._events = events
         self.syncer = syncer
+        self.shards: list[Child] = []
+        """The syncer's others, where it has several."""
         self.learners: dict[str, Child] = {}
         self.scorer: Child | None = None
         self.done: set[str] = set()
@@ -72,7 +75,11 @@ class Supervision:
     # ---- the processes, and what is heard of them -------------------------------------------------------------------
 
     def list_children(self) -> list[Child]:
-        return [self.syncer, *self.learners.values(), *([self.scorer] if self.scorer else [])]
+        return [self.syncer, *self.shards, *self.list_scripts()]
+
+    def list_scripts(self) -> list[Child]:
+        """Learners, and the evaluator."""
+        return [*self.learners.values(), *([self.scorer] if self.scorer else [])]
 
     def send_order(self, line: str) -> None:
         """To the syncer; one that takes over from a dead one hears it again."""
@@ -130,8 +137,22 @@ class Supervision:
         if code == UNWRITABLE or not self.syncer.restart_later():
             raise RunFailed(f"the syncer died ({describe_exit(code)}): {self.read_last_words(self.syncer)}")
 
+    def restart_shards(self) -> None:
+        for shard in self.shards:
+            code = shard.poll_exit()
+            if code is None:
+                self._restart_if_due(shard)
+            elif code == 0 and self.ending:
+                continue  # the lead has told it that the run is over
+            else:
+                self._say_exited(shard, code)
+                if self.interrupts > 1:
+                    raise Killed("everything was killed, as asked; the last steps are not in the model")
+                if code in (ConfigError.exit_code, UNWRITABLE) or not shard.restart_later():
+                    raise RunFailed(f"{shard.name} died ({describe_exit(code)}): {self.read_last_words(shard)}")
+
     def restart_dead(self) -> None:
-        for child in self.list_children()[1:]:
+        for child in self.list_scripts():
             code = child.poll_exit()
             if code is None:
                 if child is self.scorer or not self.is_ending:
@@ -232,7 +253,7 @@ class Supervision:
         self._failure = RunFailed(f"{what}: {self.read_last_words(child)}. The whole traceback is in {child.ended.log}")
         self._mended = "; once the script is mended, the run goes on with: "
         self.ending = True
-        for one in self.list_children()[1:]:
+        for one in self.list_scripts():
             one.cancel_restart()
         self.send_order("unscored")
         self.send_order("end its script failed")

@@ -1,4 +1,5 @@
-"""`python -m atoll.syncer RUN_DIR [--evaluated] [--port N] [--pages NAME]`: the syncer of a run that has a directory.
+"""`python -m atoll.syncer RUN_DIR [--evaluated] [--port N] [--pages NAME]`: the syncer of a run that has a directory;
+with `--shard 2/3 --join LEAD` a shard of it other than the lead (docs/adr/0031).
 
 Started by a supervisor, which holds its standard input (see `process`).
 """
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.config import load
+from atoll.config import load, parse_shard
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError
 from atoll.store.rundir import RunDir
 from atoll.syncer.process import import_named, serve
+from atoll.syncer.shard_process import serve_shard
 
 
 def _told_to_begin() -> bool:
@@ -38,6 +40,8 @@ def main() -> int:
     parser.add_argument("--pages", metavar="MODULE:FUNCTION", help="makes what shows the run on its port")
     parser.add_argument("--wait", action="store_true", help="be ready, and begin when a line comes on standard input")
     parser.add_argument("--disk", metavar="MODULE:FUNCTION", help="what makes the disk that the journal lies on")
+    parser.add_argument("--shard", metavar="I/N", help="of a syncer of several processes, this one")
+    parser.add_argument("--join", metavar="LEAD", help="the address of the first of them")
     said = parser.parse_args()
     out = RunDir(said.out)
     if said.wait and not _told_to_begin():
@@ -51,6 +55,9 @@ def main() -> int:
         return error.exit_code
     if said.port is not None:
         config = msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, port=said.port))
+    if said.shard is not None:
+        shard, count = parse_shard(said.shard)
+        return serve_shard(config.service, out, said.join, shard, count, supervised=True)
     return serve(
         config,
         out,

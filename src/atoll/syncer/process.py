@@ -75,7 +75,7 @@ def serve(
     With `standby` it first waits for its turn, and calls it when it begins to wait. `pages` make the dashboard.
     """
     kernels.warm()
-    _allow_files()
+    allow_files()
     code = 0
     try:
         if not config.service.share_files:
@@ -99,13 +99,13 @@ def serve(
             asyncio.run(_serve(config, out, run_store, begin, evaluated, supervised))
         run_store.close()
     except* AtollError as errors:
-        error = _first(errors)
+        error = first_error(errors)
         print(f"atoll: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     return code
 
 
-def _allow_files() -> None:
+def allow_files() -> None:
     """Raise the limit of open files to the most allowed: every connection is one, and 1024 are soon used up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -245,6 +245,6 @@ def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: VitalTasks) -> 
     loop.set_exception_handler(fail)
 
 
-def _first(errors: BaseExceptionGroup[AtollError]) -> AtollError:
+def first_error(errors: BaseExceptionGroup[AtollError]) -> AtollError:
     first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -97,7 +97,7 @@ RUNS = (
                 default=5,
                 panel=PROCESSES,
             ),
-            flag("--strict-devices", "Refuse more learners than there are GPUs.", panel=PROCESSES),
+            option("--syncer-shards", "Processes of the syncer, for a large model.", int, shown="1", panel=PROCESSES),
             option(
                 "--kill", "Kill a learner on the way: learner-2@0.4.", many=True, metavar="NAME@SHARE", panel=PROCESSES
             ),
@@ -147,12 +147,23 @@ RUNS = (
           atoll cert && atoll syncer --bind 0.0.0.0 --keys atoll-keys --advertise syncer.example.org
           atoll syncer --learners 4 --set quorum=2 --set wait_for_learners_s=60
           atoll syncer --standby atoll-runs/20260101-120000 --port 7078
+          atoll syncer --shard 2/2 --join http://127.0.0.1:7077 --out shard-2
         """,
         "serve:syncer",
         (
             *FOLDER,
             option(
                 "--standby", "Wait for the turn to serve the run in this folder.", find_run, metavar="RUN", panel=RUN
+            ),
+            option(
+                "--shard", "Of a syncer of N processes the first, or another, which joins it.", metavar="I/N", panel=RUN
+            ),
+            option(
+                "--join",
+                "With --shard: the join link of the first, or a file.",
+                env="ATOLL_JOIN",
+                metavar="LINK",
+                panel=RUN,
             ),
             option("--learners", "M: how many learners the run is meant for.", int, shown=LEARNERS, panel=RUN),
             *end_options(steps="no limit"),
