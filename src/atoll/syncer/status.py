@@ -305,16 +305,19 @@ def _training_phase(machine: Syncer | None) -> dict[str, Any]:
     }
 
 
-def manifest(machine: Syncer, plan: FragmentPlan, evaluate_every: int) -> bytes:
-    """What an evaluator needs to assemble the model."""
+def manifest(machine: Syncer, plan: FragmentPlan, evaluate_every: int, shards: Sequence[str] = ()) -> bytes:
+    """What an evaluator needs to assemble the model. `shards`: where the syncer's others are."""
+    settings = machine.history.begun.settings
     return msgspec.json.encode(
         {
             "run": machine.history.run,
             "phase": machine.phase,
             "round": machine.committed,
             "plan": plan,
-            "evaluate_steps": max(1, evaluate_every) * schedule.interval(machine.history.begun.settings),
+            "evaluate_steps": max(1, evaluate_every) * schedule.interval(settings),
             "frozen": machine.history.begun.frozen,
+            "shards": shards,
+            "codecs": (settings.codec, settings.version_codec),
         }
     )
 
