@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.handlers import ServedPages
 from atoll.fabric.wire import FabricLimits
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.boxes import RankBoxes
@@ -33,7 +34,6 @@ from atoll.protocol.messages import (
 )
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire
-from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
@@ -191,8 +191,8 @@ class Stage:
         self.lines.append(json.loads(line))
         self._news.set()
 
-    def _save(self, parameters: Parameters) -> None:
-        self.saved = {name: np.array(values) for name, values in parameters.tensors_by_name().items()}
+    def _save(self, tensors: Mapping[str, FloatArray]) -> None:
+        self.saved = {name: np.array(values) for name, values in tensors.items()}
 
     def join(
         self,

@@ -100,6 +100,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     learners: dict[str, LearnerPart]
     left_out: dict[str, str] = {}
     """Who is not in it, and why."""
+    shards: tuple[str, ...] = ()
+    """Of the other shards of the syncer, in order: the digest of each one's syncer.json (docs/adr/0031)."""
 
 
 class CutState(msgspec.Struct, frozen=True, array_like=True):

@@ -156,6 +156,11 @@ class Inbox:
             return np.empty(size, dtype=np.uint8)
         return self._buffers.pop() if self._buffers else np.empty(self._largest, dtype=np.uint8)
 
+    def fragment_of(self, key: ContributionKey) -> int | None:
+        """Of a contribution that is waited for."""
+        pending = self._pending.get(key)
+        return None if pending is None or pending.unwanted else pending.fragment
+
     def mark_arrived(self, key: ContributionKey, mark: str, rank: int = 0) -> None:
         if (pending := self._pending.get(key)) is not None:
             pending.bodies[rank].digest = mark
@@ -321,23 +326,23 @@ class Merging:
             self._screen.note_merged((part.learner, merge.round, part.attempt))
         pairs = len(merge.parts) ** 2  # the filter compares each with each
         if self._fragments[merge.fragment].size * max(1, pairs / PAIRS) <= LARGE:
-            asyncio.get_running_loop().call_soon(self._tell, self._merge_and_step(merge))
+            asyncio.get_running_loop().call_soon(self._tell, self.merge_and_step(merge))
         else:
             self._spawn(self._merge_in_thread(merge))
 
     async def _merge_in_thread(self, merge: fx.Merge) -> None:
-        self._tell(await asyncio.to_thread(self._merge_and_step, merge))
+        self._tell(await asyncio.to_thread(self.merge_and_step, merge))
 
-    def _merge_and_step(self, merge: fx.Merge) -> fx.SyncerEvent:
+    def merge_and_step(self, merge: fx.Merge) -> fx.Merged | fx.Unmergeable:
         began = time.perf_counter()
         keys = [(part.learner, merge.round, part.attempt) for part in merge.parts]
-        deltas, moments = [self._inbox.get_delta(key) for key in keys], self._inbox.get_moments(keys)
+        held = self._fragments[merge.fragment].size > 0  # else no body of it comes here
+        deltas = [self._inbox.get_delta(key) for key in keys] if held else []
+        moments = self._inbox.get_moments(keys) if held else []
         try:
             # The filter judges also without `robust`, so that events name an attacker although nothing is left out. A
             # sample does for that: a round waits for the filter.
-            momentum, names = self._parameters.momentum(merge.fragment), [part.learner for part in merge.parts]
-            sample_for = None if self.robust else merge.round
-            judged = self._filter.judge(merge.fragment, names, deltas, momentum, sample_for)
+            judged = self._judge_deltas(merge, deltas) if self._fragments[merge.fragment].size else []
             factors = [one.factors for one in judged] if self.robust else []
             weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
             mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases, moments)
@@ -349,8 +354,14 @@ class Merging:
         marks = self._parameters.piece_marks(merge.fragment)
         return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._describe_verdicts(merge, judged))
 
+    def _judge_deltas(self, merge: fx.Merge, deltas: list[FloatArray]) -> list[FilterVerdict]:
+        momentum, names = self._parameters.momentum(merge.fragment), [part.learner for part in merge.parts]
+        sample_for = None if self.robust else merge.round
+        return self._filter.judge(merge.fragment, names, deltas, momentum, sample_for)
+
     def _measure_gradient(self, fragment: int) -> dict[str, float | None]:
-        rho = self._autocorrelation.measure(fragment, self._parameters.outer_gradient(fragment))
+        gradient = self._parameters.outer_gradient(fragment)
+        rho = self._autocorrelation.measure(fragment, gradient) if gradient.size else None
         if rho is None:
             return {"rho": None, "outer_step": None}
         return {"rho": round(rho, 4), "outer_step": round(self._parameters.effective_step(rho), 4)}
@@ -361,6 +372,8 @@ class Merging:
 
     def _describe_verdicts(self, merge: fx.Merge, judged: list[FilterVerdict]) -> tuple[fx.Judged, ...]:
         """For the state machine: who agrees, what share of the merge each has, and the factors that were used."""
+        if not judged:
+            return ()
         fragment = self._fragments[merge.fragment]
         kept = [by_size(fragment, one.factors.astype(np.float64)) if self.robust else 1.0 for one in judged]
         counts = [part.weight * float(of) for part, of in zip(merge.parts, kept, strict=True)]

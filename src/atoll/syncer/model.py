@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,22 +19,23 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from atoll.config import Config, Outer
+from atoll.choices import MERGE
+from atoll.config import Config
 from atoll.fabric.relay import RelayLimits
 from atoll.fabric.wire import KIB, MIB, SMALL_BYTES, FabricLimits, digest_aside
 from atoll.numerics.agreement import BUCKETS, GRADIENT_BUCKETS
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.filter import NAMES
-from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
+from atoll.numerics.fragments import FragmentPlan, Piece, difference, make_plan, most_fragments
 from atoll.numerics.moments import most_bytes
 from atoll.numerics.rank_plan import RankPlan
 from atoll.numerics.sample import largest_sample
 from atoll.numerics.updates import make_version_codec
 from atoll.protocol import schedule
-from atoll.protocol.errors import PeerError, PlanError
+from atoll.protocol.errors import ConfigError, PeerError, PlanError
 from atoll.protocol.history import History
-from atoll.protocol.messages import MOST_RANKS, Hello
+from atoll.protocol.messages import MOST_RANKS, Hello, TensorSpec
 from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
@@ -42,7 +43,7 @@ from atoll.protocol.syncer.outbox import TAPE_BYTES
 from atoll.syncer.contributions import ALIGNED
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import MOST_PIECES, PARTS
-from atoll.syncer.recovery import Recovered, outer_of
+from atoll.syncer.recovery import Recovered, make_parameters, outer_of
 from atoll.syncer.versions import OLD
 
 PROGRAM = 256 * MIB
@@ -114,21 +115,44 @@ def model_of_first_joiner(hello: Hello, config: Config, run: str, term: int) -> 
         data=hello.data,
         seed=config.seed,
         frozen=hello.frozen,
+        shards=config.service.shards,
     )
-    return Model(History(begun, term), plan, _room_for(plan, config.outer, settings.version_codec))
+    check_shards(begun.shards, begun.settings, begun.outer)
+    history = History(begun, term)
+    return Model(history, plan, _room_for(plan, history))
 
 
 def model_of_earlier_terms(found: Recovered) -> Model:
     history = found.history
     plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
-    return Model(
-        history, plan, found.parameters or _room_for(plan, outer_of(history), history.begun.settings.version_codec)
-    )
+    return Model(history, plan, found.parameters or _room_for(plan, history))
 
 
-def _room_for(plan: FragmentPlan, outer: Outer, version_codec: str) -> Parameters:
+ROWS = Piece(TensorSpec("", (2, 2), "float32"), 0, 2)
+
+
+def check_shards(shards: int, settings: Settings, outer: Mapping[str, object]) -> None:
+    """ConfigError for what a syncer of several shards cannot do yet (docs/adr/0031). `outer`: as a record has it."""
+    if shards == 1:
+        return
+    several = f"a syncer of {shards} shards"
+    for rule in (str(outer.get("merge", "mean")), *(phase.merge for phase in settings.phases)):
+        if rule is not None and not MERGE.load(rule).merges_rows_apart(ROWS):
+            raise ConfigError(
+                f"merge = {rule} needs whole tensors, and {several} holds parts of them: use merge = {rule}-row, "
+                "or shards = 1"
+            )
+    if outer.get("robust"):
+        raise ConfigError(f"robust compares whole contributions, and {several} holds parts of them: set shards = 1")
+    if settings.shares_moments:
+        raise ConfigError(f'share = "moments" is not made for {several}: leave it out, or set shards = 1')
+    if settings.guard == "rollback":
+        raise ConfigError(f'guard = "rollback" is not made for {several}: set guard = "alarm", or shards = 1')
+
+
+def _room_for(plan: FragmentPlan, history: History) -> Parameters:
     try:
-        return Parameters(plan, outer, version_codec)
+        return make_parameters(plan, history)
     except (MemoryError, ValueError):  # numpy raises ValueError for more than the address space
         raise PlanError(f"a model of {plan.size:,} parameters does not fit into this syncer's memory") from None
 
@@ -155,8 +179,11 @@ class FirstParameters:
 
     def ask_learner(self, learner: str, session: str) -> None:
         self._asked = (learner, session)
-        self._here.clear()  # what another learner sent is not used
+        # What another learner sent is not used. Of an empty part (docs/adr/0031) nothing comes.
+        self._here = {part.index for part in self._parameters.plan.fragments if not part.size}
         self._assembled.clear()
+        if self.is_complete:
+            self._parameters.commit_initial()
 
     def is_asked(self, learner: str, session: str) -> bool:
         return self._machine.phase == "empty" and (learner, session) == self._asked

@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,12 +24,12 @@ from atoll.fabric.address import host_port
 from atoll.fabric.handlers import ServedPages
 from atoll.fabric.tasks import VitalTasks, keep_showing
 from atoll.numerics import kernels
+from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import Disk
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
 from atoll.store.writer_lease import Deposed, StandbyTurn, WriterLease, acquire
-from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog, parse
@@ -176,10 +176,10 @@ async def _serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, service.end, OPERATOR)
 
-        def save(parameters: Parameters) -> None:
+        def save(tensors: Mapping[str, FloatArray]) -> None:
             if run_store.fenced():  # another syncer may have committed newer versions
                 raise Deposed
-            save_model(out.model, dict(parameters.tensors_by_name()), service.model_facts())
+            save_model(out.model, tensors, service.model_facts())
 
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(service.run(save))

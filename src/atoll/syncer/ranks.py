@@ -31,10 +31,15 @@ MOST_PIECES = 1 << 16
 """In the plans of all ranks of a learner."""
 
 
-def check_ranks(hello: Hello, settings: Settings) -> None:
+def check_ranks(hello: Hello, settings: Settings, shards: int = 1) -> None:
     """AtollError unless the ranks that a learner declares can take part in a run of these settings."""
     if not hello.ranks:
         return
+    if shards > 1:
+        raise PeerError(
+            f"{hello.learner} has {len(hello.ranks)} ranks, and the syncer {shards} shards: begin a run with shards = 1"
+            " for learners of several ranks"
+        )
     if settings.shares_moments:
         raise PeerError(f'{hello.learner} has {len(hello.ranks)} ranks: share = "moments" is for learners of one rank')
     check_tiling(hello.tensors, hello.ranks)

@@ -21,7 +21,8 @@ import numpy as np
 
 from atoll.config import Outer
 from atoll.numerics.arrays import ByteArray
-from atoll.numerics.fragments import make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.numerics.shard_plan import make_shard_plan
 from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.syncer.effects import Restorable, Restore
@@ -129,7 +130,8 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
     """Apply one record to the parameters. BadCut or Corrupt: the result is not the one of then."""
     assert found.parameters is not None
     match record:
-        case records.MergedRecord(round=number, fragment=fragment, version=version, digest=mark, payload=place):
+        case records.MergedRecord(round=number, fragment=fragment, version=version, payload=place):
+            mark = record.heads[0] if record.heads else record.digest  # of several shards, this is the lead's part
             if place is None:
                 raise BadCut(f"round {number} has no outer gradient in the journal")
             kept = payload(folder, position.term, place, disk=disk)
@@ -162,7 +164,16 @@ def _parameters(history: History) -> Parameters:
     plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
     if plan.fingerprint != history.begun.fingerprint:
         raise BadCut("this version of Atoll cuts the run's model another way: use the version that began it")
-    return Parameters(plan, outer_of(history), history.begun.settings.version_codec)
+    return make_parameters(plan, history)
+
+
+def make_parameters(plan: FragmentPlan, history: History) -> Parameters:
+    """Of the whole plan; of a syncer of several shards, the lead's part of it."""
+    settings, shards = history.begun.settings, history.begun.shards
+    if shards == 1:
+        return Parameters(plan, outer_of(history), settings.version_codec)
+    own = make_shard_plan(plan, shards, (settings.codec, settings.version_codec)).plan_of(1)
+    return Parameters(own, outer_of(history), settings.version_codec, may_drop=True)
 
 
 def _torn(tail: TornTail) -> str:

@@ -41,13 +41,15 @@ from atoll.store.cuts import (
     Manifest,
     complete_cuts,
     folder_of,
+    known_cuts,
+    open_cut,
     prune,
     read_manifest,
     write_manifest,
     write_syncer_part,
 )
 from atoll.store.disk import Disk, LocalDisk, Rests, not_written
-from atoll.store.journal import Entry, Journal
+from atoll.store.journal import Entry, Journal, Position, read
 from atoll.store.removal import finish_removals
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.tail import TailModel, average_tail
@@ -81,7 +83,7 @@ class RunStore:
         """Read what earlier terms left, and begin this term's segment of the journal. `keep`: so many cuts;
         `payload_cuts`: the payloads behind so many of them."""
         self._out, self._lease, self._disk = out, lease, disk or LocalDisk()
-        self._sync, self._keep, self._payload_cuts = every_round, keep, payload_cuts
+        self._sync, self.keep, self._payload_cuts = every_round, keep, payload_cuts
         self._writing = threading.Lock()
         """Held while the journal is appended to or synced: cuts are written in other threads."""
         lease.beat()
@@ -205,17 +207,17 @@ class RunStore:
         if len(self._kept) == self._payload_cuts:
             self._needless = self._kept[0]
 
-    def complete_cut(self, run: str, done: CompleteCut) -> str:
-        """Write the manifest and return its digest. NoRoom: try again later."""
+    def complete_cut(self, run: str, done: CompleteCut, shards: tuple[str, ...] = ()) -> str:
+        """Write the manifest and return its digest. NoRoom: try again later. `shards`: of each other shard of the
+        syncer, the digest of its part."""
         self._check_lease()
         table = folder_of(self._out.cuts, done.cut) / "syncer.json"
         learners = {name: LearnerPart(said.incarnation, said.t, said.file, said.digest) for name, said in done.saved}
         try:
-            manifest = Manifest(
-                run, done.cut, done.cut, compute_digest(table.read_bytes()), learners, dict(done.left_out)
-            )
+            digest, left_out = compute_digest(table.read_bytes()), dict(done.left_out)
+            manifest = Manifest(run, done.cut, done.cut, digest, learners, left_out, shards)
             mark = write_manifest(self._out.cuts, manifest)
-            prune(self._out.cuts, self._keep, done.spared)
+            prune(self._out.cuts, self.keep, done.spared)
         except OSError as error:
             raise not_written(error, table.parent) from error
         return mark
@@ -223,6 +225,19 @@ class RunStore:
     def _check_lease(self) -> None:
         if self._lease.fenced():
             raise Deposed
+
+    def read_decisions(self) -> list[AnyRecord | int]:
+        """All records behind the oldest cut, in order, and at their places the numbers of the cuts: for shards that
+        come back (docs/adr/0031)."""
+        cuts: dict[Position, int] = {}
+        for number in known_cuts(self._out.cuts):
+            with suppress(BadCut):
+                cuts[open_cut(self._out.cuts, number).state.position] = number
+        start = min(cuts, key=lambda one: (one.term, one.offset), default=None)
+        found: list[AnyRecord | int] = [cuts[start]] if start is not None else []
+        for position, record in read(self._out.journal, start=start, disk=self._disk):
+            found += [record, *([cuts[position]] if position in cuts else [])]
+        return found
 
     def read_earlier(self, restore: Restore) -> RollbackState:
         """In a thread. BadCut or Corrupt: that state cannot be restored."""
@@ -274,30 +289,35 @@ class CutWriter:
 
     async def write_first(self, cut: fx.TakeCut) -> None:
         """Write and complete cut 0, which has no learner's part. NoRoom: try again later."""
-        await self._write_captured(self._capture_state(cut), None)
+        await self.write_part(self.capture_state(cut), None)
         await asyncio.to_thread(self._run_store.complete_cut, self._run, CompleteCut(cut.cut, (), ()))
 
     def take_cut(self, cut: fx.TakeCut) -> None:
-        self._spawn(self._write_part(self._capture_state(cut), None if cut.last else Rests()))
+        self._spawn(self._keep_part(self.capture_state(cut), self.rests_of(cut)))
+
+    @staticmethod
+    def rests_of(cut: fx.TakeCut) -> Rests | None:
+        """None: the run waits for it."""
+        return None if cut.last else Rests()
 
     def complete_cut(self, done: CompleteCut) -> None:
         self._spawn(self._write_manifest(done))
 
-    def _capture_state(self, cut: fx.TakeCut) -> CapturedCut:
+    def capture_state(self, cut: fx.TakeCut) -> CapturedCut:
         state = self._run_store.open_cut(cut.history, self._parameters.version_rounds())
         held = self._parameters.committed_buffers()
         parameters = self._parameters
         return CapturedCut(cut.cut, state, parameters.hold_arrays(), parameters.known_digests(), held)
 
-    async def _write_part(self, captured: CapturedCut, rests: Rests | None) -> None:
+    async def _keep_part(self, captured: CapturedCut, rests: Rests | None) -> None:
         reason = ""
         try:
-            await self._write_captured(captured, rests)
+            await self.write_part(captured, rests)
         except AtollError as error:
             reason = one_line(error)
         self._tell(fx.CutKept(captured.cut, reason))
 
-    async def _write_captured(self, captured: CapturedCut, rests: Rests | None) -> None:
+    async def write_part(self, captured: CapturedCut, rests: Rests | None) -> None:
         try:
             write = self._run_store.write_cut
             await asyncio.to_thread(write, captured.cut, captured.state, captured.arrays, captured.digests, rests)

@@ -9,7 +9,8 @@ carries it out:
 - `contributions`: their bodies, and the versions made of them;
 - `ranks`: what each rank of a learner of several holds, and fetches;
 - `run_store`: the journal, cuts, and the values of a rollback;
-- `ending`: whom the syncer waits for when the run is over.
+- `ending`: whom the syncer waits for when the run is over;
+- `lead`: the other shards, of a syncer of several.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,13 +35,17 @@ from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.fabric.server import Server
 from atoll.fabric.tasks import VitalTasks, lasting
 from atoll.fabric.wire import MIB, SMALL_BYTES, FabricLimits, ScoreReport, one_line
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import largest_body, make_codec
+from atoll.numerics.fragments import assemble_tensors
 from atoll.numerics.screen import NormScreen, UsualNorms
+from atoll.numerics.shard_plan import make_shard_plan
 from atoll.protocol import schedule
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
 from atoll.protocol.settings import Settings
+from atoll.protocol.shard_messages import InitialHere
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.rundir import facts_of_model
@@ -50,16 +55,17 @@ from atoll.syncer.contributions import Inbox, Merging
 from atoll.syncer.credentials import RefusalLog, make_port_access
 from atoll.syncer.effect_queue import EffectQueue
 from atoll.syncer.ending import RunEnding, check_drain, describe_unheard_drain
+from atoll.syncer.lead import ShardLead
 from atoll.syncer.liveness import Standstill, send_heartbeats
 from atoll.syncer.model import (
     FirstParameters,
     Model,
+    check_shards,
     contribution_bytes,
     model_of_earlier_terms,
     model_of_first_joiner,
     moments_room,
 )
-from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks, check_ranks
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.run_store import CutWriter, Restorer, RunStore
@@ -107,6 +113,13 @@ class SyncerService:
         self._all_changed.set()
         self._drained: dict[str, asyncio.Future[str]] = {}
         """By learner that the operator drains: what is said once it is leaving, or has left."""
+        found = run_store.found_on_disk
+        shards = config.service.shards if found is None else found.history.begun.shards
+        check_shards(shards, config.protocol, msgspec.to_builtins(config.outer))
+        self._lead = ShardLead(shards, run_store, events, self, self._spawn) if shards > 1 else None
+        """None: this process is all of the syncer."""
+        self._initial_parts: set[int] = set()
+        """Shards that hold all their parts of the first parameters."""
         self._ending = RunEnding(events, evaluated=evaluated)
         self._refusals = RefusalLog(events, self._loop.time)
         self._standstill = Standstill(self._loop, self._look_for_standstill)
@@ -114,7 +127,7 @@ class SyncerService:
             run_store.append,
             carry_out=self._carry_out,
             payload=self._payload,
-            first_cut=lambda cut: self._cuts.write_first(cut),
+            first_cut=self._write_first_cut,
             fenced=run_store.fenced,
             alarm=self._alarm,
         )
@@ -135,9 +148,10 @@ class SyncerService:
             tls=access.tls,
             owners=known,
             names=access.names,
+            shards=self._lead,
         )
-        if run_store.found_on_disk is not None:
-            self._come_back(run_store.found_on_disk)
+        if found is not None:
+            self._come_back(found)
         else:
             self._announce()
 
@@ -146,7 +160,7 @@ class SyncerService:
         """The run's."""
         return self._run
 
-    async def run(self, save: Callable[[Parameters], None]) -> None:
+    async def run(self, save: Callable[[Mapping[str, FloatArray]], None]) -> None:
         """Serve until the run is over; `save` writes the finished model down."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
@@ -167,12 +181,14 @@ class SyncerService:
             trained = self._machine is not None and min(self._machine.versions) >= 0
             if trained:
                 self._ending.log_last_work()
-                await asyncio.to_thread(save, self._parameters)
+                await asyncio.to_thread(save, await self._collect_tensors())
                 await self._write_tail(self._config.service.tail_average)
             self._ending.count_connected(len(self._channels))
             await self._ending.wait_for_last(trained=trained)
             self._handle(fx.Over())
             await self._effect_queue.wait_until_empty()
+            if self._lead is not None:
+                self._lead.end_run("the run is over")
             self._ending.log_end(self._machine, self._traffic)
             await self.server.stop()
             if self._access.secrets:
@@ -182,6 +198,12 @@ class SyncerService:
             self._standstill.stop()
             if self._wake is not None:
                 self._wake.cancel()
+
+    async def _collect_tensors(self) -> Mapping[str, FloatArray]:
+        """The finished model, by the names of its tensors."""
+        if self._lead is None or self._model is None:
+            return self._parameters.tensors_by_name()
+        return assemble_tensors(self._model.plan, await self._lead.fetch_whole())
 
     async def _write_tail(self, cycles: int) -> None:
         """The mean of the last versions, if it is asked for: its record first, then the file."""
@@ -261,7 +283,7 @@ class SyncerService:
         history, settings = model.history, model.history.settings
         self._model, self._parameters = model, model.parameters
         codec = make_codec(settings.codec, self._parameters.threads)
-        self._inbox = Inbox(model.plan, codec, moments=settings.shares_moments)
+        self._inbox = Inbox(self._parameters.plan, codec, moments=settings.shares_moments)
         self._ranks = LearnerRanks(model.plan)
         # Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny.
         few = 8 * settings.learners
@@ -284,6 +306,9 @@ class SyncerService:
         flights.contribution_bytes = contribution_bytes(model.plan, settings)
         flights.budget_bytes = self._config.service.round_memory_mib * MIB
         self._first = FirstParameters(self._parameters, self._machine)
+        if self._lead is not None:
+            plan = make_shard_plan(model.plan, history.begun.shards, (settings.codec, settings.version_codec))
+            self._lead.set_up(model, self._inbox, self._screen, self._merging, self._cuts, plan)
 
     def _begun(self) -> Syncer:
         """The state machine; PeerError while the run has not begun."""
@@ -319,6 +344,8 @@ class SyncerService:
         try:
             before = self._machine.next_settings
             asked = parse_changes(self._machine.history, words, reopen=reopen, before=before)
+            if asked is not None:
+                check_shards(self._machine.history.begun.shards, asked.settings, asked.outer)
         except ConfigError as error:
             raise PeerError(str(error)) from None
         if asked is None:
@@ -349,8 +376,13 @@ class SyncerService:
     # ---- handlers: learners -------------------------------------------------------------------------------------
 
     def opened(self, channel: ControlChannel, hello: Hello) -> None:
+        if self._lead is not None and (reason := self._lead.refuse_learner()):
+            channel.send(Refused(reason=reason, final=False))
+            channel.close(reason)
+            return
         try:
-            check_ranks(hello, self._config.protocol if self._machine is None else self._machine.settings)
+            settings = self._config.protocol if self._machine is None else self._machine.settings
+            check_ranks(hello, settings, 1 if self._lead is None else self._lead.state.shards)
             if self._machine is None:
                 self._begin(hello)
             self._check_model(hello, channel.token)
@@ -377,7 +409,9 @@ class SyncerService:
     def received(self, channel: ControlChannel, message: FromLearner) -> None:
         if self._channels.get(channel.learner) is not channel:
             return
-        if isinstance(message, Contribution):
+        if isinstance(message, Contribution) and self._lead is not None:
+            self._lead.hear_contribution(channel.learner, message)
+        elif isinstance(message, Contribution):
             self._merging.screen_contribution(channel.learner, message)
         else:
             self._handle(fx.Received(channel.learner, message))
@@ -401,7 +435,10 @@ class SyncerService:
         return self._inbox.receive_body((learner, round, attempt), named, rank)
 
     def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str, rank: int = 0) -> None:
+        fragment = self._inbox.fragment_of((learner, round, attempt))
         self._inbox.mark_arrived((learner, round, attempt), digest, rank)
+        if self._lead is not None and fragment is not None:
+            self._lead.body_arrived((learner, round, attempt), fragment, digest)
 
     def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int = 0) -> None:
         self._inbox.mark_aborted((learner, round, attempt), rank)
@@ -439,7 +476,14 @@ class SyncerService:
         self._first.accept_fragment(fragment, values, digest)
         if not known:
             self._handle(fx.Uploading(learner, 0))
-        if self._first.is_complete:
+        self._note_initial(learner, session)
+
+    def _note_initial(self, learner: str, session: str) -> None:
+        """All first parameters may be here, in this process and in the other shards."""
+        others = set() if self._lead is None else self._lead.state.seats.keys() - self._initial_parts
+        if self._first.is_complete and not others:
+            if self._lead is not None:
+                self._lead.end_initial()
             self._handle(fx.Initialised(learner, session))
 
     def _find_uploader(self, learner: str, session: str) -> ControlChannel:
@@ -470,6 +514,38 @@ class SyncerService:
         if (wrong := self._begun().peers.wrong_peer(ticket, learner)) is not None:
             raise PeerError(wrong)
 
+    # ---- for the lead of several shards -----------------------------------------------------------------------------
+
+    def handle_event(self, event: fx.SyncerEvent) -> None:
+        self._handle(event)
+
+    def carry_out_held(self, effect: fx.SyncerEffect) -> None:
+        self._carry_out(effect)
+
+    def initial_part_here(self, shard: int, message: InitialHere) -> None:
+        """A shard has heard of the first parameters."""
+        channel = self._channels.get(message.learner)
+        if channel is None or not self._first.is_asked(message.learner, message.session):
+            return
+        if message.reason:
+            told: dict[str, object] = {"learner": message.learner, "reason": message.reason}
+            self._events.say("refused", f"{message.learner}: {message.reason}", told)
+            _refuse(channel, message.reason)
+            return
+        self._handle(fx.Uploading(message.learner, message.size))
+        if message.complete:
+            self._initial_parts.add(shard)
+            self._note_initial(message.learner, message.session)
+
+    def lost_shard(self) -> None:
+        """What it had of the first parameters is gone: they are sent anew."""
+        if self._machine is not None and self._machine.phase == "empty":
+            self.close_all_learners("a shard of the syncer was lost: the first parameters are sent anew")
+
+    def close_all_learners(self, reason: str) -> None:
+        for channel in list(self._channels.values()):
+            channel.close(reason)
+
     # ---- handlers: people and evaluators --------------------------------------------------------------------------
 
     @property
@@ -483,7 +559,9 @@ class SyncerService:
         return msgspec.json.encode(self.figures())
 
     def manifest(self) -> bytes:
-        return manifest(self._begun(), self._parameters.plan, self._config.service.evaluate_every)
+        machine, shards = self._begun(), () if self._lead is None else self._lead.state.addresses
+        assert self._model is not None
+        return manifest(machine, self._model.plan, self._config.service.evaluate_every, shards)
 
     def score(self, score: ScoreReport) -> None:
         self.meter.note_score(score)
@@ -509,7 +587,12 @@ class SyncerService:
         """Called before every event: no deadline may count the time in which this loop stood still."""
         now = self._loop.time()
         stood_s = self._standstill.take_standstill_s(now)
-        if not stood_s or self._machine is None:
+        if self._machine is None:
+            return
+        if self._lead is not None and (away_s := self._lead.state.take_standstill_s(now)) > 0:
+            self._effect_queue.enqueue(self._machine.handle(now, fx.StoodStill(away_s)))
+            stood_s = 0.0
+        if not stood_s:
             return
         text = f"the syncer stood still for {stood_s:.1f} s: nobody's silence counts for that time"
         self._events.say("warning", text, {"seconds": round(stood_s, 3)})
@@ -528,6 +611,8 @@ class SyncerService:
         self._handle(Tick())
 
     def _carry_out(self, effect: fx.SyncerEffect) -> None:
+        if self._lead is not None and (self._lead.hold(effect) or self._carry_out_with_shards(self._lead, effect)):
+            return
         match effect:
             case fx.Send(learner, message):
                 self._send(learner, message)
@@ -567,13 +652,41 @@ class SyncerService:
                 refused = kind == "refused" and "learner" not in data
                 self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")
 
+    def _carry_out_with_shards(self, lead: ShardLead, effect: fx.SyncerEffect) -> bool:
+        """Whether that is all that there is to do."""
+        match effect:
+            case fx.Persist(found):
+                lead.note_records(found)
+            case fx.Merge():
+                lead.merge(effect)
+            case fx.TakeCut():
+                lead.take_cut(effect)
+            case fx.CompleteCut():
+                lead.complete_cut(effect)
+            case fx.Discard(learner, number, attempt):
+                lead.discard((learner, number, attempt))
+                return False
+            case _:
+                return False
+        return True
+
+    async def _write_first_cut(self, cut: fx.TakeCut) -> None:
+        await (self._cuts.write_first(cut) if self._lead is None else self._lead.write_first_cut(cut))
+
     def _send(self, learner: str, message: FromSyncer) -> None:
         channel = self._channels.get(learner)
         if isinstance(message, Pull):
             key, plans = (learner, message.round, message.attempt), self._ranks.plans_of(learner)
             self._inbox.expect_body(key, message.fragment, probe=message.probe, plans=plans)
+            if self._lead is not None and channel is not None:
+                self._lead.expect_body(learner, channel.session, channel.token, message)
         elif isinstance(message, Welcome) and message.upload and channel is not None:
             self._first.ask_learner(learner, channel.session)
+            self._initial_parts.clear()
+            if self._lead is not None:
+                self._lead.ask_initial(learner, channel.session, channel.token)
+        if self._lead is not None and isinstance(message, Welcome):
+            message = self._lead.address_shards(message)
         if channel is not None:
             channel.send(message)
 
