@@ -7,6 +7,7 @@ synchronous run, where waiting is what was asked for. If the courier dies anothe
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import time
@@ -181,6 +182,10 @@ class RunSession:
         self._courier.start()
         self._tape.add(self._began(earlier))
         self._introduce(sure=earlier is not None and earlier.exact)
+        if gc.isenabled():
+            # While the courier starts. What a compiler left behind takes Python a second to look through, and the next
+            # objects that stay would make it do so in the middle of training.
+            gc.collect()
         self._wait_until_joined()
         if earlier is not None:
             self._put_back(earlier)
