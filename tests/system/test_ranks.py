@@ -92,6 +92,8 @@ def test_a_rank_that_is_killed_ends_its_learner_and_all_come_back(run: Run) -> N
     run.ended()
     assert run.summary["tokens"]["in_flight"] == 0
     assert run.command("verify", run.out).returncode == 0
+    again = run.command("replay", run.out)
+    assert again.returncode == 0 and "bit-identical" in again.stdout, again.stdout + again.stderr
 
 
 def find_rank(run: Run, name: str, rank: int) -> int:

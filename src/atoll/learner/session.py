@@ -294,7 +294,8 @@ class RunSession:
     def _began(self, earlier: SavedPart | None) -> BeganEntry:
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         file, exact = (earlier.file, earlier.exact) if earlier is not None else ("", False)
-        return describe_machine(self._tally.t, device, file, exact)
+        began = describe_machine(self._tally.t, device, file, exact)
+        return began if self._ranks is None else structs.replace(began, ranks=self._ranks.size)
 
     def _introduce(self, *, sure: bool = False) -> None:
         """Send a new courier all that it needs."""
