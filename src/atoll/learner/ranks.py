@@ -208,9 +208,12 @@ def count_ranks() -> int:
 
 def open_meeting_place() -> tuple[socket.socket, str]:
     """A socket at which the couriers of the other ranks find rank 0's, and its address."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    host = "127.0.0.1" if master in ("localhost", "127.0.0.1") else socket.gethostname()
-    listening = socket.create_server(("" if host != "127.0.0.1" else host, 0))
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # the machine of rank 0, as all ranks reach it
+    if host in ("localhost", "127.0.0.1", "::1"):
+        listening = socket.create_server(("127.0.0.1", 0))
+        return listening, f"127.0.0.1:{listening.getsockname()[1]}"
+    both = socket.has_dualstack_ipv6()
+    listening = socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
     return listening, f"{host}:{listening.getsockname()[1]}"
 
 
