@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -271,3 +272,21 @@ def test_a_learner_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
             stop(one)
     assert both[0].returncode == 2
     assert "atoll: rank 1 of 2 made no atoll.Learner within 2 s: every rank makes one, of its model" in said
+
+
+def draw_alone(rank: int, store: str) -> tuple[list[int], str]:
+    """The samples that a rank of a group without a run trains on, and what it says."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    told = io.StringIO()
+    with redirect_stderr(told), Learner(model()) as learner:
+        seen = [int(one) for batch in learner.batches(torch.arange(24), batch_size=4) for one in batch]
+    dist.destroy_process_group()
+    return seen, told.getvalue()
+
+
+def test_ranks_without_a_run_share_the_data_and_say_once_that_they_are_alone(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+        both = [processes.submit(draw_alone, rank, str(tmp_path / "store")) for rank in range(2)]
+        (first, said), (second, more) = (one.result(WAIT_S) for one in both)
+    assert len(first) == len(second) == 12 and sorted(first + second) == list(range(24))
+    assert said.startswith("atoll: alone") and more == ""
