@@ -456,6 +456,20 @@ def test_a_life_that_begins_while_it_joins_is_told_of_once_the_step_under_way_is
         assert ledger.reported("learner-0", 2, one.tokens_total, one.tokens, one.dropped, one.counted) is None
 
 
+def test_a_life_that_begins_when_everything_was_handed_over_is_told_of_once_that_is_answered() -> None:
+    """Seed 168 with ranks: it had adopted all, and made steps before it was told to forget. Nobody knew of these when
+    the new life said what it had counted so far, and the ledger did not balance."""
+    learner = LearnerMachine("learner-0", "session", ())
+    settings = Settings(learners=2, fragments=1, sync_every=4)
+    welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(5,), gathering=5)
+    learner.handle(0.0, Arrived(welcome))
+    learner.handle(0.1, Fetched(0, 5))
+    learner.handle(0.2, Disconnected("connection reset"))
+    assert reports(learner.handle(0.3, Arrived(replace(welcome, incarnation=2)))) == []
+    said = learner.handle(1.5, Stepped(t=6, steps=(0,), tokens=(0,), tokens_total=60, dropped=(0,)))
+    assert [(one.incarnation, one.tokens_total) for one in reports(said)] == [(2, 60)]
+
+
 # ---- the syncer stands still -----------------------------------------------------------------------------------------
 
 

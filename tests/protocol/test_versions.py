@@ -6,7 +6,7 @@ from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.versions import Versions
-from atoll.protocol.messages import Announce, Member, Welcome
+from atoll.protocol.messages import Announce, Member, Pull, Welcome
 from atoll.protocol.settings import Settings
 
 SETTINGS = Settings(learners=2, fragments=2, sync_every=4, adopt="carry").resolved(10)
@@ -211,3 +211,18 @@ def test_dials_that_fail_for_the_same_reason_are_said_once() -> None:
     assert said("refused") == [] == said("refused")
     learner.handle(2.0, fx.Arrived(welcomed()))
     assert said("refused") != [], "it was connected in between"
+
+
+def test_after_the_last_step_a_pull_waits_for_the_version_that_is_being_adopted() -> None:
+    """Seed 143 with ranks: a copy on the version before was sent, which the first rank had replaced by then. At the
+    end nobody asks twice, so the last steps were lost."""
+    learner = a_learner()
+    learner.handle(1.0, announce(4, 8, Member("b", 1, 9)))
+    learner.handle(1.1, fx.Fetched(0, 4))
+    learner.handle(1.2, fx.Stepped(11, (5, 5), (50, 50), stopped=True))
+    learner.handle(1.3, fx.Copied(10, 0, 11, 5, 50, base=3))  # before it adopted
+    pull = Pull(round=10, attempt=1, fragment=0, gathering=11, deadline_s=1.0, term=1)
+    assert of(fx.Upload, learner.handle(1.4, fx.Arrived(pull))) == []
+    assert of(fx.Upload, learner.handle(1.5, fx.Copied(10, 0, 11, 5, 50, base=3))) == []
+    learner.handle(1.6, fx.Adopted(0, 4, 11, steps=5, tokens=50))
+    assert of(fx.Upload, learner.handle(1.7, fx.Copied(10, 0, 11, 5, 50, base=4))) == [fx.Upload(10, 1, 0)]

@@ -57,7 +57,8 @@ class RankInvariants:
             raise Violation("a version is whole in all ranks", f"{said}, committed is {committed[0]}", learner.name, f)
 
     def watch_parts(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None:
-        """All parts of a contribution have come."""
+        """A contribution is merged. (What learners sent for two answers may lie together before that: then no message
+        names it.)"""
         reads = {part.read for part in parts.values()}
         if len(reads) != 1 or next(iter(reads)).fragment != fragment:
             said = f"a contribution of {learner} is put together of {sorted(map(str, reads))}"

@@ -122,6 +122,9 @@ class RankedLearner(SimulatedLearner):
         self._unheard: list[tuple[int, Said]] = []
         """What couriers said while the host stood still."""
         self._arrive_at: dict[tuple[int, str], float] = {}
+        self._fetching: deque[int] = deque()
+        """Fragments that wait for a slot."""
+        self._wants_slot = False
         self.gone_rank: int | None = None
         self._sending: dict[int, Payload] = {}
         """By ask: what is said of the answers that are on their way."""
@@ -325,6 +328,7 @@ class RankedLearner(SimulatedLearner):
             self.world.rank_checks.watch_disagreement(self, error)
             raise
         self._take_whole(whole)
+        self._fetch_waiting()
         return None
 
     def _take_whole(self, whole: SaidByAll | fx.LearnerEvent | FetchAgain | None) -> None:
@@ -487,20 +491,27 @@ class RankedLearner(SimulatedLearner):
 
         self.world.rank_network.send_part(self, rank, order, part, told)
 
-    def _fetch(self, fragment: int) -> object:
-        if not self.alive:
-            return False
-        if (slot := self.incoming.take_free()) is None:
-            self.world.queue.call_later(SLOT_S, self._fetch_late, fragment)
-            return None
-        order = self.orders.order_fetch(fragment, slot)
-        for rank in range(len(self.ranks)):
-            self._order(rank, order)
-        return None
+    def _fetch(self, fragment: int) -> None:
+        """Into the next slot that is free; those that wait get one in their order."""
+        self._fetching.append(fragment)
+        self._fetch_waiting()
 
-    def _fetch_late(self, fragment: int) -> object:
+    def _fetch_waiting(self) -> None:
+        while self._fetching and (slot := self.incoming.take_free()) is not None:
+            order = self.orders.order_fetch(self._fetching.popleft(), slot)
+            for rank in range(len(self.ranks)):
+                self._order(rank, order)
+        if self._fetching and not self._wants_slot:
+            self._wants_slot = True
+            self.world.queue.call_later(SLOT_S, self._want_slot)
+
+    def _want_slot(self) -> object:
+        self._wants_slot = False
+        if not self.alive or not self._fetching:
+            return False
         self.incoming.add_slot_if_idle()
-        return self._fetch(fragment)
+        self._fetch_waiting()
+        return None
 
     def _fetch_part(self, rank: int, order: FetchPart) -> None:
         if not self.plans[rank].plan.fragments[order.fragment].size:

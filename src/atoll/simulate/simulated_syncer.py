@@ -84,7 +84,7 @@ class SyncerWorld(Protocol):
 
     def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None: ...
 
-    def on_parts_received(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None: ...
+    def on_parts_merged(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None: ...
 
     def syncer_failed(self, syncer: SimulatedSyncer, reason: str) -> None: ...
 
@@ -121,7 +121,7 @@ class SimulatedSyncer:
         """What the run is about to be rolled back to."""
         self.payloads: dict[Key, float] = {}
         self.parts: dict[Key, dict[int, SentPart]] = {}
-        """By rank, of contributions of which not all parts are here."""
+        """By rank, of contributions that come as parts."""
         self.rank_plans: dict[str, tuple[RankPlan, ...]] = {}
         """By learner, of those of several ranks that are connected."""
         self.digests: dict[Key, str] = {}
@@ -368,12 +368,10 @@ class SimulatedSyncer:
         parts[rank] = part
         fragment = part.about.copy.fragment
         if set(parts) == {number for number, plan in enumerate(plans) if plan.sent(fragment).size}:
-            del self.parts[key]
             self._put_together(key, fragment, {number: parts[number] for number in sorted(parts)}, plans)
         return True
 
     def _put_together(self, key: Key, fragment: int, parts: dict[int, SentPart], plans: tuple[RankPlan, ...]) -> None:
-        self.world.on_parts_received(key[0], fragment, parts)
         self.digests[key] = combine_digests([part.digest for part in parts.values()])
         self.payloads[key] = delta = join_parts(plans, fragment, {rank: one.values for rank, one in parts.items()})
         self.world.on_payload_received(self, key, replace(parts[min(parts)].about, delta=delta))
@@ -384,6 +382,9 @@ class SimulatedSyncer:
             kept.pop(key, None)
 
     def _merge(self, merge: syncer_fx.Merge) -> None:
+        for part in merge.parts:
+            if parts := self.parts.get((part.learner, merge.round, part.attempt)):
+                self.world.on_parts_merged(part.learner, merge.fragment, parts)
         total = sum(part.weight for part in merge.parts)
         deltas = [part.weight * self.payloads[part.learner, merge.round, part.attempt] for part in merge.parts]
         gradient = sum(deltas) / total

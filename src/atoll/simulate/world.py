@@ -317,7 +317,7 @@ class World:
     def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None:
         self.invariants.oracle.payloads[syncer.term, *key] = payload
 
-    def on_parts_received(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None:
+    def on_parts_merged(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None:
         self.rank_checks.watch_parts(learner, fragment, parts)
 
     def draw_delay(self, most_s: float) -> float:

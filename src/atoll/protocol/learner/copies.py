@@ -392,7 +392,7 @@ class Pulls:
         self._copies.drop_copy(number % len(self._versions.held), until=number)
 
     def _is_useful(self, copy: Copied, ordered: bool) -> bool:
-        if copy.base < 0 or copy.base != self._versions.held[copy.fragment]:
+        if copy.base < 0 or copy.base != self._versions.held[copy.fragment] or self._is_overtaken(copy.fragment):
             return False
         if not self._standing().stepping or copy.fragment in self._copies.waiting:
             return True
@@ -401,7 +401,14 @@ class Pulls:
     def _is_at_hand(self, fragment: int) -> bool:
         """A copy that will do. After the last step it is the last chance: only a copy of all steps will."""
         standing = self._standing()
-        return fragment in self._copies and (standing.stepping or self._copies.read_at(fragment) >= standing.t)
+        if fragment not in self._copies or self._is_overtaken(fragment):
+            return False
+        return standing.stepping or self._copies.read_at(fragment) >= standing.t
+
+    def _is_overtaken(self, fragment: int) -> bool:
+        """After the last step, while another version is on its way into the model: a copy on the one before could not
+        be sent any more, and nobody asks again. The next copy, on that version, holds the same steps."""
+        return not self._standing().stepping and fragment in self._versions.adopting
 
     def _nothing_comes(self, fragment: int) -> bool:
         """Whether the next boundary would bring no copy with steps in it."""

@@ -466,10 +466,11 @@ class LearnerMachine:
         self._helping.forget_copies(now, "it starts over itself")
         self._copies.forget_all()
         self._orders.forget_all()
-        self._versions.forget_all(fragments)
         # It may be in the middle of a step, also while it joins, since training does not wait: then nothing is reported
-        # until it answers the Forget.
-        self._counters.forget_life(fragments, in_a_step=self.phase == "training" or self.t > 0)
+        # until it answers the Forget. It begins to train once it has adopted everything, which it may have by now.
+        in_a_step = self.phase == "training" or self.t > 0 or self._versions.may_be_complete
+        self._versions.forget_all(fragments)
+        self._counters.forget_life(fragments, in_a_step=in_a_step)
         if self.phase == "training":
             self.phase = "joining"
         self._do(fx.Forget(reason, reset))

@@ -44,6 +44,11 @@ class Versions:
     def is_complete(self) -> bool:
         return bool(self.held) and min(self.held) >= 0
 
+    @property
+    def may_be_complete(self) -> bool:
+        """Whether all are held or handed over: the training process may have adopted them by now."""
+        return bool(self.held) and self.complete_with(-1)
+
     def complete_with(self, fragment: int) -> bool:
         """Whether all are held or handed over once this one is."""
         return all(v >= 0 or f == fragment or f in self.adopting for f, v in enumerate(self.held))
