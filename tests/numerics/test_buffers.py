@@ -130,7 +130,7 @@ def test_a_reader_of_the_journal_comes_to_the_same_bits() -> None:
     for _ in range(3):
         given = [draw.normal(size=16).astype(np.float32) for _ in WEIGHTS]
         mark = merge(parameters, [contribution(of, theta, one, "bf16") for one in given])
-        assert rebuilt.take_step(0, parameters.outer_gradient(0).tobytes()) == mark
+        assert rebuilt.take_step(0, [parameters.outer_gradient(0).tobytes()]) == mark
     assert rebuilt.tensors_by_name().keys() == parameters.tensors_by_name().keys() >= {"norm.running_var"}
 
 

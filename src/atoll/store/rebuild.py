@@ -6,6 +6,8 @@ has feedback, which lies in cuts: no payload gives it again, so that a cut's own
 This reader shares only the arithmetic of the outer step with the syncer, so that agreement between the two means
 something. It holds the model once, reads only, and never writes into a run's folder.
 
+Of a syncer of several shards (shards.py) the parts are put together first: what follows sees whole fragments.
+
 `load_newest` gives the newest model, and tail.py the mean of its last versions. `ParameterWalk` goes from the oldest
 cut to the end of the journal: every round must give the digest in its record, and every newer cut must match bit for
 bit, Θ and outer state. Where payloads were trimmed it continues from the next cut; after the newest cut none may be
@@ -28,6 +30,7 @@ from atoll.digests import compute_digest
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors, make_plan
 from atoll.numerics.outer import starts_momentum, take_outer_step
+from atoll.numerics.shard_plan import ShardPlan
 from atoll.numerics.updates import WHOLE, apply_update, decode_update, make_version_codec
 from atoll.numerics.version_mean import VersionMeans
 from atoll.protocol.errors import AtollError
@@ -38,6 +41,7 @@ from atoll.store.cuts import BadCut, StoredCut, SyncerPart, known_cuts, open_cut
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Position, payload, payload_path, read
 from atoll.store.rundir import RunDir
+from atoll.store.shards import ShardChain, digest_version, divide_plan, join_arrays, read_shard_part
 from atoll.store.verify_cuts import Findings
 
 TRIES = 5
@@ -56,10 +60,18 @@ class RebuiltModel:
     """The whole model at one point of a run."""
 
     def __init__(
-        self, plan: FragmentPlan, outer: Outer, arrays: Mapping[str, ByteArray], version_codec: str = WHOLE
+        self,
+        plan: FragmentPlan,
+        outer: Outer,
+        arrays: Mapping[str, ByteArray],
+        version_codec: str = WHOLE,
+        shards: ShardPlan | None = None,
+        chains: Sequence[ShardChain] = (),
     ) -> None:
-        """ValueError where the arrays are not those of the plan. They are taken over, not copied."""
+        """ValueError where the arrays are not those of the plan. They are taken over, not copied. `shards`, `chains`:
+        of a syncer of several, who holds which part, and the others' chains from here on."""
         self.plan = plan
+        self._shards, self.chains = shards, chains
         self._codec = make_version_codec(version_codec)
         self._arrays = {name: values.view(np.float32) for name, values in arrays.items()}
         for name, values in self._arrays.items():
@@ -77,21 +89,27 @@ class RebuiltModel:
     def _feedback_names(self) -> set[str]:
         return {f"{_FEEDBACK}{part.index:03d}" for part in self.plan.fragments}
 
-    def take_step(self, fragment: int, payload: bytes) -> str:
-        """The outer step; the digest of the new version."""
+    def take_step(self, fragment: int, payloads: Sequence[bytes]) -> str:
+        """The outer step; the digest of the new version. `payloads`: one, or one of each shard that holds a part."""
         theta, part = self._arrays[f"theta-{fragment:03d}"], self.plan.fragments[fragment]
         state = {slot: self._slot_array(slot, fragment) for slot in self._optimizer.slots()}
         if self._codec is not None:
-            update = decode_update(self._codec, part, np.frombuffer(payload, dtype=np.uint8))
-            apply_update(self._optimizer, part, theta, theta, state, update)
-        elif len(payload) != theta.nbytes:
-            raise ValueError(
-                f"{len(payload)} bytes are no outer gradient of fragment {fragment}: it has {theta.nbytes}"
-            )
+            apply_update(self._optimizer, part, theta, theta, state, self._decode_updates(fragment, payloads))
+        elif (size := sum(map(len, payloads))) != theta.nbytes:
+            raise ValueError(f"{size} bytes are no outer gradient of fragment {fragment}: it has {theta.nbytes}")
         else:
-            delta = np.frombuffer(payload, dtype=np.float32)
+            delta = np.frombuffer(payloads[0] if len(payloads) == 1 else b"".join(payloads), dtype=np.float32)
             take_outer_step(self._optimizer, part, theta, theta, state, delta)
-        return compute_digest(theta.view(np.uint8).data)
+        return digest_version(theta, self._shards, fragment)
+
+    def _decode_updates(self, fragment: int, payloads: Sequence[bytes]) -> FloatArray:
+        assert self._codec is not None
+        parts = [self.plan.fragments[fragment]]
+        if self._shards is not None:
+            parts = [self._shards.part(shard, fragment) for shard in self._shards.holders(fragment)]
+        both = zip(parts, payloads, strict=True)
+        found = [decode_update(self._codec, part, np.frombuffer(data, dtype=np.uint8)) for part, data in both]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def restore_packed(self, packed: bytes) -> tuple[str, ...]:
         """Values and outer state of every fragment, one after the other; the digests of the values."""
@@ -130,16 +148,22 @@ class RebuiltModel:
             self._arrays[name] = np.zeros(self.plan.fragments[fragment].size, dtype=np.float32)
         return self._arrays[name]
 
-    def find_difference(self, part: SyncerPart) -> str | None:
-        """The first file of a cut that does not hold what lies here, or is missing."""
+    def find_difference(self, part: SyncerPart, shard: int = 1) -> str | None:
+        """The first file of a cut, or of a shard's part of one, that does not hold what lies here, or is missing."""
         kinds = ("theta", *self._optimizer.slots())
         due = {f"{kind}-{fragment.index:03d}.bin" for kind in kinds for fragment in self.plan.fragments}
         beside = {"state.bin", *(f"{name}.bin" for name in self._feedback_names())}
         for name in sorted(due | part.files.keys() - beside):
-            here, file = self._arrays.get(name.removesuffix(".bin")), part.files.get(name)
+            here, file = self._part_of(name.removesuffix(".bin"), shard), part.files.get(name)
             if here is None or file is None or compute_digest(here.view(np.uint8).data) != file.digest:
                 return name
         return None
+
+    def _part_of(self, name: str, shard: int) -> FloatArray | None:
+        whole = self._arrays.get(name)
+        if whole is None or self._shards is None:
+            return whole
+        return whole[self._shards.values(shard, int(name.rsplit("-", 1)[1]))]
 
     def fragment_values(self, fragment: int) -> FloatArray:
         """Θ of one fragment; it changes with the next step."""
@@ -150,13 +174,17 @@ class RebuiltModel:
         return assemble_tensors(self.plan, values)
 
 
-def load_cut(root: Path, cut: StoredCut) -> RebuiltModel:
+def load_cut(run: RunDir, cut: StoredCut) -> RebuiltModel:
     """The model as a cut holds it, every byte checked."""
-    _, _, arrays = read_syncer_part(root, cut.number)
+    _, _, arrays = read_syncer_part(run.cuts, cut.number)
     history = cut.state.history
+    others = [read_shard_part(run, history.begun, shard, cut.number) for shard in range(2, history.begun.shards + 1)]
+    chains = [ShardChain(run, one.shard, one.state.position) for one in others]
     try:
         outer, version_codec = msgspec.convert(history.outer, Outer), history.begun.settings.version_codec
-        return RebuiltModel(plan_of(history), outer, arrays, version_codec)
+        plan = plan_of(history)
+        whole = join_arrays(arrays, others)
+        return RebuiltModel(plan, outer, whole, version_codec, divide_plan(plan, history.begun), chains)
     except (ValueError, LookupError, msgspec.MsgspecError, AtollError) as error:
         raise BadCut(f"cut {cut.number} cannot be used: {error}") from error
 
@@ -180,7 +208,7 @@ def replay_record(model: RebuiltModel, folder: Path, position: Position, record:
                 raise NotKept(f"{path} is missing: it holds the outer gradient of round {number}")
             gradient = payload(folder, position.term, place, disk=LocalDisk())
             try:
-                found = model.take_step(fragment, gradient)
+                found = model.take_step(fragment, [*([gradient] if gradient else []), *_read_parts(model, record)])
             except ValueError as error:
                 raise Corrupt(f"round {number}, at byte {place.offset} of {path}: {error}") from error
             if found != mark:
@@ -193,6 +221,18 @@ def replay_record(model: RebuiltModel, folder: Path, position: Position, record:
             model.change_outer(msgspec.convert(outer, Outer))
         case _:
             pass
+
+
+def _read_parts(model: RebuiltModel, record: MergedRecord) -> list[bytes]:
+    """What the other shards keep of a round, in order."""
+    found = []
+    for chain in model.chains:
+        if head := record.heads[chain.shard - 1]:
+            part = chain.read_payload(record.round, head)
+            if part is None:
+                raise NotKept(f"shard {chain.shard} does not keep its part of round {record.round} any more")
+            found.append(part)
+    return found
 
 
 def _restore(model: RebuiltModel, folder: Path, position: Position, record: RestoredRecord) -> None:
@@ -241,9 +281,7 @@ def load_at_cut(run: RunDir, number: int) -> ModelHead:
     _check_run(run, cut)
     # Cut 0 is taken right before the record that makes it version 0.
     versions = [max(0, version) for version in history.versions]
-    return ModelHead(
-        load_cut(run.cuts, cut), history.begun.run, number, history.committed, versions, cut.state.position
-    )
+    return ModelHead(load_cut(run, cut), history.begun.run, number, history.committed, versions, cut.state.position)
 
 
 def _check_run(run: RunDir, cut: StoredCut) -> None:
@@ -337,7 +375,7 @@ class ParameterWalk:
         self._newest = cuts[-1].number
         self._at = cuts[0]
         """The cut that was met last."""
-        self.model: RebuiltModel | None = load_cut(run.cuts, cuts[0])
+        self.model: RebuiltModel | None = load_cut(run, cuts[0])
         """None while payloads are missing."""
         self.rounds = 0
         """Made again, each with the digest of its record."""
@@ -381,12 +419,21 @@ class ParameterWalk:
 
     def _compare_cut(self, cut: StoredCut) -> None:
         if self.model is None:
-            self.model = load_cut(self._run.cuts, cut)
+            self.model = load_cut(self._run, cut)
             self._add_cut(cut)
         elif (name := self.model.find_difference(cut.part)) is not None:
             path = cut.path / name
             raise BadRun(f"{path} is not what cut {self._at.number} and the rounds behind it give")
+        else:
+            self._compare_parts(cut, self.model)
         self._at = cut
+
+    def _compare_parts(self, cut: StoredCut, model: RebuiltModel) -> None:
+        for chain in model.chains:
+            other = read_shard_part(self._run, cut.state.history.begun, chain.shard, cut.number)
+            if (name := model.find_difference(other.part, chain.shard)) is not None:
+                what = f"{name} of shard {chain.shard} in cut {cut.number}"
+                raise BadRun(f"{what} is not what cut {self._at.number} and the rounds behind it give")
 
     def _add_cut(self, cut: StoredCut) -> None:
         """The versions that a model begins with."""

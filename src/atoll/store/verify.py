@@ -5,6 +5,7 @@ The report names the first thing that is wrong, with its place; nothing after it
     journal      the hash chain of every segment, seals, terms; a torn tail was never acknowledged: only a remark
     records      versions, members, ledger, leases (audit.py, audit_members.py), and each cut at its position
     cuts         every file by its digest (verify_cuts.py)
+    shards       of a syncer of several: every decision is in every chain, their parts of cuts are whole (shards.py)
     parameters   Θ and the outer state, rebuilt from cut to cut to the end (rebuild.py)
     model        model.safetensors, if present, is the head of the journal; every fragment of model-best.safetensors is
                  a version that the journal has the digest of; model-tail.safetensors is the mean that a record names,
@@ -25,9 +26,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from atoll.digests import compute_digest
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Fragment, Piece, make_plan
+from atoll.numerics.shard_plan import ShardPlan
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import AnyRecord, BegunRecord, CutDoneRecord, MergedRecord, RestoredRecord, TailRecord
@@ -38,6 +39,7 @@ from atoll.store.journal import ORIGIN, Position, TornTail, read
 from atoll.store.rebuild import ParameterWalk, RebuiltModel, difference
 from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
+from atoll.store.shards import check_chains, check_shard_cuts, digest_version, divide_plan
 from atoll.store.tail import digests_of, find_record
 from atoll.store.verify_cuts import CutVerifier, Findings, Progress
 from atoll.store.writer_lease import unclaimed_terms
@@ -116,6 +118,9 @@ class RunVerification:
         history = self._audit.history
         spares = history.settings.guard != "off"
         self._cuts.check_files(history.run, gap_before=history.settings.keep_cuts if spares else 0)
+        if history.begun.shards > 1:
+            check_chains(self._run, history.begun)
+            check_shard_cuts(self._run, history.begun, sorted(self._cuts.complete))
         self._check_model(self._audit, self._rebuild_model(self._audit))
         self._audit.check_alarms()
         self._check_best(history.begun)
@@ -340,7 +345,8 @@ def check_best(run: RunDir, begun: BegunRecord) -> BestChecked:
     if len(versions) != len(plan.fragments):
         return BestChecked(f"{path} does not say which versions it holds")
     due = committed_digests(run.journal, versions)
-    wrong = _differing(path, [part for part in plan.fragments if part.index in due], due)
+    parts = [part for part in plan.fragments if part.index in due]
+    wrong = _differing(path, parts, due, divide_plan(plan, begun))
     problem = f"{path} is not what the run had committed: {wrong}" if wrong else ""
     return BestChecked(problem, len(versions) - len(due))
 
@@ -364,7 +370,7 @@ def _read_piece(file: Any, piece: Piece) -> FloatArray:
     return values
 
 
-def _differing(path: Path, parts: list[Fragment], due: dict[int, str]) -> str:
+def _differing(path: Path, parts: list[Fragment], due: dict[int, str], shards: ShardPlan | None = None) -> str:
     """The first fragment whose values have another digest; empty: none."""
     try:
         with safe_open(path, framework="numpy") as file:
@@ -372,7 +378,7 @@ def _differing(path: Path, parts: list[Fragment], due: dict[int, str]) -> str:
                 values = np.zeros(part.size, dtype=np.float32)
                 for piece, place in part.parts:
                     values[place] = _read_piece(file, piece).ravel()
-                if compute_digest(values.view(np.uint8).data) != due[part.index]:
+                if digest_version(values, shards, part.index) != due[part.index]:
                     return f"fragment {part.index} has other values than the journal's digest"
     except (SafetensorError, OSError, ValueError) as error:
         return f"it cannot be read: {error}"

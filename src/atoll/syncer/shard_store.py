@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -55,26 +54,11 @@ from atoll.store.journal import Journal, payload, read
 from atoll.store.removal import finish_removals
 from atoll.store.rundir import RunDir
 from atoll.store.segments import ORIGIN, Position
+from atoll.store.shards import ShardCut
 from atoll.store.writer_lease import WriterLease
 from atoll.syncer.parameters import Parameters
 
 PAYLOAD_CUTS = 2
-
-
-class ShardCut(msgspec.Struct, frozen=True, array_like=True):
-    """The state.bin of a shard's part of a cut."""
-
-    run: str
-    shard: int
-    shards: int
-    versions: tuple[int, ...]
-    """Per fragment."""
-    rounds: tuple[int, ...]
-    position: Position
-    """Of the chain: what the cut does not hold lies behind it."""
-    file: int
-    """The payload file that the rounds after the cut go to, of the term of `position`."""
-    outer: dict[str, str | float | bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +273,3 @@ class ShardStore:
         self._lease.release()
         with suppress(AtollError):
             finish_removals()
-
-
-def shard_folder(run: Path, shard: int) -> RunDir:
-    """Where a shard that is started with its lead keeps what it holds."""
-    return RunDir(run / "shards" / str(shard))
