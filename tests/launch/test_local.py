@@ -88,6 +88,47 @@ def test_one_that_dies_while_the_last_death_of_another_is_handled_is_started_aga
     assert first.waiting and not processes.is_ending
 
 
+def test_a_shard_that_dies_is_started_again_and_one_that_was_told_to_end_is_not(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = []
+    events = EventLog(lambda line: lines.append(json.loads(line)))
+    processes = Supervision(RunDir(tmp_path), events, Child("syncer", [], {}, tmp_path / "log"), children.LIMIT)
+    shard = Child("shard-2", ["sleep", "60"], {}, tmp_path / "log", waits_s=(0.0,))
+    processes.shards.append(shard)
+    assert shard in processes.list_children() and shard not in processes.list_scripts()
+    try:
+        shard.start()
+        assert shard.process is not None
+        shard.process.kill()
+        shard.process.wait()
+        processes.restart_shards()
+        processes.restart_shards()
+        assert shard.running
+        texts = [line["text"] for line in lines]
+        assert texts == ["shard-2 ended: killed by SIGKILL", "shard-2 was started again"]
+        shard.kill_all()
+        shard.command = ["true"]
+        shard.start()
+        shard.process.wait()
+        processes.ending = True
+        processes.restart_shards()
+        assert not shard.waiting and len(lines) == 2, "the run is over"
+    finally:
+        shard.kill_all()
+
+
+def test_a_shard_that_may_not_take_part_ends_the_run_with_its_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    events = EventLog(lambda line: None)
+    processes = Supervision(RunDir(tmp_path), events, Child("syncer", [], {}, log), children.LIMIT)
+    shard = Child("shard-3", ["sh", "-c", "echo atoll: it holds another run; exit 2"], {}, log)
+    processes.shards.append(shard)
+    shard.start()
+    assert shard.process is not None
+    shard.process.wait()
+    with pytest.raises(RunFailed, match="shard-3 died .exit code 2.: it holds another run"):
+        processes.restart_shards()
+
+
 async def test_words_of_a_death_that_is_not_followed_by_a_restart(tmp_path: Path) -> None:
     run = local(tmp_path, "raise SystemExit(7)", max_restarts=0)
     with pytest.raises(RunFailed, match="every learner died; their logs are in"):

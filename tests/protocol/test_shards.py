@@ -100,6 +100,9 @@ class World:
                     moved = True
                     self.lead.hear(self.now, n, channel.popleft())
 
+    def notes(self, kind: str) -> list[Note]:
+        return [one for one in self.done if isinstance(one, Note) and one.kind == kind]
+
     def _carry_out_lead(self) -> bool:
         effects = self.lead.take_effects()
         for effect in effects:
@@ -303,6 +306,26 @@ def test_a_killed_shard_takes_up_what_was_decided_while_it_was_away() -> None:
     assert not world.lead.all_ready
     world.start(2)
     assert world.shards[2].versions == world.shards[3].versions == [2, 0]
+
+
+def test_the_operator_hears_which_shard_is_away_and_that_it_is_back() -> None:
+    world = World()
+    world.kill(2)
+    [told] = world.notes("alarm")
+    assert told.text.startswith("shard 2 was lost (") and "no round is committed until it is back" in told.text
+    assert told.data == {"shard": 2, "about": "shard 2", "over": False}
+    world.start(2)
+    back = world.notes("alarm")[-1]
+    assert back.text == "shard 2 is back" and back.data["about"] == "shard 2" and back.data["over"] is True
+
+
+def test_a_shard_that_goes_when_the_run_is_over_is_no_alarm() -> None:
+    world = World()
+    world.lead.end_run("the run is over")
+    world.run()
+    world.lead.lose_shard(1.0, 2, "it closed the channel")
+    world.run()
+    assert not world.notes("alarm")
 
 
 def test_a_decision_that_becomes_durable_while_it_reads_its_folder_is_read_from_the_chain() -> None:

@@ -357,7 +357,8 @@ class LocalRun:
         if status is None or self._processes.ending or self._syncer.running_s < SUCCESSOR_S:
             return
         if 2 * sum(one.state == "training" for one in status.learners) > self.config.protocol.learners:
-            self._syncer.prepare_successor()
+            for child in (self._syncer, *self._processes.shards):
+                child.prepare_successor()
 
     def _kill_as_planned(self, status: RunStatus | None) -> None:
         for kill in [k for k in self._pending if status is not None and status.progress >= k.at]:

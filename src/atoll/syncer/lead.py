@@ -196,8 +196,8 @@ class ShardLead:
                 held, self._held = self._held, []
                 for one in held:
                     self._service.carry_out_held(one)
-            case Note(kind, text, data):
-                self._events.say(kind, text, data)
+            case Note():
+                self._service.carry_out_held(effect)
 
     # ---- effects of the syncer's state machine --------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def serve_shard(
         lease.release()
         if ended.refused:
             raise ConfigError(str(ended))
-        print(f"shard {shard} of {count} ends: {ended}", flush=True)
+        print(f"shard {shard} of {count}: ends, {ended}", flush=True)
     except* AtollError as errors:
         error = first_error(errors)
         print(f"atoll: {error}", file=sys.stderr, flush=True)
@@ -73,7 +73,13 @@ async def _serve(
     name_address: Callable[[str], str],
 ) -> ShardEnded:
     access = make_port_access(service, lambda: store.run, _say, secrets=out.secrets)
-    running = ShardService(machine, store, lead, access, host=service.host, port=service.port)
+
+    def tell_operator(text: str) -> None:
+        print(f"shard {machine.shard} of {machine.shards}: {text}", flush=True)
+
+    running = ShardService(
+        machine, store, lead, access, host=service.host, port=service.port, tell_operator=tell_operator
+    )
     await running.server.start()
     if access.secrets:
         publish_secrets(running.server.host, running.server.port, access.secrets)

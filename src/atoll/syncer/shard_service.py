@@ -65,9 +65,18 @@ class ShardService:
     """The `ShardBodies` of its port. Belongs to one event loop."""
 
     def __init__(
-        self, machine: sh.Shard, store: ShardStore, lead: str, access: PortAccess, *, host: str, port: int
+        self,
+        machine: sh.Shard,
+        store: ShardStore,
+        lead: str,
+        access: PortAccess,
+        *,
+        host: str,
+        port: int,
+        tell_operator: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._machine, self._store = machine, store
+        self._machine, self._store, self._tell_operator = machine, store, tell_operator
+        self._lead_is_lost = False
         self._parameters: Parameters | None = None
         self._inbox: Inbox | None = None
         self._expected: dict[Body, Expect] = {}
@@ -84,8 +93,14 @@ class ShardService:
             lead,
             hello=lambda: machine.hello(self.url, store.cuts),
             on_message=lambda message: self._handle(sh.LeadSaid(message)),
-            on_lost=lambda reason: self._handle(sh.LeadLost()),
+            on_lost=self._lose_lead,
         )
+
+    def _lose_lead(self, reason: str) -> None:
+        if not self._lead_is_lost:
+            self._lead_is_lost = True
+            self._tell_operator(f"the first shard is out of reach ({reason}); dialling again")
+        self._handle(sh.LeadLost())
 
     def end(self, reason: str) -> None:
         if not self._ended.done():
@@ -187,6 +202,8 @@ class ShardService:
         self._inbox = Inbox(parameters.plan, make_codec(self._store.begun.settings.codec, parameters.threads))
         self._expected.clear()
         self._asked = None
+        self._lead_is_lost = False
+        self._tell_operator(f"part of run {self._store.run}" + (f", {rounds} rounds made again" if rounds else ""))
         self._handle(sh.TookUp(self._store.run, rounds))
 
     # ---- rounds -------------------------------------------------------------------------------------------------

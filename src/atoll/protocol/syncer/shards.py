@@ -207,6 +207,9 @@ class LeadShards:
         self._finishing: dict[int, set[int]] = {}
         self._asked: AskInitial | None = None
         self._away_since: float | None = None
+        self._alarms: set[int] = set()
+        """Shards that the operator was told of, and that are not back."""
+        self._over = False
         self._out: list[LeadEffect] = []
 
     # ---- what is read -------------------------------------------------------------------------------------------
@@ -342,7 +345,12 @@ class LeadShards:
             self._void_merge(fx.Unmergeable(self._merge.merge.round, why), but=shard)
         for body in self._bodies.values():
             body.here.pop(shard, None)
-        self._out.append(Note("warning", f"{why} ({reason}): rounds wait for it", {"shard": shard}))
+        if not self._over:
+            self._raise_alarm(shard, f"{why} ({reason}): no round is committed until it is back; learners train on")
+
+    def _raise_alarm(self, shard: int, text: str) -> None:
+        self._alarms.add(shard)
+        self._out.append(Note("alarm", text, {"shard": shard, "about": f"shard {shard}", "over": False}))
 
     def _mark_away(self, now: float) -> None:
         if self._away_since is None:
@@ -350,8 +358,14 @@ class LeadShards:
 
     def _note_ready(self, now: float, shard: int, replayed: int) -> None:
         self.seats[shard].ready = True
-        text = f"shard {shard} is there" + (f": {replayed} rounds of its chain since its cut" if replayed else "")
-        self._out.append(Note("shard", text, {"shard": shard, "replayed": replayed}))
+        since = f": it has made {replayed} rounds again since its cut" if replayed else ""
+        data: dict[str, object] = {"shard": shard, "replayed": replayed}
+        if shard in self._alarms:
+            self._alarms.discard(shard)
+            about = {"about": f"shard {shard}", "over": True}
+            self._out.append(Note("alarm", f"shard {shard} is back{since}", {**data, **about}))
+        else:
+            self._out.append(Note("shard", f"shard {shard} is there{since}", data))
         for body in self._bodies.values():
             if body.told or shard not in self.holders(body.expect.fragment):
                 continue
@@ -383,7 +397,7 @@ class LeadShards:
         match message:
             case TakenUp(reason=reason, replayed=replayed):
                 if reason:
-                    self._out.append(Note("alarm", f"shard {shard} cannot go on: {reason}", {"shard": shard}))
+                    self._raise_alarm(shard, f"shard {shard} cannot go on: {reason}")
                 else:
                     self._note_ready(now, shard, replayed)
             case BodyHere():
@@ -546,6 +560,7 @@ class LeadShards:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def end_run(self, reason: str) -> None:
+        self._over = True
         for shard, seat in sorted(self.seats.items()):
             if seat.process:
                 self._order(shard, EndShard(reason=reason))

@@ -1,0 +1,101 @@
+"""A syncer of several processes: the bits of one, and nothing lost when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from tests.system.conftest import SCRIPTS, Event, Run
+
+from atoll.store.verify import verify_run
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+WIDE = (SCRIPTS / "wide.py", "--learners", "2", "--set", "evaluate_every=0", "--set", "fragments=3")
+SYNCHRONOUS = ("--set", "synchronous=true", "--set", "sync_every=3", "--steps", "12")
+SOON_S = 5.0
+
+
+def count_rounds(events: list[Event], since: float = 0.0) -> int:
+    return sum(event["kind"] == "round" and event["at"] > since for event in events)
+
+
+def check_clean(run: Run) -> None:
+    report = verify_run(run.out)
+    assert report.ok, report.problem
+
+
+def read_model(path: Path) -> dict[str, bytes]:
+    return {name: values.tobytes() for name, values in load_file(path).items()}
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_the_model_has_the_bits_of_a_syncer_of_one_process(run: Run, codec: str) -> None:
+    settings = (*SYNCHRONOUS, "--set", f"codec={codec}")
+    run.train(*WIDE, *settings, "--syncer-shards", "2").ended()
+    check_clean(run)
+    assert sum(path.stat().st_size for path in (run.out / "shards" / "2" / "journal").rglob("*.bin")) > 0
+    alone = Run(run.folder)
+    alone.out = run.folder / "alone"
+    alone.start("train", "--out", alone.out, *WIDE, *settings).ended()
+    models = []
+    for one in (run, alone):
+        exported = one.folder / f"{one.out.name}.safetensors"
+        done = one.command("export", one.out, exported)
+        assert done.returncode == 0, done.stderr
+        assert read_model(exported) == read_model(one.out / "model.safetensors")
+        models.append(read_model(exported))
+    assert models[0] == models[1]
+
+
+def test_a_killed_shard_comes_back_and_rounds_go_on(run: Run) -> None:
+    run.train(*WIDE, "--syncer-shards", "2", "--steps", "100000")
+    run.until(lambda events: count_rounds(events) >= 6)
+    os.kill(run.pid("shard-2"), signal.SIGKILL)
+    run.until(lambda events: any(e["kind"] == "restarted" and e["process"] == "shard-2" for e in events))
+    back = time.time()
+    run.until(lambda events: count_rounds(events, since=back) >= 3)
+    took = run.events("round")[-1]["at"] - back
+    assert not [e for e in run.events("restarted", "lost") if e.get("process") != "shard-2"], "learners train on"
+    run.interrupt()
+    run.ended()
+    check_clean(run)
+    assert took < SOON_S + 3.0, "and a Python process starts in less than three seconds"
+
+
+def test_a_killed_lead_and_a_kill_of_everything_lose_nothing(run: Run) -> None:
+    run.train(*WIDE, "--syncer-shards", "2", "--steps", "100000")
+    run.until(lambda events: count_rounds(events) >= 6)
+    os.kill(run.pid("syncer"), signal.SIGKILL)
+    run.until(lambda events: any(e["kind"] == "reigned" for e in events))
+    before = count_rounds(run.events())
+    run.until(lambda events: count_rounds(events) >= before + 6)
+    run.kill_everything()
+    check_clean(run)
+    before = count_rounds(run.events())
+    run.start("train", "--resume", run.out)
+    run.until(lambda events: count_rounds(events) >= before + 6)
+    run.interrupt()
+    run.ended()
+    check_clean(run)
+
+
+def test_the_built_in_model_is_trained_scored_and_repeated(run: Run) -> None:
+    """The fixture replays it at its end."""
+    run.train("--learners", "2", "--steps", "60", "--syncer-shards", "3", "--set", "version_codec=int8").ended()
+    assert run.events("score"), run.logs()
+    check_clean(run)
+
+
+def test_shards_by_hand_join_the_first(run: Run) -> None:
+    lead, other = run.free_port(), run.free_port()
+    run.start("syncer", "--shard", "1/2", "--out", run.out, "--learners", "1", "--steps", "30", "--port", str(lead))
+    url = run.address()
+    second = run.beside("syncer", "--shard", "2/2", "--join", url, "--out", run.folder / "two", "--port", str(other))
+    learner = run.beside("learn", SCRIPTS / "wide.py", "--syncer", url, "--name", "learner-0")
+    run.ended()
+    assert second.wait(30) == 0 and learner.wait(30) == 0, (run.folder / "beside.log").read_text()
