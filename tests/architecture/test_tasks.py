@@ -27,6 +27,7 @@ KNOWN = {
     "fabric/client.py": (1, "a learner's channel: what it raises ends its courier"),
     "fabric/control.py": (1, CONNECTION),
     "fabric/parts.py": (1, "what is asked of all shards at once: an error is raised to whoever asks"),
+    "fabric/shard_channel.py": (2, CONNECTION + "; a shard's end of it is vital to the shard"),
     "fabric/tasks.py": (2, "the kinds themselves"),
     "baselines/faults.py": (1, "faults of a baseline: what one raises ends it"),
     "baselines/supervisor.py": (1, "asked for its result at every turn"),
@@ -41,6 +42,7 @@ KNOWN = {
     "observe/dashboard/site.py": (2, CONNECTION),
     "store/removal.py": (1, "a thread that frees the room of removed files; what it leaves, the next removal takes"),
     "syncer/process.py": (4, VITAL),
+    "syncer/shard_service.py": (4, VITAL + "; its supervisor starts another shard"),
     "syncer/service.py": (4, VITAL),
     "workloads/elastic.py": (1, "a thread that reads orders; without it the supervisor ends the process"),
 }

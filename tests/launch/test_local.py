@@ -125,7 +125,7 @@ def test_a_shard_that_may_not_take_part_ends_the_run_with_its_words(tmp_path: Pa
     shard.start()
     assert shard.process is not None
     shard.process.wait()
-    with pytest.raises(RunFailed, match="shard-3 died .exit code 2.: it holds another run"):
+    with pytest.raises(RunFailed, match=r"shard-3 died \(exit code 2\): it holds another run"):
         processes.restart_shards()
 
 
