@@ -240,6 +240,11 @@ def from_cut(
     manifest = checked.manifest
     part, state, arrays = read_syncer_part(old.cuts, cut)
     then = msgspec.msgpack.decode(state, type=CutState)
+    if then.history.begun.shards > 1:
+        raise ConfigError(
+            f"the syncer of {old.path} has several shards, and --from-cut is not made for that: export the cut "
+            f"(atoll export --cut {cut}) and begin a run with it (--set init=FILE)"
+        )
     _check_cut_has_budget(old, cut, History.restore(copy.deepcopy(then.history)), changes)
     new = RunDir.create(out, force=force, shared=shared)
     run = secrets.token_hex(4)

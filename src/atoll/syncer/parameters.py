@@ -246,6 +246,10 @@ class Parameters:
         self._updates[fragment] = StagedUpdate(data, None, compute_digest(payload))
         return mark
 
+    def staged_values(self, fragment: int) -> FloatArray:
+        """Of the version that was staged last."""
+        return self._staged[fragment].values
+
     def piece_marks(self, fragment: int) -> bytes:
         """A 4-byte checksum of each piece that was staged last: tells which tensor differs in a replay."""
         return self._staged[fragment].marks

@@ -51,6 +51,7 @@ from atoll.store.cuts import CutState, check_cut, complete_cuts, read_syncer_par
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, payload, read, read_tape
 from atoll.store.rundir import RunDir, save_model
+from atoll.store.shards import divide_plan
 from atoll.store.writer_lease import acquire, hold_run
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import outer_of
@@ -116,10 +117,15 @@ class RunReplay:
         if plan.fingerprint != begun.fingerprint:
             raise ConfigError("this version of Atoll cuts the run's model another way: use the version that ran it")
         parameters = Parameters(plan, outer_of(History(begun)), begun.settings.version_codec)
+        shards = divide_plan(plan, begun)
+        if shards is not None and self.cut is not None:
+            raise ConfigError(
+                "a run whose syncer has several shards is replayed from its beginning: leave --from-cut out"
+            )
         decisions, parts, states = self._beginning(score, parameters)
 
         def gradient(record: MergedRecord | RestoredRecord) -> memoryview | None:
-            if record.payload is None:
+            if record.payload is None or shards is not None:  # the other shards have the rest of it
                 return None
             try:
                 return memoryview(payload(self.out.journal, terms[_key(record)], record.payload, disk=LocalDisk()))
@@ -137,6 +143,7 @@ class RunReplay:
             jobs=self.jobs or cores(),
             until=self.until,
             watch=lambda outcome: self.watch(outcome, score.rounds),
+            shards=shards,
         )
         conductor.outcome.remarks += _remarks(score)
         return conductor

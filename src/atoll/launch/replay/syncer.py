@@ -39,6 +39,7 @@ from atoll.mailbox.channel import CourierChannel, Start, decode_to_courier
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import difference
+from atoll.numerics.shard_plan import ShardPlan
 from atoll.protocol import tape
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import (
@@ -50,6 +51,7 @@ from atoll.protocol.records import (
     StartedRecord,
     TermRecord,
 )
+from atoll.store.shards import digest_version
 from atoll.syncer.parameters import Parameters
 
 LOOK_S = 0.5
@@ -100,9 +102,11 @@ class ReplaySyncer:
         jobs: int,
         until: int | None = None,
         watch: Callable[[ReplayOutcome], None] = lambda outcome: None,
+        shards: ShardPlan | None = None,
     ) -> None:
         """`stage` makes the parameters, once the first training process has said what its model is; `begun`: those of a
-        cut, and not of the first learner."""
+        cut, and not of the first learner. `shards`: of a syncer of several, whose digests are of parts."""
+        self._shards = shards
         self.outcome = ReplayOutcome()
         self._score, self._stage, self._begun = score, stage, begun
         self._tensors: tuple[TensorSpec, ...] | None = None
@@ -355,6 +359,8 @@ class ReplaySyncer:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False
             self.outcome.from_journal.append(record.round)
+        if self._shards is not None:
+            mark = digest_version(self._parameters.staged_values(record.fragment), self._shards, record.fragment)
         if record.digest and mark != record.digest:
             self.outcome.difference = self._find_difference(record)
             return False
