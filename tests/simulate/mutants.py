@@ -5,7 +5,14 @@ kept in several places (a learner declines what the syncer would refuse anyway),
 otherwise the second guard hides the first one's bug.
 """
 
-from tests.simulate import bugs_of_learners, bugs_of_ranks, bugs_of_rollbacks, bugs_of_rounds, bugs_of_writing
+from tests.simulate import (
+    bugs_of_learners,
+    bugs_of_ranks,
+    bugs_of_rollbacks,
+    bugs_of_rounds,
+    bugs_of_shards,
+    bugs_of_writing,
+)
 from tests.simulate.planting import MUTANTS, planted
 
 __all__ = [
@@ -14,6 +21,7 @@ __all__ = [
     "bugs_of_ranks",
     "bugs_of_rollbacks",
     "bugs_of_rounds",
+    "bugs_of_shards",
     "bugs_of_writing",
     "planted",
 ]

@@ -109,6 +109,8 @@ def _print_world(one: Report, plan: campaign.SeedPlan) -> None:
     )
     if plan.ranks is not None:
         print(f"  ranks of each learner: {', '.join(map(str, plan.ranks.counts))}")
+    if plan.shards is not None:
+        print(f"  shards of the syncer: {plan.shards.shards}")
     for fault in plan.faults:
         print(f"  {fault.line()}")
     print(f"  {outcome.rounds} rounds, {outcome.events:,} events, trace {outcome.trace}")

@@ -21,12 +21,13 @@ from atoll.protocol.syncer import effects as fx
 from atoll.simulate import inject
 from atoll.simulate.cells import CellModel, begin_cells, constant_gradient
 from atoll.simulate.drawn_ranks import DrawnRanks, draw_rank_faults, draw_ranks
+from atoll.simulate.drawn_shards import DrawnShards, draw_shard_faults, draw_shards
 from atoll.simulate.faults import Fault, draw_faults
 from atoll.simulate.oracle import Violation
 from atoll.simulate.trace import Trace
 from atoll.simulate.world import World
 
-WorldKind = Literal["plain", "ranks"]
+WorldKind = Literal["plain", "ranks", "shards"]
 """What a world has beside plain learners and one syncer."""
 KINDS: tuple[WorldKind, ...] = get_args(WorldKind)
 LEARNERS = (1, 2, 2, 3, 3, 4, 5)
@@ -160,9 +161,13 @@ class SeedPlan(msgspec.Struct, frozen=True):
     faults: tuple[Fault, ...]
     ranks: DrawnRanks | None = None
     """In worlds with learners of several ranks."""
+    shards: DrawnShards | None = None
+    """In worlds with a syncer of several shards."""
 
     @property
     def kind(self) -> WorldKind:
+        if self.shards is not None:
+            return "shards"
         return "plain" if self.ranks is None else "ranks"
 
 
@@ -187,6 +192,11 @@ def plan(seed: int, learners: int | None = None, kind: WorldKind = "plain") -> S
     plain = SeedPlan(seed, drawn, tuple(draw_faults(dice, count, until)))
     if kind == "plain":
         return plain
+    if kind == "shards":
+        kept = [fault for fault in plain.faults if fault.kind != "rollback"]  # refused with several shards
+        faults = sorted([*kept, *draw_shard_faults(seed, until)], key=lambda fault: fault.at)
+        shards = draw_shards(seed, drawn.settings.fragments)
+        return msgspec.structs.replace(plain, faults=tuple(faults), shards=shards)
     ranks = draw_ranks(seed, count, drawn.settings.fragments)
     faults = sorted([*plain.faults, *draw_rank_faults(seed, count, until)], key=lambda fault: fault.at)
     return msgspec.structs.replace(plain, faults=tuple(faults), ranks=ranks)
@@ -198,10 +208,13 @@ def plan(seed: int, learners: int | None = None, kind: WorldKind = "plain") -> S
 def make(plan: SeedPlan, world: type[World] = World, *, traced: bool = True) -> World:
     """The world of a plan, before anything has happened in it; `traced`: with a hash of all that will."""
     drawn, more = plan.options, dict[str, Any]()
+    if plan.kind != "plain":
+        more = {"theta": begin_cells(), "gradient": constant_gradient}
     if plan.ranks is not None:
         model = CellModel(drawn.settings.fragments)
-        more = {"model": model, "ranks": plan.ranks.make_layouts(model)}
-        more |= {"theta": begin_cells(), "gradient": constant_gradient}
+        more |= {"model": model, "ranks": plan.ranks.make_layouts(model)}
+    if plan.shards is not None:
+        more |= {"shards": plan.shards}
     made = world(
         drawn.settings,
         seed=drawn.run_seed,
@@ -297,6 +310,10 @@ def end_faults(world: World) -> None:
     network.slow, network.payload_loss, network.doubles = 1.0, 0.0, 0.0
     disk.full = disk.broken = disk.cuts_fail = False
     disk.slow = 1.0
+    for shard in world.shards:
+        shard.dies_at = 0
+        shard.unblock()
+        shard.start()
     for learner in list(world.processes):
         learner.leaving.returns, learner.leaving.until = False, inf
         learner.answers, learner.saves, learner.fits, learner.stream_s = True, True, True, 0.0
@@ -375,6 +392,7 @@ def _has_ended(world: World, lost: tuple[int, ...] | None) -> None:
     if list(totals.merged) != world.invariants.oracle.audit.members.merged:
         said = f"{totals.merged} by the ledger, {world.invariants.oracle.audit.members.merged} by the contributions"
         raise Violation("ledger balances", said)
+    world.shard_checks.check_end(world.disk.journal)
     for name, learner in world.learners.items():
         if lost is not None and learner.alive and (not learner.over or learner.base != world.simulated_syncer.theta):
             said = (

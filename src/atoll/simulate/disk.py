@@ -57,6 +57,8 @@ class SimulatedDisk:
         self.claim = 0
         """The newest term."""
         self.cuts: dict[int, KeptCut] = {}
+        self.complete: list[int] = []
+        """Of a syncer of several shards: cuts that all of them can come back from."""
         self.full = self.broken = self.cuts_fail = False
         self.slow = 1.0
         self._writing: dict[int, list[Entry]] = {}
@@ -109,8 +111,20 @@ class SimulatedDisk:
         """Durable, and the journal up to it."""
         self.synced = max(self.synced, place)
         self.cuts[cut] = KeptCut(history, theta, place)
-        for old in sorted(self.cuts)[:-2]:
+        for old in sorted(set(self.cuts) - set(self.complete[-2:]))[:-2]:
             del self.cuts[old]
+
+    def complete_cut(self, cut: int) -> None:
+        self.complete.append(cut)
+
+    def read_decisions(self) -> list[AnyRecord | int]:
+        """All records behind the oldest cut that counts, and at their places the numbers of the cuts."""
+        places = {self.cuts[cut].place: cut for cut in self.complete if cut in self.cuts}
+        found: list[AnyRecord | int] = []
+        for place in range(min(places, default=0), len(self.journal) + 1):
+            found += [places[place]] if place in places else []
+            found += [self.journal[place]] if place < len(self.journal) else []
+        return found
 
     # ---- coming back --------------------------------------------------------------------------------------------
 

@@ -53,6 +53,10 @@ Kind = Literal[
     "jump-syncer",
     "unmergeable",
     "overflow",
+    # its other shards
+    "kill-shard",
+    "crash-shard",
+    "partition-shard",
     # its disk
     "disk-full",
     "disk-fails",
@@ -127,7 +131,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         whom = f" learner-{self.target}" if self.target >= 0 else ""
-        which = f" at effect {self.number}" if self.kind in ("crash-before", "crash-after") else ""
+        which = f" at effect {self.number}" if self.kind in ("crash-before", "crash-after", "crash-shard") else ""
         return f"{self.at:.3f} {self.kind}{whom}{which} for {self.length:.3f} s"
 
 

@@ -8,8 +8,10 @@ import msgspec
 
 from atoll.protocol.syncer import effects as fx
 from atoll.simulate.faults import Fault
+from atoll.simulate.network import NOTICE_S
 from atoll.simulate.ranked_learner import RankedLearner
 from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.simulated_shard import SimulatedShard
 from atoll.simulate.world import World
 
 CLOG = 50.0
@@ -427,6 +429,36 @@ def _end(world: World, fault: Fault) -> None:
     world.deliver(world.simulated_syncer, fx.EndAsked("the operator asked for it"))
 
 
+def _find_shard(world: World, fault: Fault) -> SimulatedShard | None:
+    return world.shards[fault.number % len(world.shards)] if world.shards else None
+
+
+def _kill_shard(world: World, fault: Fault) -> object:
+    if (shard := _find_shard(world, fault)) is None or not shard.alive:
+        return False
+    shard.kill()
+    mend_later(world, fault, shard.start)
+    return None
+
+
+def _crash_shard(world: World, fault: Fault) -> object:
+    """In the middle of what it does."""
+    if (shard := _find_shard(world, fault)) is None or not shard.alive:
+        return False
+    shard.dies_at = 1 + fault.number // 4
+    return None
+
+
+def _partition_shard(world: World, fault: Fault) -> object:
+    """Between it and the lead."""
+    if (shard := _find_shard(world, fault)) is None or shard.blocked:
+        return False
+    shard.blocked = True
+    world.queue.call_later(NOTICE_S * world.random.uniform(0.5, 1.0), shard.give_up_link)
+    mend_later(world, fault, shard.unblock)
+    return None
+
+
 OTHER_FAULTS: dict[str, Callable[[World, Fault], object]] = {
     "clog": _clog,
     "lossy": _lossy,
@@ -442,6 +474,9 @@ OTHER_FAULTS: dict[str, Callable[[World, Fault], object]] = {
     "unmergeable": _unmergeable,
     "overflow": _overflow,
     "helper": _end_helper,
+    "kill-shard": _kill_shard,
+    "crash-shard": _crash_shard,
+    "partition-shard": _partition_shard,
     "disk-full": _disk("full"),
     "disk-fails": _disk("broken"),
     "disk-slow": _disk_slow,

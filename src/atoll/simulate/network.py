@@ -212,7 +212,7 @@ class Network:
         if learner.frozen or not learner.reachable or (syncer is not None and syncer.paused):
             self.dial_later(learner, DIAL_S)
             return None
-        if syncer is None:
+        if syncer is None or syncer.refuses_learners:
             learner.handle_event(learner_fx.Disconnected("connection refused"))
             self.dial_later(learner)
             return None
@@ -322,8 +322,7 @@ class Network:
         known = syncer.machine.members.learners.get(learner.name)
         if known is None or known.session != learner.session:
             return False  # another process has the name by now, and the syncer refuses this one's body
-        syncer.initial = list(learner.base)
-        return self.world.deliver(syncer, syncer_fx.Initialised(learner.name, learner.session))
+        return syncer.take_initial(learner.name, learner.session, list(learner.base))
 
     # ---- payloads down -----------------------------------------------------------------------------------------------
 

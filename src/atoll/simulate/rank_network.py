@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.courier.rank_channel import UploadPart
-from atoll.protocol.syncer import effects as syncer_fx
 from atoll.simulate.cells import Cells, front_of, join_parts, take_part
 from atoll.simulate.network import INITIAL_AGAIN_S, STUCK_S, Network
 from atoll.simulate.ranked_learner import RankedLearner
@@ -86,8 +85,8 @@ class RankBodies:
             return None
         fragments = range(learner.fragments)
         sent = [{rank: rows[f] for rank, rows in parts.items() if rows[f].values.size} for f in fragments]
-        syncer.initial = [join_parts(syncer.rank_plans[learner.name], f, sent[f]) for f in fragments]
-        return self._world.deliver(syncer, syncer_fx.Initialised(learner.name, learner.session))
+        whole: list[float] = [join_parts(syncer.rank_plans[learner.name], f, sent[f]) for f in fragments]
+        return syncer.take_initial(learner.name, learner.session, whole)
 
     # ---- down ----------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,14 @@ from atoll.protocol import records, schedule
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
-from atoll.protocol.messages import FromSyncer, Hello, Pull
+from atoll.protocol.messages import Contribution, FromSyncer, Hello, Pull
+from atoll.protocol.shard_messages import FromShard, InitialHere
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.cells import join_parts
 from atoll.simulate.disk import AGAIN_S, Entry, SimulatedDisk
+from atoll.simulate.simulated_lead import SimulatedLead
 from atoll.simulate.simulated_rank import SentPart
 from atoll.simulate.training import Payload
 from atoll.simulate.virtual_time import EventQueue, HostClock
@@ -86,6 +88,8 @@ class SyncerWorld(Protocol):
 
     def on_parts_merged(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None: ...
 
+    def on_decision(self, record: records.MergedRecord) -> None: ...
+
     def syncer_failed(self, syncer: SimulatedSyncer, reason: str) -> None: ...
 
     def close_later(self, syncer: SimulatedSyncer) -> None: ...
@@ -122,6 +126,10 @@ class SimulatedSyncer:
         self.payloads: dict[Key, float] = {}
         self.parts: dict[Key, dict[int, SentPart]] = {}
         """By rank, of contributions that come as parts."""
+        self.lead: SimulatedLead | None = None
+        """Of a syncer of several shards."""
+        self._initial_of: tuple[str, str] = ("", "")
+        """Who sent them: learner and session."""
         self.rank_plans: dict[str, tuple[RankPlan, ...]] = {}
         """By learner, of those of several ranks that are connected."""
         self.digests: dict[Key, str] = {}
@@ -149,6 +157,11 @@ class SimulatedSyncer:
             return []
         world, machine = self.world, self.machine
         self.now = now = self.clock.read(world.queue.now, least)
+        if self.lead is not None and (away_s := self.lead.state.take_standstill_s(now)) > 0:
+            stood = syncer_fx.StoodStill(away_s)
+            told = machine.handle(now, stood)
+            world.on_syncer_event(self, now, stood, told)
+            self._order.enqueue(told)
         effects = machine.handle(now, event)
         world.on_syncer_event(self, now, event, effects)
         self._order.enqueue(effects)
@@ -212,6 +225,8 @@ class SimulatedSyncer:
         events, self._backlog = self._backlog, []
         for event in events:
             self.world.deliver(self, event)
+        if self.lead is not None:
+            self.lead.hear_unheard()
         self.world.deliver(self, Tick())
         self.carry_out_waiting()
         self.check_lease()
@@ -225,6 +240,8 @@ class SimulatedSyncer:
 
     def die(self) -> None:
         self.alive = False
+        if self.lead is not None:
+            self.lead.close()
         self._order.close()
 
     # ---- effects in order ---------------------------------------------------------------------------------------
@@ -238,6 +255,10 @@ class SimulatedSyncer:
 
     def _write(self, write: list[syncer_fx.Persist] | syncer_fx.TakeCut) -> bool:
         """Start to write; True when that is done already."""
+        if isinstance(write, syncer_fx.TakeCut) and self.lead is not None:
+            self._writing = True
+            self.lead.take_cut(write, list(self.initial), len(self.world.disk.journal), self.world.cut_s())
+            return False
         if isinstance(write, syncer_fx.TakeCut):
             self.world.carry_out_syncer_effect(self, write)
             return self._end_or_go_on(fenced=self.world.disk.claim != self.term)
@@ -282,6 +303,11 @@ class SimulatedSyncer:
     # ---- carrying out -------------------------------------------------------------------------------------------
 
     def carry_out(self, effect: syncer_fx.SyncerEffect) -> None:
+        if self.lead is not None and (self.lead.hold(effect) or self.lead.carry_out(effect)):
+            return
+        self._carry_out(effect)
+
+    def _carry_out(self, effect: syncer_fx.SyncerEffect) -> None:
         match effect:
             case syncer_fx.Send(learner, message):
                 if isinstance(message, Pull):
@@ -323,6 +349,9 @@ class SimulatedSyncer:
             self.theta = list(self.initial)
             world.disk.start = list(self.initial)
         place = len(world.disk.journal)
+        if self.lead is not None and not effect.first:
+            self.lead.take_cut(effect, list(self.theta), place, world.cut_s())
+            return
         if effect.first and world.disk.claim == self.term:  # durable before anything behind it; one deposed drops it
             world.disk.keep_cut(0, effect.history, list(self.theta), place)
         world.queue.call_later(world.cut_s(), self._cut_kept, effect, list(self.theta), place)
@@ -338,9 +367,99 @@ class SimulatedSyncer:
 
     def _complete(self, effect: syncer_fx.CompleteCut, cut: int) -> None:
         self.world.on_cut_complete(effect)
+        if self.lead is not None:
+            return  # `finish_cut` answers
         failed = self.world.disk.cuts_fail
         answer = syncer_fx.CutKept(cut, "input/output error") if failed else syncer_fx.CutWritten(cut, "digest")
         self.world.queue.call_later(0.0, self.world.deliver, self, answer)
+
+    # ---- for the lead of several shards ---------------------------------------------------------------------------
+
+    @property
+    def refuses_learners(self) -> bool:
+        return self.lead is not None and not self.lead.was_whole
+
+    def read_clock(self) -> float:
+        return self.clock.read(self.world.queue.now)
+
+    def call_later(self, seconds: float, event: FromShard) -> None:
+        assert self.lead is not None
+        self.world.queue.call_later(seconds, self.lead.hear_own, event)
+
+    def carry_out_held(self, effect: syncer_fx.SyncerEffect) -> None:
+        self.carry_out(effect)
+
+    def watch_decision(self, record: records.MergedRecord) -> None:
+        self.world.on_decision(record)
+
+    def session_of(self, learner: str) -> str:
+        connection = self.channels.get(learner)
+        return connection.learner.session if connection is not None else ""
+
+    def hear_contribution(self, learner: str, message: Contribution) -> None:
+        assert self.lead is not None
+        if self.paused:
+            self.lead.unheard.append((self.lead.hear_contribution, (learner, message)))
+        else:
+            self.lead.hear_contribution(learner, message)
+
+    def take_initial(self, learner: str, session: str, values: list[float]) -> object:
+        """This process has the first parameters, or its part of them."""
+        self.initial, self._initial_of = values, (learner, session)
+        return self._begin_if_whole(learner, session)
+
+    def note_initial_part(self, message: InitialHere) -> None:
+        self._begin_if_whole(message.learner, message.session)
+
+    def _begin_if_whole(self, learner: str, session: str) -> object:
+        if self._initial_of != (learner, session) or self.machine.phase != "empty":
+            return False
+        if self.lead is not None:
+            if self.lead.initial != set(self.lead.state.seats):
+                return None
+            self.lead.end_initial()
+        return self.world.deliver(self, syncer_fx.Initialised(learner, session))
+
+    def close_all_learners(self, reason: str) -> None:
+        """Those that may have sent first parameters to a shard that is lost."""
+        if self.machine.phase == "empty":
+            for name in list(self.channels):
+                self.world.network.expel_learner(self, name, reason)
+                self.world.deliver(self, syncer_fx.Lost(name, reason))
+
+    def stage_own(self, merge: syncer_fx.Merge) -> syncer_fx.Unmergeable | None:
+        answer = self.world.answer_merge(merge)
+        if isinstance(answer, syncer_fx.Unmergeable):
+            return answer
+        self._stage(merge)
+        return None
+
+    def drop_own(self, fragment: int) -> None:
+        self.staged.pop(fragment, None)
+
+    def finish_first_cut(self, cut: syncer_fx.TakeCut, reason: str) -> None:
+        """In all shards; with a reason: it is not, and the syncer starts again."""
+        if reason:
+            self.world.syncer_failed(self, reason)
+            return
+        self._take_cut(cut)
+        self.world.disk.complete_cut(cut.cut)
+        self._writing = False
+        if self._end_or_go_on(fenced=self.world.disk.claim != self.term):
+            self.carry_out_waiting()
+
+    def keep_cut(self, cut: syncer_fx.TakeCut, theta: list[float], place: int, reason: str) -> None:
+        reason = reason or ("input/output error" if self.world.disk.cuts_fail else "")
+        if not reason and self.world.disk.claim == self.term:
+            self.world.disk.keep_cut(cut.cut, cut.history, theta, place)
+        self.world.deliver(self, syncer_fx.CutKept(cut.cut, reason))
+
+    def finish_cut(self, cut: int, reason: str) -> None:
+        reason = reason or ("input/output error" if self.world.disk.cuts_fail else "")
+        if not reason and self.world.disk.claim == self.term:
+            self.world.disk.complete_cut(cut)
+        answer = syncer_fx.CutKept(cut, reason) if reason else syncer_fx.CutWritten(cut, "digest")
+        self.world.deliver(self, answer)
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
@@ -382,6 +501,11 @@ class SimulatedSyncer:
             kept.pop(key, None)
 
     def _merge(self, merge: syncer_fx.Merge) -> None:
+        self._stage(merge)
+        answer = self.world.answer_merge(merge)
+        self.world.queue.call_later(self.world.merge_s, self.world.deliver, self, answer)
+
+    def _stage(self, merge: syncer_fx.Merge) -> None:
         for part in merge.parts:
             if parts := self.parts.get((part.learner, merge.round, part.attempt)):
                 self.world.on_parts_merged(part.learner, merge.fragment, parts)
@@ -390,5 +514,3 @@ class SimulatedSyncer:
         gradient = sum(deltas) / total
         value = self.theta[merge.fragment] - self.world.outer_lr * gradient
         self.staged[merge.fragment] = (gradient, value)
-        answer = self.world.answer_merge(merge)
-        self.world.queue.call_later(self.world.merge_s, self.world.deliver, self, answer)

@@ -22,14 +22,19 @@ from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.cells import CellModel
 from atoll.simulate.disk import AGAIN_S, SimulatedDisk
+from atoll.simulate.drawn_shards import DrawnShards
 from atoll.simulate.faults import Fault
 from atoll.simulate.invariants import Invariants
 from atoll.simulate.network import Network
 from atoll.simulate.rank_checks import RankInvariants
 from atoll.simulate.rank_network import RankBodies
 from atoll.simulate.ranked_learner import RankedLearner, RankLayout
+from atoll.simulate.shard_checks import ShardInvariants
+from atoll.simulate.shard_network import ShardedNetwork
+from atoll.simulate.simulated_lead import SimulatedLead
 from atoll.simulate.simulated_learner import TENSORS, SimulatedLearner
 from atoll.simulate.simulated_rank import SentPart
+from atoll.simulate.simulated_shard import SimulatedShard
 from atoll.simulate.simulated_syncer import Connection, Key, SimulatedSyncer
 from atoll.simulate.trace import Trace
 from atoll.simulate.training import Payload, Training
@@ -60,8 +65,9 @@ class World:
         trace: Trace | None = None,
         ranks: Mapping[str, RankLayout] | None = None,
         model: CellModel | None = None,
+        shards: DrawnShards | None = None,
     ) -> None:
-        """`ranks`: of learners of several, by name, of this model."""
+        """`ranks`: of learners of several, by name, of this model. `shards`: where the syncer has several."""
         self.settings = settings
         self.begun = records.BegunRecord("run", settings, {}, (), "plan")
         self.queue, self.random = EventQueue(), random.Random(seed)
@@ -88,15 +94,24 @@ class World:
         self._sessions = 0
         self.disk = SimulatedDisk(self.begun, self.random, sync_s=sync_s, every_round=every_round)
         self.disk.claim = 1
-        self.network = Network(self, latency_s, jitter)
+        self._drawn_shards = shards
+        self.network = Network(self, latency_s, jitter) if shards is None else ShardedNetwork(self, latency_s, jitter)
         self.network.body_s = body_s
         self.rank_network, self._ranks, self._model = RankBodies(self.network), ranks or {}, model
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), [theta] * settings.fragments)
         """The syncer of the newest term."""
         self.simulated_syncers = [self.simulated_syncer]
         """Every syncer's process that lives."""
+        self._give_lead(self.simulated_syncer)
+        numbers = range(2, shards.shards + 1) if shards is not None else ()
+        self.shards = [
+            SimulatedShard(self, n, len(numbers) + 1, [self.find_slice(n, f) for f in range(settings.fragments)])
+            for n in numbers
+        ]
         self.invariants = self.make_invariants()
         self.rank_checks = RankInvariants(self.invariants.oracle)
+        holders = shards.holders if shards is not None else ()
+        self.shard_checks = ShardInvariants(self.invariants.oracle, self.shards, holders)
 
     def make_invariants(self) -> Invariants:
         return Invariants(
@@ -265,9 +280,38 @@ class World:
         )
         self.simulated_syncers = [syncer for syncer in (*self.simulated_syncers, self.simulated_syncer) if syncer.alive]
         self.simulated_syncer.clock.ahead_s = before.clock.ahead_s
+        self._give_lead(self.simulated_syncer)
         self.invariants.restarted(self.simulated_syncer)
         self.begin_term(self.simulated_syncer)
         return None
+
+    def _give_lead(self, syncer: SimulatedSyncer) -> None:
+        if (drawn := self._drawn_shards) is not None:
+            decisions = self.disk.read_decisions()
+            holders = list(drawn.holders)
+            syncer.lead = SimulatedLead(syncer, drawn.shards, self.begun, holders, decisions, self.merge_s)
+
+    def find_holders(self, fragment: int) -> tuple[int, ...]:
+        assert self._drawn_shards is not None
+        return self._drawn_shards.holders[fragment]
+
+    def find_slice(self, shard: int, fragment: int) -> slice:
+        assert self._drawn_shards is not None
+        return self._drawn_shards.find_slice(shard, fragment)
+
+    def lead_at(self, shard: SimulatedShard) -> SimulatedLead | None:
+        """Whom the dial of a shard reaches: of several leads any."""
+        leads = [one.lead for one in self.simulated_syncers if one.alive and not one.paused and one.lead is not None]
+        return self.random.choice(leads) if leads else None
+
+    def shard_delay(self) -> float:
+        return self.network.delay()
+
+    def draw_sync_s(self) -> float:
+        return self.disk.sync_s * (0.5 + self.random.random())
+
+    def on_decision(self, record: records.MergedRecord) -> None:
+        self.shard_checks.watch_decision(record)
 
     def begin_term(self, syncer: SimulatedSyncer) -> None:
         self.deliver(syncer, Tick())

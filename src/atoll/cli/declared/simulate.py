@@ -21,7 +21,8 @@ SIMULATORS = (
           atoll simulate faults --seeds 2000
           atoll simulate faults --seeds 2000 --first 2000        # on a second machine
           atoll simulate faults --seed 17 --learners 4
-          atoll simulate faults --seeds 500 --worlds ranks       # with learners of several ranks
+          atoll simulate faults --seeds 500 --worlds ranks       # with learners of several ranks, or …
+          atoll simulate faults --seeds 500 --worlds shards      # … a syncer of several shards
         """,
         "simulate:faults",
         (
@@ -29,7 +30,9 @@ SIMULATORS = (
             option("--first", "The seed of the first world, where others look at those before.", int, default=0),
             option("--learners", "Learners in every world. Drawn if not given.", int),
             option("--seed", "This world alone, with its story.", int),
-            option("--worlds", "plain, or ranks: some learners have several.", default="plain"),
+            option(
+                "--worlds", "plain; ranks: some learners have several; shards: the syncer has several.", default="plain"
+            ),
             flag("--json", "As JSON.", name="json_"),
         ),
     ),

@@ -1,0 +1,322 @@
+"""The lead's side of a simulated syncer of several shards: what syncer/lead.py carries out for the service, in virtual
+time. What is decided is protocol/syncer/shards.py's.
+
+Its own part is staged by the simulated syncer itself, which has whole fragments in its books: what the other shards
+hold is compared with them (shard_checks.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from atoll.digests import combine_digests
+from atoll.protocol import records
+from atoll.protocol.effects import Note
+from atoll.protocol.errors import PeerError
+from atoll.protocol.messages import Contribution, Pull, Welcome
+from atoll.protocol.shard_messages import (
+    AskInitial,
+    Body,
+    BodyHere,
+    CutHere,
+    Expect,
+    FromLead,
+    FromShard,
+    InitialHere,
+    ShardHello,
+    Stage,
+    Staged,
+    Unstage,
+    Unstaged,
+)
+from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer import shards as pure
+from atoll.simulate.simulated_shard import ShardLink
+
+KEEP = 2
+"""Complete cuts."""
+NOT_FINITE = "values that are not finite"
+
+
+class LeadSyncer(Protocol):
+    """What the lead needs of the syncer around it."""
+
+    alive: bool
+    paused: bool
+    term: int
+
+    def read_clock(self) -> float: ...
+
+    def handle_event(self, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]: ...
+
+    def carry_out_held(self, effect: fx.SyncerEffect) -> None: ...
+
+    def stage_own(self, merge: fx.Merge) -> fx.Unmergeable | None: ...
+
+    def drop_own(self, fragment: int) -> None: ...
+
+    def finish_first_cut(self, cut: fx.TakeCut, reason: str) -> None: ...
+
+    def keep_cut(self, cut: fx.TakeCut, theta: list[float], place: int, reason: str) -> None: ...
+
+    def finish_cut(self, cut: int, reason: str) -> None: ...
+
+    def close_all_learners(self, reason: str) -> None: ...
+
+    def note_initial_part(self, message: InitialHere) -> None: ...
+
+    def session_of(self, learner: str) -> str: ...
+
+    def call_later(self, seconds: float, event: FromShard) -> None: ...
+
+    def watch_decision(self, record: records.MergedRecord) -> None: ...
+
+
+class SimulatedLead:
+    def __init__(
+        self,
+        syncer: LeadSyncer,
+        shards: int,
+        begun: records.BegunRecord,
+        holders: list[tuple[int, ...]],
+        decisions: list[records.AnyRecord | int],
+        merge_s: float,
+    ) -> None:
+        self._syncer, self._merge_s = syncer, merge_s
+        self.state = pure.LeadShards(shards, syncer.term)
+        self._links: dict[int, ShardLink] = {}
+        self._waiting: deque[pure.LeadEffect] = deque()
+        self._busy = False
+        self.was_whole = False
+        """All shards have been ready in this term."""
+        self._held: list[fx.SyncerEffect] = []
+        self._own: dict[int, fx.Merge] = {}
+        """By order: of the lead's own part, until all have staged theirs."""
+        self._cuts: dict[int, tuple[fx.TakeCut, list[float], int]] = {}
+        self._first: fx.TakeCut | None = None
+        self.unheard: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+        """What came while its process stood still."""
+        self.initial: set[int] = set()
+        """Shards that have the first parameters."""
+        self.state.restore_decisions(decisions)
+        self.state.begin_run(begun.run, records.encode(begun), holders)
+        self._carry_out()
+
+    def _waits(self, action: Callable[..., object], *arguments: object) -> bool:
+        """Whether its process stands still."""
+        if self._syncer.paused:
+            self.unheard.append((action, arguments))
+        return self._syncer.paused
+
+    def hear_unheard(self) -> None:
+        heard, self.unheard = self.unheard, []
+        for action, arguments in heard:
+            action(*arguments)
+
+    def close(self) -> None:
+        """The process is gone."""
+        for link in self._links.values():
+            link.shard.close_down(link)
+        self._links.clear()
+
+    # ---- channels -----------------------------------------------------------------------------------------------
+
+    def open_shard(self, link: ShardLink, hello: ShardHello) -> str:
+        """Why it is refused; empty: it is not."""
+        try:
+            self.state.open_shard(self._syncer.read_clock(), hello)
+        except PeerError as error:
+            return str(error)
+        self._links[hello.shard] = link
+        self._carry_out()
+        return ""
+
+    def hear_shard(self, link: ShardLink, message: FromShard) -> object:
+        if self._links.get(link.shard.number) is not link or not self._syncer.alive:
+            return False
+        if self._waits(self.hear_shard, link, message):
+            return None
+        self.state.hear(self._syncer.read_clock(), link.shard.number, message)
+        self._carry_out()
+        return None
+
+    def lose_shard(self, link: ShardLink, reason: str) -> object:
+        if self._links.get(link.shard.number) is not link or not self._syncer.alive:
+            return False
+        if self._waits(self.lose_shard, link, reason):
+            return None
+        del self._links[link.shard.number]
+        self.state.lose_shard(self._syncer.read_clock(), link.shard.number, reason)
+        self.initial.discard(link.shard.number)
+        self._syncer.close_all_learners("a shard of the syncer was lost: the first parameters are sent anew")
+        self._carry_out()
+        return None
+
+    def hear_own(self, message: FromShard) -> None:
+        if self._syncer.alive and not self._waits(self.hear_own, message):
+            self.state.hear(self._syncer.read_clock(), pure.LEAD, message)
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        """In order, also where one leads to others."""
+        self._waiting += self.state.take_effects()
+        if self._busy:
+            return
+        self._busy = True
+        while self._waiting and self._syncer.alive:
+            self._carry_out_one(self._waiting.popleft())
+        self._busy = False
+
+    def _carry_out_one(self, effect: pure.LeadEffect) -> None:
+        match effect:
+            case pure.Order(1, message):
+                self._order_own(message)
+            case pure.Order(shard, message):
+                if (link := self._links.get(shard)) is not None:
+                    link.shard.send_down(link, message)
+            case pure.Complete(learner, message, parts):
+                self._syncer.handle_event(fx.Delivered(learner, message, _screen(message, parts)))
+            case pure.Combine(merge, staged):
+                del self._own[dict(staged)[pure.LEAD].order]
+                self._syncer.handle_event(fx.Merged(merge.round, "digest", heads=effect.heads(self.state.shards)))
+            case pure.Tell(event):
+                self._syncer.handle_event(event)
+            case pure.CutPartsKept(cut, reason=reason):
+                self._end_cut(cut, reason)
+            case pure.CutPartsDone(cut, reason):
+                if self._first is not None and self._first.cut == cut:
+                    first, self._first = self._first, None
+                    self._syncer.finish_first_cut(first, reason)
+                else:
+                    self._syncer.finish_cut(cut, reason)
+            case pure.InitialParts(shard, message):
+                if message.complete:
+                    self.initial.add(shard)
+                self._syncer.note_initial_part(message)
+            case pure.AllThere():
+                self.was_whole = True
+                held, self._held = self._held, []
+                for one in held:
+                    self._syncer.carry_out_held(one)
+            case _:
+                assert isinstance(effect, Note | pure.Moved | pure.ValuesHere)
+
+    # ---- effects of the syncer's state machine ------------------------------------------------------------------
+
+    def hold(self, effect: fx.SyncerEffect) -> bool:
+        """Whether it waits: nobody could answer a pull while a shard is away."""
+        waits = isinstance(effect, fx.ConfirmSent | fx.Discard) or (
+            isinstance(effect, fx.Send) and isinstance(effect.message, Pull)
+        )
+        if not waits or (self.state.all_ready and not self._held):
+            return False
+        self._held.append(effect)
+        return True
+
+    def carry_out(self, effect: fx.SyncerEffect) -> bool:
+        """Whether that is all that there is to do."""
+        match effect:
+            case fx.Persist(found):
+                for record in found:
+                    if isinstance(record, records.MergedRecord):
+                        self._syncer.watch_decision(record)
+                    self.state.note_record(record)
+                self._carry_out()
+                return False
+            case fx.Merge():
+                self.state.merge(effect)
+                self._carry_out()
+                return True
+            case fx.CompleteCut(cut, spared=spared):
+                self.state.finish_cut(cut, KEEP, spared)
+                self._carry_out()
+                return False
+            case fx.Discard(learner, number, attempt):
+                self.state.discard((learner, number, attempt))
+                self._carry_out()
+                return False
+            case fx.Send(learner, Pull() as pull):
+                self._expect(learner, pull)
+                return False
+            case fx.Send(learner, Welcome(upload=True)):
+                self.initial.clear()
+                self.state.ask_initial(AskInitial(learner=learner, session=self._syncer.session_of(learner)))
+                self._carry_out()
+                return False
+            case _:
+                return False
+
+    def _expect(self, learner: str, pull: Pull) -> None:
+        self.state.expect_body(
+            Expect(
+                learner=learner,
+                session=self._syncer.session_of(learner),
+                round=pull.round,
+                attempt=pull.attempt,
+                fragment=pull.fragment,
+                probe=pull.probe,
+            )
+        )
+        self._carry_out()
+
+    def end_initial(self) -> None:
+        self.state.ask_initial(None)
+
+    # ---- contributions ------------------------------------------------------------------------------------------
+
+    def take_own_body(self, body: Body, digest: str, *, broken: bool) -> None:
+        learner, number, attempt = body
+        here = BodyHere(learner=learner, round=number, attempt=attempt, digest=digest, broken=int(broken))
+        self.hear_own(here)
+
+    def hear_contribution(self, learner: str, message: Contribution) -> None:
+        self.state.hear_contribution(learner, message)
+        self._carry_out()
+
+    # ---- rounds -------------------------------------------------------------------------------------------------
+
+    def _order_own(self, message: FromLead) -> None:
+        match message:
+            case Stage():
+                parts = tuple(fx.Part(one.learner, one.attempt, one.weight, one.base) for one in message.given)
+                merge = fx.Merge(message.round, message.fragment, parts)
+                if (failed := self._syncer.stage_own(merge)) is not None:
+                    unstaged = Unstaged(order=message.order, reason=failed.reason, reset=failed.reset)
+                    self._syncer.call_later(self._merge_s, unstaged)
+                else:
+                    self._own[message.order] = merge
+                    self._syncer.call_later(self._merge_s, Staged(order=message.order, digest="digest"))
+            case Unstage(order=order, fragment=fragment):
+                if self._own.pop(order, None) is not None:
+                    self._syncer.drop_own(fragment)
+            case _:
+                raise AssertionError(f"the lead carries out no {message}")
+
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def take_cut(self, cut: fx.TakeCut, theta: list[float], place: int, takes_s: float) -> None:
+        self._cuts[cut.cut] = (cut, theta, place)
+        self.state.take_cut(cut.cut, cut.cut, hurry=cut.first or cut.last)
+        self._carry_out()
+        self._syncer.call_later(takes_s, CutHere(cut=cut.cut))
+
+    def _end_cut(self, cut: int, reason: str) -> None:
+        taken, theta, place = self._cuts.pop(cut)
+        if not taken.first:
+            self._syncer.keep_cut(taken, theta, place, reason)
+        elif reason:
+            self._syncer.finish_first_cut(taken, reason)
+        else:
+            self._first = taken
+            self.state.finish_cut(cut, KEEP, -1)
+            self._carry_out()
+
+
+def _screen(message: Contribution, parts: tuple[BodyHere, ...]) -> str | None:
+    if not parts:
+        return "its body did not arrive"
+    if combine_digests([part.digest for part in parts]) != message.digest:
+        return "its body is not the one its message names"
+    return NOT_FINITE if any(part.broken for part in parts) else None

@@ -1,0 +1,55 @@
+"""The fault simulator's worlds with a syncer of several shards: every promise holds, and those of shards too."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from atoll.protocol.records import MergedRecord
+from atoll.simulate import campaign
+from atoll.simulate.drawn_shards import OF_SHARDS
+from atoll.simulate.faults import Fault
+from atoll.simulate.world import World
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.faults) for block in range(1, 50))])
+def test_whatever_is_drawn_every_promise_holds(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        plan = campaign.plan(seed, kind="shards")
+        outcome = campaign.run(plan, campaign.make(plan, traced=False))
+        again = f"atoll simulate faults --seed {seed} --worlds shards"
+        assert not outcome.invariant, f"{again}: {outcome.invariant}: {outcome.message}"
+
+
+def test_shards_are_drawn_apart() -> None:
+    """Settings, hosts, links and all other faults but rollbacks are those of the seed's plain world."""
+    for seed in range(20):
+        plain, sharded = campaign.plan(seed), campaign.plan(seed, kind="shards")
+        assert sharded.shards is not None and 2 <= sharded.shards.shards <= 3 and sharded.options == plain.options
+        assert {fault for fault in plain.faults if fault.kind != "rollback"} <= set(sharded.faults)
+
+
+def calm_world(*faults: Fault) -> World:
+    plan = campaign.plan(3, 3, "shards")
+    assert plan.shards is not None
+    return campaign.make(msgspec.structs.replace(plan, faults=faults), traced=False)
+
+
+def count_decided(world: World) -> int:
+    return sum(isinstance(record, MergedRecord) for record in world.disk.journal)
+
+
+@pytest.mark.parametrize("kind", sorted(set(OF_SHARDS)))
+def test_while_a_shard_is_away_learners_train_and_no_round_is_decided(kind: str) -> None:
+    world = calm_world(Fault(40.0, "kill-shard", length=10.0), Fault(70.0, kind, length=1.0, number=8))  # type: ignore[arg-type]
+    world.run(42.0)
+    decided, steps = count_decided(world), {name: one.t for name, one in world.learners.items()}
+    assert decided > 0 and not world.shards[0].alive
+    world.run(49.5)
+    assert count_decided(world) == decided
+    assert all(one.t > steps[name] for name, one in world.learners.items())
+    world.run(69.0)
+    between = count_decided(world)
+    assert between > decided
+    world.run(100.0)
+    assert count_decided(world) > between and all(shard.alive and shard.machine.serves for shard in world.shards)
