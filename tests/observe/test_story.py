@@ -132,6 +132,14 @@ def test_a_restart_without_a_kill_is_told(events: list[Event]) -> None:
     assert any(line.startswith("b died and came back (") for line in story(summarise(events), events))
 
 
+def test_a_shard_came_back_when_it_was_started_again(events: list[Event]) -> None:
+    at = events[-1]["at"]
+    ended = {"at": at, "kind": "exited", "process": "shard-2", "code": -9, "text": "shard-2 ended: killed by SIGKILL"}
+    again = {"at": at, "kind": "restarted", "process": "shard-2", "pid": 7, "text": "shard-2 was started again"}
+    told = story(summarise(events), [*events, ended, again])
+    assert any("shard-2 died and came back (ended: killed by SIGKILL)" in line for line in told)
+
+
 def test_only_who_joined_again_came_back(events: list[Event]) -> None:
     """A restart alone is none: the run may end before the new process is there."""
     events = [e for e in events if e["kind"] != "killed" and not (e["kind"] == "joined" and e["incarnation"] == 2)]

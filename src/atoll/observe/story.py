@@ -122,7 +122,7 @@ def _deaths(events: Sequence[Event]) -> str:
                 dead[name] = str(event.get("text", ""))
             case "joined" if name in dead:
                 back[name] = dead.pop(name)
-            case "restarted" if name in NO_LEARNERS and name in dead:
+            case "restarted" if name.startswith(NO_LEARNERS) and name in dead:
                 back[name] = dead.pop(name)
             case "started":
                 dead.pop(name, None)  # by an operator, or with a run that goes on
@@ -141,7 +141,8 @@ def _stepless(names: Sequence[str]) -> str:
     return f"{listing(names)} {were} killed at the end: {its} never called learner.step()." if names else ""
 
 
-NO_LEARNERS = ("syncer", "evaluator")
+NO_LEARNERS = ("syncer", "shard-", "evaluator")
+"""How the names of processes begin that join nothing: one is back when it was started again."""
 
 
 def _dead(names: Sequence[str], what: str, how: dict[str, str]) -> str:
