@@ -230,17 +230,15 @@ async def test_a_killed_shard_comes_back_with_everything_that_was_decided(tmp_pa
         learners = await begin(stage)
         await play(learners, 0, 3)
         await stage.shards[2].kill()
-        await stage.until("warning")
+        await stage.until("alarm")
         await stage.shards[2].start()
-        await stage.until("shard", 2)
-        assert stage.events("shard")[-1]["replayed"] == 3
+        assert (await stage.until("alarm", 2))["replayed"] == 3
         await play(learners, 3, 3)  # and over a cut
         await stage.until("cut")
         await stage.shards[2].kill()
-        await stage.until("warning", 2)
+        await stage.until("alarm", 3)
         await stage.shards[2].start()
-        await stage.until("shard", 3)
-        assert stage.events("shard")[-1]["replayed"] == 2, "from cut 4 on"
+        assert (await stage.until("alarm", 4))["replayed"] == 2, "from cut 4 on"
         await play(learners, 6, 2)
         await stage.end()
     report = verify_run(stage.out.path)
@@ -259,9 +257,9 @@ async def test_a_round_under_way_goes_on_when_its_shard_was_killed(tmp_path: Pat
         await learners[0].contribute(pulls[0], 0.01)
         await learners[1].contribute(pulls[1], 0.01)
         await stage.shards[2].kill()
-        await stage.until("warning")
+        await stage.until("alarm")
         await stage.shards[2].start()
-        await stage.until("shard", 2)
+        await stage.until("alarm", 2)
         if not any(event["round"] == 2 for event in stage.events("round")):
             for one in learners:
                 await one.contribute(await one.until(Pull, lambda pull: pull.round == 2 and pull.attempt == 2), 0.01)

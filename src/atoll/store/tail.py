@@ -23,7 +23,7 @@ from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.version_mean import VersionMeans
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import AnyRecord, MergedRecord, RestoredRecord, TailRecord
-from atoll.store.cuts import BadCut, known_cuts, open_cut
+from atoll.store.cuts import BadCut, complete_cuts, known_cuts, open_cut
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Position, payload_path, read
 from atoll.store.rebuild import NotKept, load_at_cut, read_steadily, replay_rounds
@@ -115,6 +115,8 @@ def _choose_span(run: RunDir, cycles: int) -> tuple[TailSpan, list[str]]:
 def find_span(run: RunDir, number: int, cycles: int) -> TailSpan | None:
     """None: behind this cut an outer gradient is not kept."""
     state = open_cut(run.cuts, number).state
+    if state.history.begun.shards > 1 and number not in complete_cuts(run.cuts):
+        raise BadCut(f"cut {number} is not complete: a shard of the syncer may have no part of it")
     least = [max(0, version) for version in state.history.versions]
     last, end, rolled_back = list(least), state.position, False
     for position, record in read(run.journal, start=end, disk=LocalDisk()):

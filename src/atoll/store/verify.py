@@ -228,6 +228,8 @@ class RunVerification:
     def _rebuild_model(self, audit: JournalAudit) -> RebuiltModel | None:
         """The model at the end of what was read; None where it cannot be made."""
         cuts = self._cuts.list_usable()
+        if audit.history.begun.shards > 1:  # of one that is not complete, some shard may have no part
+            cuts = [cut for cut in cuts if cut.number in self._cuts.complete]
         if not audit.history.started and not cuts:
             return None
         if self._under_tape and not cuts:

@@ -11,6 +11,9 @@ WHAT is one of
     trim                                             deleting payloads that a cut has made needless
     model                                            writing the finished model
 
+Of a shard (docs/adr/0031), whose points are counted from the beginning: Say.Staged, Step, Write, Apply, CaptureCut, …
+are its effects, and its chain and its parts of cuts are written like the lead's.
+
 Every death is written to deaths.jsonl in the run's directory: when it was, and at which point.
 """
 
@@ -85,13 +88,20 @@ class Fuse:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arm(points: str, out: str) -> None:
+def arm(points: str, out: str, *, of_shard: bool = False) -> None:
     """The point of this life, if one is left for it."""
-    _lay(Fuse([Point.parse(text) for text in points.split(",")], Path(out) / "deaths.jsonl"))
+    fuse = Fuse([Point.parse(text) for text in points.split(",")], Path(out) / "deaths.jsonl")
+    _lay_in_shard(fuse) if of_shard else _lay(fuse)
+    _lay_on_disk(fuse)
+
+
+def _lay_in_shard(fuse: Fuse) -> None:
+    from atoll.syncer import shard_service
+
+    _around(fuse, shard_service.ShardService, "_carry_out", lambda self, effect: _effect(effect))
 
 
 def _lay(fuse: Fuse) -> None:
-    from atoll.store import cuts, disk, journal
     from atoll.syncer import process, service
 
     def carried_out(self: service.SyncerService, effect: Any) -> str:
@@ -99,11 +109,16 @@ def _lay(fuse: Fuse) -> None:
         return _effect(effect)
 
     _around(fuse, service.SyncerService, "_carry_out", carried_out)
+    _around(fuse, process, "save_model", lambda path, tensors, facts: "model")
+
+
+def _lay_on_disk(fuse: Fuse) -> None:
+    from atoll.store import cuts, disk, journal
+
     _around(fuse, disk.GrowingFile, "write", lambda self, data: f"{self.path.name.partition('-')[0]}.write")
     _around(fuse, disk.GrowingFile, "datasync", lambda self: f"{self.path.name.partition('-')[0]}.sync")
     _around(fuse, cuts, "write_atomic", lambda path, data: path.name)
     _around(fuse, journal.Journal, "trim", lambda self, term, file: "trim")
-    _around(fuse, process, "save_model", lambda path, tensors, facts: "model")
 
 
 def _around(fuse: Fuse, owner: Any, name: str, what: Callable[..., str]) -> None:
@@ -127,6 +142,6 @@ def _around(fuse: Fuse, owner: Any, name: str, what: Callable[..., str]) -> None
 def _effect(effect: Any) -> str:
     """Sends and notes by what they say: there are many kinds of them."""
     name = type(effect).__name__
-    if name == "Send":
-        return f"Send.{type(effect.message).__name__}"
+    if name in ("Send", "Say"):
+        return f"{name}.{type(effect.message).__name__}"
     return f"Note.{effect.kind}" if name == "Note" else name

@@ -44,9 +44,9 @@ def records(run: Run) -> list[AnyRecord]:
     return [record for _, record in read(run.out / "journal", disk=LocalDisk())]
 
 
-def deaths(run: Run) -> list[dict[str, Any]]:
-    """Of the syncer, by its own hand."""
-    return _lines(run.out / "deaths.jsonl")
+def deaths(run: Run, shard: int = 1) -> list[dict[str, Any]]:
+    """Of the syncer, or of a shard of it, by its own hand."""
+    return _lines((run.out if shard == 1 else run.out / "shards" / str(shard)) / "deaths.jsonl")
 
 
 def diaries(run: Run) -> dict[str, list[dict[str, Any]]]:
