@@ -501,3 +501,20 @@ def test_a_shard_that_is_told_to_stage_fails_only_its_own_order() -> None:
     world.merge(0)
     world.lead.hear(0.0, 2, Unstaged(order=99, reason="of an order long past"))
     assert world.told == []
+
+
+def test_decisions_are_kept_back_to_a_cut_that_every_shard_has() -> None:
+    """However many cuts came to nothing since."""
+    world = World()
+    world.lead.take_cut(0, 0, hurry=True)
+    world.lead.hear(0.0, 1, CutHere(cut=0))
+    world.lead.finish_cut(0, 3, -1)
+    world.run()
+    world.play(0, version=1)
+    for cut in range(1, 9):
+        world.lead.take_cut(cut, cut, hurry=False)  # the lead's own part is never written
+        world.run()
+    world.kill(2)
+    world.shards[2].cuts = [one for one in world.shards[2].cuts if one[0] == 0]
+    world.start(2)
+    assert world.shards[2].versions == [1, 0]

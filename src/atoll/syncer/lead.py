@@ -341,18 +341,17 @@ class ShardLead:
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
     async def write_first_cut(self, cut: fx.TakeCut) -> None:
-        """Cut 0 is complete in every shard, then here. NoRoom: try again later."""
-        kept = self._begin_cut(cut)
-        await self._cuts.write_part(self._cuts.capture_state(cut), None)
+        """Cut 0 is complete in every other shard before this process has any of it: with its own part the run has
+        parameters, also for the next lead. NoRoom: try again later."""
+        captured, waits = self._cuts.capture_state(cut), self._begin_cut(cut)
         self._hear_own(CutHere(cut=cut.cut))
-        if reason := (await kept).reason:
+        kept = await waits
+        done = None if kept.reason else await self._finish_cut(fx.CompleteCut(cut.cut, (), ()))
+        if reason := kept.reason or (done.reason if done is not None else ""):
             raise RunFailed(f"the first parameters were lost with a shard ({reason}): the syncer starts again")
-        done = self._finish_cut(fx.CompleteCut(cut.cut, (), ()))
-        if reason := (await done).reason:
-            raise RunFailed(f"the first cut is not complete in every shard ({reason}): the syncer starts again")
-        await asyncio.to_thread(
-            self._run_store.complete_cut, self.state.run, fx.CompleteCut(cut.cut, (), ()), (await kept).digests
-        )
+        await self._cuts.write_part(captured, None)
+        complete = partial(self._run_store.complete_cut, self.state.run, fx.CompleteCut(cut.cut, (), ()), kept.digests)
+        await asyncio.to_thread(complete)
 
     def take_cut(self, cut: fx.TakeCut) -> None:
         kept = self._begin_cut(cut)

@@ -196,6 +196,8 @@ class LeadShards:
         """Per fragment."""
         self._decisions: list[AnyRecord | int] = []
         """Records since the oldest cut that a shard may come back from; a number is a cut."""
+        self._complete: list[int] = []
+        """The last cuts that are complete in every other shard."""
         self._bodies: dict[Body, ExpectedBody] = {}
         self._orders = 0
         self._merge: PendingMerge | None = None
@@ -260,7 +262,7 @@ class LeadShards:
         """What the journal says, from the oldest cut on; a number is a cut. Called before `begin_run`."""
         for one in found:
             if isinstance(one, int):
-                self._note_cut(one)
+                self._decisions.append(one)
             else:
                 self._keep_record(one)
 
@@ -278,12 +280,11 @@ class LeadShards:
         self._decisions.append(record)
         return True
 
-    def _note_cut(self, cut: int) -> None:
-        """All that is noted from here on comes behind this cut."""
-        self._decisions.append(cut)
-        cuts = [at for at, one in enumerate(self._decisions) if isinstance(one, int)]
-        if len(cuts) > CUTS:
-            del self._decisions[: cuts[-CUTS]]
+    def _note_complete(self, cut: int) -> None:
+        """Every shard may come back from this cut: what lies before the last few of them is not needed any more."""
+        self._complete = [*self._complete, cut][-CUTS:]
+        if len(self._complete) == CUTS and self._complete[0] in self._decisions:
+            del self._decisions[: self._decisions.index(self._complete[0])]
 
     # ---- shards come and go -------------------------------------------------------------------------------------
 
@@ -516,7 +517,7 @@ class LeadShards:
 
     def take_cut(self, cut: int, rounds: int, *, hurry: bool) -> None:
         """So many rounds are behind the run. The lead's own part is told as CutHere of shard 1."""
-        self._note_cut(cut)
+        self._decisions.append(cut)
         self._cuts[cut] = {}
         if not self.all_ready:
             self._end_cut(cut, self.describe_missing())
@@ -550,6 +551,8 @@ class LeadShards:
         left.discard(shard)
         if reason or not left:
             del self._finishing[cut]
+            if not reason:
+                self._note_complete(cut)
             self._out.append(CutPartsDone(cut, reason))
 
     # ---- the finished model -------------------------------------------------------------------------------------
