@@ -208,7 +208,8 @@ def _serve(
     def ready(url: str, run: str, look: str) -> None:
         console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
         console.print(f"dashboard: {look}", soft_wrap=True, highlight=False)
-        for line in invitation(settings.service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty()):
+        own = invitation(settings.service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty())
+        for line in (*invite_shards(settings.service, url), *own):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         comings.start()
 
@@ -238,6 +239,21 @@ def check_service(service: Service) -> None:
     if service.keys:
         _asked_for(service, 1)
         make_port_access(service, str)
+
+
+def invite_shards(service: Service, url: str) -> list[str]:
+    """How the other processes of a syncer of several are started; a learner's token does not let them in."""
+    if service.shards == 1:
+        return []
+    others = "2" if service.shards == 2 else f"2 … {service.shards}"
+    start = f"atoll syncer --shard 2/{service.shards} --out DIR --join"
+    if not service.keys:
+        return [f"nobody can join before shard {others} is there: {start} {url}"]
+    make = f"atoll tokens --keys {short(Path(service.keys))} add shards --role operator"
+    return [
+        f"nobody can join before shard {others} is there: {start} LINK --keys DIR, with a copy of these keys",
+        f"LINK is a secret, which this prints: {make}",
+    ]
 
 
 def invitation(service: Service, url: str, run: str, folder: Path, *, on_terminal: bool) -> list[str]:

@@ -68,7 +68,7 @@ from atoll.protocol.succession import Holder
 
 PARENT_CHECK_S = 1.0
 SAY_S = 10.0
-"""Between two lines that the syncer is out of reach, while there is no run to be part of yet."""
+"""Between two lines that say the same."""
 
 
 class Courier:
@@ -103,7 +103,7 @@ class Courier:
         self._unsent_progress: RunProgress | None = None
         self._kernels: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
-        self._said_at = -SAY_S
+        self._said, self._said_at = "", -SAY_S
         self._ranks: RankLeader | None = None
         """The other ranks, where there are several and this is the first."""
         self._follower: RankFollower | None = None
@@ -432,9 +432,7 @@ class Courier:
             self._handle(fx.Disconnected(reason))
             return
         self._channel.send(DialFailed(reason))
-        if self._loop.time() - self._said_at >= SAY_S:
-            self._said_at = self._loop.time()
-            say(f"the syncer is out of reach ({reason}); dialling again")
+        self._say_note(f"the syncer is out of reach ({reason}); dialling again")
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
@@ -462,7 +460,7 @@ class Courier:
                 if self._link is not None:
                     self._link.send(message)
             case Note(_, text):
-                say(text)
+                self._say_note(text)
             case fx.Save() | fx.Supply() | fx.AskToLeave():
                 self._send(effect)
             case fx.Inform(progress, global_step, committed):
@@ -475,6 +473,12 @@ class Courier:
             case _:
                 if self._box is not None and self._bodies is not None:
                     self._order(effect, self._box, self._bodies)
+
+    def _say_note(self, text: str) -> None:
+        """The same words, such as those of a syncer that lets nobody in yet, once in a while."""
+        if text != self._said or self._loop.time() - self._said_at >= SAY_S:
+            self._said, self._said_at = text, self._loop.time()
+            say(text)
 
     def _order(self, effect: fx.LearnerEffect, box: Mailbox, bodies: FragmentTransfers) -> None:
         """Effects that concern the shared memory."""
