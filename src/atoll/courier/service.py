@@ -590,7 +590,10 @@ def _say(text: str) -> None:
 
 
 def main(fd: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process; we end with it
+    # Ctrl-C, and the SIGTERM that a scheduler sends to all processes of a job it preempts, are for the training process.
+    # It leaves in good order, for which it needs us; we end with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = CourierChannel(socket.socket(fileno=fd))
 
     async def run() -> None:
