@@ -590,8 +590,8 @@ def _say(text: str) -> None:
 
 
 def main(fd: int) -> int:
-    # Ctrl-C, and the SIGTERM that a scheduler sends to all processes of a job it preempts, are for the training process.
-    # It leaves in good order, for which it needs us; we end with it.
+    # Ctrl-C, and the SIGTERM that a scheduler sends to all processes of a job, are for the training process: it leaves
+    # in good order, for which it needs us. We end with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = CourierChannel(socket.socket(fileno=fd))
