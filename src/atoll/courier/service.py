@@ -583,7 +583,10 @@ class Courier:
 
 
 def main(fd: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process; we end with it
+    # Ctrl-C, and the SIGTERM that a scheduler sends to all processes of a job, are for the training process: it leaves
+    # in good order, for which it needs us. We end with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = CourierChannel(socket.socket(fileno=fd))
 
     async def run() -> None:
