@@ -11,6 +11,7 @@
     GET  /v1/fragments/{fragment}?learner=…&rank=…     that rank's part, and its digest; never as steps
     GET  /v1/moments/{fragment}/{version}              a body: averaged moments, with the same headers
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
+    /v1/relays, /v1/held, /v1/sums                     relays of regions (see `relay_channel`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
     POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `authorizer`)
     GET, PUT /v1/probe/{bytes}                         how fast the link is (see `intake`)
@@ -55,6 +56,7 @@ from atoll.fabric.intake import Intake, Probe, Uploads
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import Tls
 from atoll.fabric.relay import RelayLimits, StateRelay
+from atoll.fabric.relay_channel import RelayHandlers, RelayServer
 from atoll.fabric.state import LEARNER_HEADER, TICKET
 from atoll.fabric.wire import (
     DIGEST_HEADER,
@@ -90,13 +92,19 @@ class Server(Port):
         tls: Tls | None = None,
         owners: NameOwners | None = None,
         names: Collection[str] = (),
+        relays: RelayHandlers | None = None,
     ) -> None:
+        """`relays`: who sums what relays hold; None: they are not served."""
         super().__init__(host, port, limits or FabricLimits(), authorizer=authorizer, tls=tls, names=names)
         self._handlers = handlers
         self._pages = pages
         self._intake = Intake(self._limits)
         self._uploads = Uploads()
         self._control = ControlServer(handlers, self._limits, authorizer, owners)
+        self._relays = None
+        if relays is not None:
+            self._relays = RelayServer(relays, self._limits, self._authorizer, self._intake, self._control)
+            self._control.relays = self._relays
         self._relay = StateRelay(handlers, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
         self._probe = Probe(self._limits)
@@ -134,6 +142,7 @@ class Server(Port):
                 web.post("/v1/drain", self._drain),
                 *self._browser_routes(),
                 *self._probe.routes(),
+                *(self._relays.routes() if self._relays is not None else ()),
                 *(self._pages.routes() if self._pages is not None else ()),
             ]
         )
@@ -143,6 +152,8 @@ class Server(Port):
         while True:
             await asyncio.sleep(SWEEP_S)
             self._control.sweep()
+            if self._relays is not None:
+                self._relays.sweep()
             if self._tls is not None:
                 self._tls()  # whoever renews a certificate is told what became of it, also when nobody dials
             if self._pages is not None:
@@ -153,6 +164,8 @@ class Server(Port):
         if self._sweeping is not None:
             self._sweeping.cancel()
         self._control.close("the syncer is stopping")
+        if self._relays is not None:
+            self._relays.close()
         self._relay.close("the syncer is stopping")
         if self._pages is not None:
             self._pages.close()

@@ -103,14 +103,18 @@ class NormScreen:
             return f"fragment {fragment} is not one of the plan's {len(self._sizes)}"
         if delta.shape != (self._sizes[fragment],):
             return f"{delta.size} values came, fragment {fragment} has {self._sizes[fragment]}"
-        norm = _norm(delta)
-        if not math.isfinite(norm):
-            return f"{_broken(delta)} of {delta.size} values are not finite"
+        norm, broken = measure_delta(delta)
+        if broken:
+            return broken
         if self._buffers and (buffers := self._buffers[fragment]).stop > 0:
             refusal = None if committed is None else self._judge_buffers(fragment, committed[buffers], delta[buffers])
             if refusal is not None:
                 return refusal
             norm = math.hypot(_norm(delta[: buffers.start]), _norm(delta[buffers.stop :]))
+        return self.judge_measured(fragment, norm, steps, key)
+
+    def judge_measured(self, fragment: int, norm: float, steps: int, key: Hashable) -> str | None:
+        """The same of a contribution without buffers that somebody else has measured (`measure_delta`)."""
         own = min(max(steps, 1), self.most_steps)
         held = max([own, *self._steps[fragment]])
         refusal = self._judge_norm(fragment, norm / held, "norm" if held == 1 else "norm per step")
@@ -178,6 +182,12 @@ class NormScreen:
             median(norms) / math.sqrt(max(1, count)) for norms, count in pairs if len(norms) >= min(EARLY, self._least)
         )
         return max(own, per_value * math.sqrt(self._counts[fragment]))
+
+
+def measure_delta(delta: FloatArray) -> tuple[float, str]:
+    """Its norm, and why it is refused whatever is usual; empty: it is not."""
+    norm = _norm(delta)
+    return (norm, "") if math.isfinite(norm) else (0.0, f"{_broken(delta)} of {delta.size} values are not finite")
 
 
 def _norm(values: FloatArray) -> float:

@@ -135,6 +135,8 @@ class MergedRecord(Record, frozen=True, tag="m"):
     """Four bytes for each of the fragment's tensors, in order: enough to tell which one a replay made another."""
     step: float = 0.0
     """The run's step (`Pace`, protocol/syncer/closing.py) at its commit. Over all records of a run it never falls."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Members whose contributions came as one sum, of a relay: a replay has no such sums."""
 
 
 class PassedRecord(Record, frozen=True, tag="p"):

@@ -82,6 +82,8 @@ class Merged(Fact, frozen=True):
     marks: bytes = b""
     judged: tuple[Judged, ...] = ()
     """Of each member, in order; empty: nobody was judged."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Members whose contributions came as one sum, of a relay."""
 
 
 class Unmergeable(Fact, frozen=True):

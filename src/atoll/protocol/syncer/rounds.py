@@ -429,6 +429,7 @@ class Rounds:
             progress=self.spent_share(),
             marks=event.marks,
             step=self.step,
+            groups=event.groups,
         )
 
     def _count_round(self) -> None:
