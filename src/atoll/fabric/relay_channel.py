@@ -5,8 +5,8 @@
     PUT /v1/sums/{ask}                             a body: the sum that was asked for
 
 Rules:
-- a relay shows a join token of its own, with the role of a learner. One whose token counts no more hears why and is sent
-  away within a second;
+- a relay shows a join token of its own, with the role of a learner. One whose token counts no more hears why and is
+  sent away within a second;
 - one live channel per name: a newer one takes the place of the older;
 - the session that its hello names is a secret of relay and syncer. Requests and control channels of learners that come
   through the relay name it in `Atoll-Relay`; a session that is not connected is refused with 503, worth another try;
@@ -30,7 +30,7 @@ from atoll.fabric.wire import KIB, PROTOCOL_HEADER, RELAY_HEADER, SAME, SESSION_
 from atoll.protocol.errors import AtollError, PeerError
 from atoll.protocol.limits import ALLOWED, is_name
 from atoll.protocol.messages import OLDEST, PROTOCOL
-from atoll.protocol.relay import FromRelay, HeldBody, RelayHello, RelayRefused, ToRelay
+from atoll.protocol.relay import FromRelay, HeldBody, RelayHello, RelayRefused, RunOver, ToRelay
 
 RELAYS, HELD, SUMS = "/v1/relays", "/v1/held", "/v1/sums"
 MESSAGE_BYTES = 4096 * KIB
@@ -136,7 +136,9 @@ class RelayServer:
                 channel.close()
 
     def close(self) -> None:
+        """The run is over."""
         for channel in list(self._channels.values()):
+            channel.send(RunOver())
             channel.close()
 
     # ---- the channel --------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """What a relay makes of its members' contributions, and how the syncer merges that with the others.
 
-Rules of directions (rda and its kin) average norms and directions apart: (Σ w‖Δ‖ / Σ w) · φ(Σ w φ(Δ) / Σ w), row by row.
-Both sums can be made in parts. Of the members of a group, with W = Σ w, a relay sends for each row
+Rules of directions (rda and its kin) average norms and directions apart: (Σ w‖Δ‖ / Σ w) · φ(Σ w φ(Δ) / Σ w), row by
+row. Both sums can be made in parts. Of the members of a group, with W = Σ w, a relay sends for each row
 
     radius R = Σ w‖Δ‖ / W           and the direction, as long as a Δ usually is:   B = R · Σ w φ(Δ) / W
 
 and the syncer adds up over groups, a contribution of its own being a group of one with R = ‖Δ‖ and B = Δ:
 
-    radius = Σ W R / Σ W            direction = Σ W (B / R) / Σ W                   outer gradient = radius · φ(direction)
+    radius = Σ W R / Σ W            direction = Σ W (B / R) / Σ W            outer gradient = radius · φ(direction)
 
 B is in the units of Δ, so that what a codec leaves out of it this time can be added to it the next time. Where the mean
 is taken (rule mean, embeddings), B = Σ w Δ / W and there are no radii: the syncer takes the mean of the means.
@@ -34,7 +34,6 @@ from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.fragments import Fragment, FragmentPlan, Piece
 from atoll.numerics.merge import add_scaled, row_norms, subtracts_from_newest, take_mean
 from atoll.numerics.merges.rda import CANCELLED, SPECK
-
 
 T = TypeVar("T")
 
@@ -101,8 +100,8 @@ def sum_group(
 def merge_groups(
     rule: str, fragment: Fragment, terms: Sequence[GroupTerm], out: FloatArray, threads: int = 1
 ) -> list[int]:
-    """The outer gradient into `out`, but for the rows that are returned: their directions cancel, and `place_means` puts
-    their means in. ValueError where nobody weighs anything."""
+    """The outer gradient into `out`, but for the rows that are returned: their directions cancel, and `place_means`
+    puts their means in. ValueError where nobody weighs anything."""
     weighed, shares = _weighed(terms, [term.weight for term in terms])
     if len(weighed) == 1 and weighed[0].radii is None:
         np.copyto(out, weighed[0].values)
@@ -149,9 +148,7 @@ def place_means(
     start = 0
     for at in find_rows(rule, fragment, rows):
         width = at.stop - at.start
-        own = [
-            term.values[at.start : at.stop] if mean is None else mean[start : start + width] for term, mean in both
-        ]
+        own = [term.values[at.start : at.stop] if mean is None else mean[start : start + width] for term, mean in both]
         out[at.start : at.stop] = _mean(own, shares)
         start += width
 
@@ -204,9 +201,7 @@ def _weighed(given: Sequence[T], weights: Sequence[float]) -> tuple[list[T], Dou
     return [one for one, _ in kept], relative / math.fsum(relative)
 
 
-def _add_directions(
-    values: list[FloatArray], norms: DoubleArray, shares: DoubleArray, out: FloatArray
-) -> DoubleArray:
+def _add_directions(values: list[FloatArray], norms: DoubleArray, shares: DoubleArray, out: FloatArray) -> DoubleArray:
     """radius · Σ share φ(values) into `out`; the radius of each row. The norm of values without a direction is 0."""
     radius: DoubleArray = np.zeros(norms.shape[1], np.float64)
     for share, norm in zip(shares, norms, strict=True):

@@ -1,11 +1,11 @@
 """What a relay and the syncer say to each other, and the rules of both sides. Pure: no sockets, no arrays, no clock.
 
-A relay stands in a region: learners below it, the syncer above (docs/adr/0032). It has no say. Rounds, members, weights,
-screening and the ledger are the syncer's state machine's, per learner, as without a relay. What is here decides only how
-a merge gets its terms.
+A relay stands in a region: learners below it, the syncer above (docs/adr/0032). It has no say. Rounds, members,
+weights, screening and the ledger are the syncer's state machine's, per learner, as without a relay. What is here
+decides only how a merge gets its terms.
 
     relay → syncer      RelayHello  SumReady  SumFailed
-    syncer → relay      RelayWelcome  RelayRefused  RelayMode  SumAsked  SumSettled  HeldDropped
+    syncer → relay      RelayWelcome  RelayRefused  RelayMode  SumAsked  SumSettled  HeldDropped  RunOver
 
 Rules of a relay (`RelayHoldings`):
 - it takes a body only of a learner whose pull for that round and attempt it has passed on;
@@ -134,8 +134,12 @@ class HeldDropped(RelayMessage, frozen=True):
     attempt: Number
 
 
+class RunOver(RelayMessage, frozen=True):
+    """The run has ended: there is nothing left to pass on."""
+
+
 FromRelay = RelayHello | SumReady | SumFailed
-ToRelay = RelayWelcome | RelayRefused | RelayMode | SumAsked | SumSettled | HeldDropped
+ToRelay = RelayWelcome | RelayRefused | RelayMode | SumAsked | SumSettled | HeldDropped | RunOver
 
 
 # ---- the relay's side -----------------------------------------------------------------------------------------------

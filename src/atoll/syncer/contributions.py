@@ -4,8 +4,8 @@
   used again. Of a learner of several ranks it has a body of each that sends something of the fragment, and has arrived
   when all have. Each is decoded by its rank's plan into the one delta; nothing behind that knows of ranks.
 - It is decoded and screened when it has arrived, and merged when the state machine says so (`Merging`).
-- Of one that a relay holds there is no body here, but what the relay says of it; it is screened by that, and its round is
-  merged with the relay's sum (relays.py).
+- Of one that a relay holds there is no body here, but what the relay says of it; it is screened by that, and its round
+  is merged with the relay's sum (relays.py).
 - Large fragments are worked on in a thread, small ones on the event loop. A contribution that is discarded while a
   thread reads it gives its buffers back afterwards.
 """
