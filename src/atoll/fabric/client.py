@@ -45,7 +45,7 @@ from atoll.protocol.messages import FromLearner, FromSyncer, Hello, Refused
 
 RELAY_S = 8.0
 """Between two looks whether a relay is there again, on average."""
-RELAY_BACK = "its relay is there again: it goes through it"
+RELAY_BACK = "it goes back to its relay, which is there again"
 
 
 class SyncerConnection(BodyConnection):
@@ -268,6 +268,11 @@ def _plain_answers(address: SyncerAddress, note_relay: Callable[[str], None]) ->
         if 300 <= response.status < 400:
             response.close()
             raise PeerError("it answered with a redirect: is this a syncer?")
+        if response.status == 503:  # a relay whose syncer is away
+            try:
+                raise PeerError(await reason_of(response))
+            finally:
+                response.close()
         if response.status in (401, 403):
             try:
                 reason = await reason_of(response)
