@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,6 +218,20 @@ class TestInARun:
             assert not learner.alone and not learner.done
             assert joined.box.adopted.tolist() == [0, 0]
             assert sum(joined.box.base(f).size for f in range(2)) == 3
+
+    def test_garbage_is_collected_while_it_joins_and_not_in_the_middle_of_training(self, joined: Joined) -> None:
+        model = small()
+        model.itself = model  # only a full collection finds it
+        left, old = weakref.ref(model), gc.get_threshold()
+        gc.collect()  # it is old by now, as what a compiler left would be
+        gc.set_threshold(0)
+        try:
+            del model
+            assert left() is not None
+            with joined.learner:
+                assert left() is None
+        finally:
+            gc.set_threshold(*old)
 
     def test_it_says_once_which_run_it_joined_and_as_whom(
         self, joined: Joined, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,7 +30,7 @@ from atoll.learner.learner import Learner
 from atoll.learner.model import describe, merged, merged_here, refuse_old_shards
 from atoll.learner.ranks import DataShare, Meeting, find_boxes, find_ranks, make_like, take_local
 from atoll.mailbox.channel import StopOrder
-from atoll.numerics.rank_plan import check_tiling
+from atoll.numerics.rank_plan import check_tiling, choose_senders
 from atoll.protocol.boxes import Box
 from atoll.protocol.errors import ConfigError
 
@@ -61,7 +63,10 @@ def find_layouts(rank: int, store: str) -> dict[str, list[Box]]:
     for layer, dim in ((parallel[0], 0), (parallel[1], 1)):
         made = distribute_tensor(layer.weight.detach(), init_device_mesh("cpu", (4,)), [Shard(dim)])
         layer.weight = nn.Parameter(made)
+    both, two = model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(both, two["tp"], {"0": ColwiseParallel()})  # 1.weight is cut by FSDP alone
     models = {"fsdp": fully_shard(model()), "hsdp": fully_shard(model(), mesh=mesh), "tp": parallel, "ddp": model()}
+    models["fsdp-tp"] = fully_shard(both, mesh=two["dp"])
     found = {name: list(find_boxes(merged(one), rank)) for name, one in models.items()}
     dist.destroy_process_group()
     return found
@@ -73,9 +78,9 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
     store = str(tmp_path_factory.mktemp("ranks") / "store")
     with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as processes:
         told = [processes.submit(find_layouts, rank, store) for rank in range(4)]
-        return [
-            {name: {box.tensor: box for box in boxes} for name, boxes in one.result(WAIT_S).items()} for one in told
-        ]
+        held = [one.result(WAIT_S) for one in told]
+    chosen = {name: choose_senders([tuple(one[name]) for one in held]) for name in held[0]}
+    return [{name: {box.tensor: box for box in of[rank]} for name, of in chosen.items()} for rank in range(4)]
 
 
 def test_fsdp_shards_are_uneven_and_may_be_empty(layouts: list[dict[str, dict[str, Box]]]) -> None:
@@ -98,7 +103,13 @@ def test_tensor_parallel_cuts_columns_too(layouts: list[dict[str, dict[str, Box]
     assert [one["tp"]["1.weight"].offsets for one in layouts[:3]] == [(0, 0), (0, 2), (0, 4)]
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp", "ddp"])
+def test_beside_tensor_parallel_what_only_fsdp_cut_is_sent_once(layouts: list[dict[str, dict[str, Box]]]) -> None:
+    assert [one["fsdp-tp"]["0.weight"].offsets[0] for one in layouts] == [0, 3, 2, 4]
+    assert [one["fsdp-tp"]["1.weight"].offsets[0] for one in layouts] == [0, 0, 1, 1]
+    assert [one["fsdp-tp"]["1.weight"].sends for one in layouts] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "tp", "ddp", "fsdp-tp"])
 def test_what_is_sent_tiles_the_model(layouts: list[dict[str, dict[str, Box]]], layout: str) -> None:
     check_tiling(describe(model()), [tuple(one[layout].values()) for one in layouts])
 
@@ -261,3 +272,21 @@ def test_a_learner_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
             stop(one)
     assert both[0].returncode == 2
     assert "atoll: rank 1 of 2 made no atoll.Learner within 2 s: every rank makes one, of its model" in said
+
+
+def draw_alone(rank: int, store: str) -> tuple[list[int], str]:
+    """The samples that a rank of a group without a run trains on, and what it says."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    told = io.StringIO()
+    with redirect_stderr(told), Learner(model()) as learner:
+        seen = [int(one) for batch in learner.batches(torch.arange(24), batch_size=4) for one in batch]
+    dist.destroy_process_group()
+    return seen, told.getvalue()
+
+
+def test_ranks_without_a_run_share_the_data_and_say_once_that_they_are_alone(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+        both = [processes.submit(draw_alone, rank, str(tmp_path / "store")) for rank in range(2)]
+        (first, said), (second, more) = (one.result(WAIT_S) for one in both)
+    assert len(first) == len(second) == 12 and sorted(first + second) == list(range(24))
+    assert said.startswith("atoll: alone") and more == ""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.learner.packing import Packing
+from atoll.learner.ranks import RankGroup
 from atoll.learner.resharding import PLACE, make_whole_boxes, part_of_rank, refit, saved_boxes
+from atoll.learner.saved_state import find_part_of_ranks
 from atoll.learner.snapshot import Snapshot, write
 from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import ConfigError
@@ -76,3 +79,46 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
     own: RankBoxes = make_whole_boxes([SPEC])
     with pytest.raises(ConfigError, match="the part of rank 1 cannot be read"):
         refit(first, tmp_path, "cut-000010.safetensors", own, [SPEC])
+
+
+class TwoRanks:
+    """Rank 0 of two, and what the other one says."""
+
+    rank = 0
+
+    def __init__(self, other: str) -> None:
+        self._other = other
+
+    def share(self, value: str, kind: type[str]) -> str:
+        return value
+
+    def gather(self, value: str, kind: type[str]) -> list[str]:
+        return [value, self._other]
+
+
+@pytest.mark.parametrize(("here", "there"), [("rank 1's part is gone", ""), ("", "rank 1's part is gone")])
+def test_where_a_part_is_missing_all_ranks_begin_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: str, there: str
+) -> None:
+    monkeypatch.delenv("ATOLL_STATE", raising=False)
+    (tmp_path / "run").write_text("r1")
+    (tmp_path / "cut-000024.safetensors").touch()
+
+    def fit(root: Path, file: str) -> Snapshot:
+        if here:
+            raise ConfigError(here)
+        return Snapshot({}, {})
+
+    assert find_part_of_ranks(cast(RankGroup, TwoRanks(there)), tmp_path, "r1", fit) is None
+    said = capsys.readouterr().err
+    assert "begins afresh: rank 1's part is gone" in said and said.count("\n") == 1
+
+
+def test_a_part_that_somebody_named_has_to_be_there_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOLL_STATE", str(tmp_path / "cut-000024.safetensors"))
+    with pytest.raises(ConfigError, match="rank 1's part is gone"):
+        find_part_of_ranks(
+            cast(RankGroup, TwoRanks("rank 1's part is gone")), tmp_path, "r1", lambda root, file: Snapshot({}, {})
+        )

@@ -140,3 +140,24 @@ def test_one_joins_by_the_link_one_is_cut_off_one_is_drained(kind: str, island: 
     tokens = json.loads((island.out / "summary.json").read_text())["tokens"]
     assert tokens["computed"] == tokens["merged"] + tokens["dropped"] and tokens["lost"] == tokens["in_flight"] == 0
     assert island.command("verify", island.out).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["namespaces"])
+def test_a_learner_has_its_ranks_on_two_machines(kind: str, island: Island) -> None:
+    """Their couriers find each other at MASTER_ADDR; both send and fetch their own part."""
+    assert island.command("cert").returncode == 0
+    link, group = island.syncer(), {"MASTER_ADDR": island.places.address("learner-0"), "MASTER_PORT": "29512"}
+    group |= {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "out", "ATOLL_JOIN": link}
+    for rank, name in enumerate(NAMES[1:3]):
+        words = ("learn", SCRIPTS / "ranks.py", "--name", "learner-0", "--", "fsdp", "0.05")
+        island.learners[name] = island.at(name, *words, env={**group, "RANK": str(rank)})
+    island.until(lambda events: len(rounds_of(events, "learner-0")) > 3 * H)
+    assert "as learner-0, 2 ranks" in (island.folder / "learner-0.log").read_text()
+    for name in NAMES[1:3]:
+        island.learners[name].send_signal(signal.SIGTERM)
+    island.until(lambda events: any(e["kind"] == "left" for e in events))
+    assert [island.learners[name].wait(60) for name in NAMES[1:3]] == [0, 0], island.logs()
+    assert island._process is not None
+    island._process.send_signal(signal.SIGINT)
+    assert island._process.wait(60) == 0
+    assert island.command("verify", island.out).returncode == 0

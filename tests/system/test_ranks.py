@@ -69,7 +69,8 @@ def test_a_run_of_several_layouts_is_that_of_plain_learners_to_the_bit(run: Run)
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("layout", "size"), [("validating", 2), ("unsharded", 2), ("hsdp", 4), ("fsdp", 4), ("ddp", 4), ("tp", 2)]
+    ("layout", "size"),
+    [("validating", 2), ("unsharded", 2), ("hsdp", 4), ("fsdp", 4), ("ddp", 4), ("tp", 2), ("fsdp-tp", 4)],
 )
 def test_one_learner_of_each_layout(run: Run, layout: str, size: int) -> None:
     """Tensor parallel adds in another order: equal to rounding. All others: to the bit."""
@@ -77,7 +78,7 @@ def test_one_learner_of_each_layout(run: Run, layout: str, size: int) -> None:
     ranks = train(Run(run.folder), run.folder / "ranks", {"learner-0": (layout, size)})
     assert whole.keys() == ranks.keys()
     for name, values in whole.items():
-        same = torch.allclose(values, ranks[name], atol=1e-4) if layout == "tp" else values.equal(ranks[name])
+        same = torch.allclose(values, ranks[name], atol=1e-4) if "tp" in layout else values.equal(ranks[name])
         assert same, name
 
 
@@ -92,6 +93,8 @@ def test_a_rank_that_is_killed_ends_its_learner_and_all_come_back(run: Run) -> N
     run.ended()
     assert run.summary["tokens"]["in_flight"] == 0
     assert run.command("verify", run.out).returncode == 0
+    again = run.command("replay", run.out)
+    assert again.returncode == 0 and "bit-identical" in again.stdout, again.stdout + again.stderr
 
 
 def find_rank(run: Run, name: str, rank: int) -> int:

@@ -54,7 +54,7 @@ from atoll.mailbox.channel import (
 )
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan
-from atoll.numerics.rank_plan import make_rank_plan
+from atoll.numerics.rank_plan import choose_senders, make_rank_plan
 from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.learner import effects as fx
@@ -412,7 +412,7 @@ class SharedMailbox:
         for rank, (tensors, _) in enumerate(told):
             if (apart := difference(tensors, told[0][0])) is not None:
                 raise ConfigError(f"rank {rank} has another model than rank 0: {apart.partition(': ')[2]}")
-        return tuple(boxes for _, boxes in told)
+        return choose_senders([boxes for _, boxes in told])
 
     def apply_welcome(self, frame: Welcomed) -> bool:
         """The run's settings are known: split the model as they say. True: the courier is to get other memory."""

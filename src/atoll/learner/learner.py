@@ -35,7 +35,7 @@ from atoll.learner.loading import (
 )
 from atoll.learner.model import BufferRule, check_model, refuse_old_shards
 from atoll.learner.placement import WISHES, PlacementWish
-from atoll.learner.ranks import RankGroup, count_ranks, find_ranks, rank_folder
+from atoll.learner.ranks import DataShare, RankGroup, count_ranks, find_data_share, find_ranks, rank_folder
 from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find_syncer, say
 from atoll.learner.session import JoinRequest, RunSession
 from atoll.learner.state import Optimizers, Stateful, check_kept, check_trained
@@ -100,7 +100,7 @@ class Learner:
         _refuse_mistakes(model, optimizer)
         self.model, self.optimizer = model, optimizer
         url = syncer or find_syncer(os.environ)
-        self._ranks = _find_ranks() if url else None
+        self._ranks = _find_ranks() if url or count_ranks() > 1 else None
         self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""), self._ranks)
         self.name = folder.name
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
@@ -121,6 +121,8 @@ class Learner:
         """Of these: what a newcomer may take from a peer."""
         self._session: RunSession | None = None
         """From entering on; alone there is none."""
+        self._share = DataShare()
+        """Alone, of several ranks: which part of a batch is this one's."""
         self._inside = self._left = False
 
     def __repr__(self) -> str:
@@ -202,10 +204,7 @@ class Learner:
             raise RuntimeError("torch.distributed.init_process_group comes before atoll.Learner(...)")
         self._inside = True
         if self.alone:
-            say(
-                "alone: no run is named, so nothing is merged (join one by atoll train, or by ATOLL_JOIN and a link); "
-                "learner.batches and learner.sampler make one pass, learner.done stays False"
-            )
+            self._begin_alone()
         else:
             self._session = RunSession(
                 self._joining,
@@ -226,6 +225,15 @@ class Learner:
                 raise
         self._tally.train()
         return self
+
+    def _begin_alone(self) -> None:
+        if self._ranks is not None:
+            self._share = find_data_share(self._ranks, self.model)
+        if self._ranks is None or self._ranks.rank == 0:
+            say(
+                "alone: no run is named, so nothing is merged (join one by atoll train, or by ATOLL_JOIN and a link); "
+                "learner.batches and learner.sampler make one pass, learner.done stays False"
+            )
 
     @explain_keywords
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
@@ -311,12 +319,13 @@ class Learner:
 
     def _draw(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, loop: int = 1) -> Iterator[Drawn]:
         """Leases; alone, one pass in an order of this loop's own."""
-        if self._session is None or not self._inside:
-            return self._feed.draw_own(found, batch_size, lambda: self.done, incarnation=loop, passes=1)
-        self._session.ask_for_leases(found, batch_size, epochs)
-        session, share = self._session, self._session.data_share
+        session, share = self._session, self._share if self._session is None else self._session.data_share
         size = batch_size * share.parts
-        drawn = self._feed.draw_leased(found, size, lambda: self.done, session.wait, self._joining.wait_s)
+        if session is None or not self._inside:
+            drawn = self._feed.draw_own(found, size, lambda: self.done, incarnation=loop, passes=1)
+        else:
+            session.ask_for_leases(found, batch_size, epochs)
+            drawn = self._feed.draw_leased(found, size, lambda: self.done, session.wait, self._joining.wait_s)
         return drawn if share.parts == 1 else ((dataset, share.take(indices)) for dataset, indices in drawn)
 
     def __exit__(

@@ -208,9 +208,12 @@ def count_ranks() -> int:
 
 def open_meeting_place() -> tuple[socket.socket, str]:
     """A socket at which the couriers of the other ranks find rank 0's, and its address."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    host = "127.0.0.1" if master in ("localhost", "127.0.0.1") else socket.gethostname()
-    listening = socket.create_server(("" if host != "127.0.0.1" else host, 0))
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # the machine of rank 0, as all ranks reach it
+    if host in ("localhost", "127.0.0.1", "::1"):
+        listening = socket.create_server(("127.0.0.1", 0))
+        return listening, f"127.0.0.1:{listening.getsockname()[1]}"
+    both = socket.has_dualstack_ipv6()
+    listening = socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
     return listening, f"{host}:{listening.getsockname()[1]}"
 
 
@@ -248,13 +251,13 @@ def rank_folder(first: str, rank: int) -> Path | None:
 
 
 def find_boxes(tensors: Mapping[str, torch.Tensor], rank: int) -> RankBoxes:
-    """ConfigError names the first tensor whose layout is not known here."""
+    """As if it sent all of them (`choose_senders`). ConfigError names the first tensor whose layout is not known."""
     return tuple(_find_box(name, tensor, rank) for name, tensor in tensors.items())
 
 
 def _find_box(name: str, tensor: torch.Tensor, rank: int) -> Box:
     if not is_dtensor(tensor):
-        return Box(name, (0,) * tensor.dim(), tuple(tensor.shape), sends=rank == 0)
+        return Box(name, (0,) * tensor.dim(), tuple(tensor.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
@@ -265,9 +268,7 @@ def _find_box(name: str, tensor: torch.Tensor, rank: int) -> Box:
     local = tuple(take_local(tensor).shape)
     if tuple(sizes) != local:
         raise ConfigError(f"parameter '{name}' is {local} on rank {rank}, and its layout says {tuple(sizes)}")
-    place = mesh.get_coordinate()
-    first = place is not None and all(at == 0 for at, one in zip(place, placements, strict=True) if one.is_replicate())
-    return Box(name, tuple(offsets), tuple(sizes), sends=bool(first))
+    return Box(name, tuple(offsets), tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)

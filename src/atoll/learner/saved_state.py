@@ -50,7 +50,7 @@ from atoll.learner.snapshot import Snapshot, read, write
 from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, begin_capture, large_tensors, restore
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.boxes import RankBoxes
-from atoll.protocol.errors import AtollError
+from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.learner.effects import Saved
 from atoll.protocol.limits import is_name
 from atoll.protocol.messages import TensorSpec
@@ -347,11 +347,20 @@ def find_part_of_ranks(ranks: RankGroup, folder: Path | None, run: str, fit: Fit
     if not found:
         return None
     root, file = Path(found).parent, Path(found).name
-    part = SavedPart(fit(root, file), exact, file, run="" if state and file != FILE else run)
-    ranks.gather(0, int)  # all have read it
+    named = bool(state) and file != FILE
+    part, reason = None, ""
+    try:
+        part = SavedPart(fit(root, file), exact, file, run="" if named else run)
+    except (AtollError, OSError) as error:
+        reason = str(error)
+    reason = next(filter(None, ranks.gather(reason, str)), "")  # all have read it, or none goes on with it
+    if reason and named:
+        raise ConfigError(reason)
     if file == FILE and folder is not None:
         (folder / FILE).unlink(missing_ok=True)
-    return part
+    if reason and ranks.rank == 0:
+        say(f"{file} in {root} is not used, the inner optimizer begins afresh: {reason}")
+    return None if reason else part
 
 
 def _take_left_state(path: Path) -> Snapshot | None:

@@ -7,6 +7,7 @@ synchronous run, where waiting is what was asked for. If the courier dies anothe
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import time
@@ -181,6 +182,10 @@ class RunSession:
         self._courier.start()
         self._tape.add(self._began(earlier))
         self._introduce(sure=earlier is not None and earlier.exact)
+        if gc.isenabled():
+            # While the courier starts. What a compiler left behind takes Python a second to look through, and the next
+            # objects that stay would make it do so in the middle of training.
+            gc.collect()
         self._wait_until_joined()
         if earlier is not None:
             self._put_back(earlier)
@@ -289,7 +294,8 @@ class RunSession:
     def _began(self, earlier: SavedPart | None) -> BeganEntry:
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         file, exact = (earlier.file, earlier.exact) if earlier is not None else ("", False)
-        return describe_machine(self._tally.t, device, file, exact)
+        began = describe_machine(self._tally.t, device, file, exact)
+        return began if self._ranks is None else structs.replace(began, ranks=self._ranks.size)
 
     def _introduce(self, *, sure: bool = False) -> None:
         """Send a new courier all that it needs."""

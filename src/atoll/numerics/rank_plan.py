@@ -131,6 +131,19 @@ def _cut_out(whole: WholePiece, box: Box, spec: TensorSpec) -> tuple[bool, Piece
     return box.sends, Piece(spec, first - offset, last - first), Place(values, shape, part)
 
 
+def choose_senders(ranks: Sequence[RankBoxes]) -> tuple[RankBoxes, ...]:
+    """Of equal boxes, which replicas hold, the first rank's is sent. Replicas need not be told by a tensor's own mesh:
+    FSDP2 beside tensor parallel leaves tensors that only one of the two has cut, equal on ranks of the other."""
+    seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+    found = []
+    for boxes in ranks:
+        places = [(box.tensor, box.offsets, box.sizes) for box in boxes]
+        pairs = zip(boxes, places, strict=True)
+        found.append(tuple(msgspec.structs.replace(box, sends=place not in seen) for box, place in pairs))
+        seen.update(place for place in places if 0 not in place[2])
+    return tuple(found)
+
+
 # ---- whether boxes are of a model -----------------------------------------------------------------------------------
 
 

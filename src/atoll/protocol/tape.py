@@ -63,6 +63,8 @@ class BeganEntry(Entry, frozen=True, tag="b"):
     """The file it went on from, in the learner's folder."""
     exact: bool = False
     """All of that state was put back, and not the inner optimizer alone."""
+    ranks: Number = 1
+    """Processes that are this learner together."""
 
 
 class OwnedEntry(Entry, frozen=True, tag="o"):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from atoll.config import Config, Outer
-from atoll.launch.replay.play import RunReplay, TapeRun, make_tape_plan
+from atoll.launch.replay.play import TapeRun, make_tape_plan
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import BegunRecord, ChangedRecord
@@ -26,11 +26,6 @@ def test_a_tape_may_have_more_fragments_than_the_model_has_tensors() -> None:
 def test_a_tape_of_more_fragments_than_the_model_can_be_cut_into_is_refused_with_how_many_it_may_have() -> None:
     with pytest.raises(ConfigError, match="no more than 8 can be made of it: make the tape with --fragments 8"):
         make_tape_plan(BEGUN, (TensorSpec("weight", (4, 4), "float32"), TensorSpec("bias", (4,), "float32")))
-
-
-def test_a_run_whose_learners_have_several_ranks_is_not_replayed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the learners of this run have 2 ranks: a replay repeats those of one"):
-        RunReplay(RunDir(tmp_path), Config(ranks=2)).play()
 
 
 def test_the_phases_of_a_tape_change_what_they_name_of_the_runs_own_outer_step(tmp_path: Path) -> None:

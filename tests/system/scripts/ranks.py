@@ -1,5 +1,5 @@
-"""A learner in one of several layouts: plain, ddp, fsdp, hsdp, tp. All ranks train on the same data, so that the mean
-of their gradients is the gradient of one of them, to the bit."""
+"""A learner in one of several layouts: plain, ddp, fsdp, hsdp, tp, fsdp-tp. All ranks train on the same data, so that
+the mean of their gradients is the gradient of one of them, to the bit."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ elif layout == "tp":
 
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+elif layout == "fsdp-tp":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    both = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, both["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model[0], mesh=both["dp"])
+    fully_shard(model, mesh=both["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
 with atoll.Learner(model, optimizer) as learner:
     draws = torch.Generator().manual_seed(int(learner.name.rpartition("-")[2]))  # whoever comes first
@@ -48,7 +57,7 @@ with atoll.Learner(model, optimizer) as learner:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        learner.step(tokens=64 // (1 if layout == "tp" else size), loss=loss)
+        learner.step(tokens=64 // {"tp": 1, "fsdp-tp": 2}.get(layout, size), loss=loss)
         if layout == "validating":  # after a forward pass alone FSDP leaves parameters whole
             with torch.no_grad():
                 model(inputs)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from atoll.config import Config
 from atoll.launch.children import Child, cores
 from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, WORKLOAD
+from atoll.launch.ranks import RankProcesses
 from atoll.launch.replay.recording import (
     Decision,
     ProcessRecording,
@@ -74,8 +76,6 @@ class RunReplay:
     watch: Callable[[ReplayOutcome, int], None] = lambda outcome, rounds: None
 
     def play(self) -> ReplayOutcome:
-        if self.config.ranks > 1:
-            raise ConfigError(f"the learners of this run have {self.config.ranks} ranks: a replay repeats those of one")
         score, terms = self._read_run()
         if self.until is not None and not 0 <= self.until < score.rounds:
             raise ConfigError(f"--until {self.until}: the tape has rounds 0 to {score.rounds - 1}")
@@ -210,7 +210,9 @@ def start_script(
     script, folder = [*RUNNER, *(config.script or WORKLOAD)], None
     if (launch := read_environment(out.path)) is not None:
         env, folder = {**launch.find_missing(os.environ), **env}, launch.find_folder()
-    child = Child(part.name, [sys.executable, *script], {**env, **more}, logs / f"{part.name}.log", folder=folder)
+    # As the launcher does: a script that expects ranks finds the variables of a group also where it is alone.
+    make = partial(RankProcesses, count=part.ranks) if max(part.ranks, config.ranks) > 1 else Child
+    child = make(part.name, [sys.executable, *script], {**env, **more}, logs / f"{part.name}.log", folder=folder)
     child.start()
     return child
 

@@ -42,7 +42,7 @@ from atoll.mailbox.channel import (
 )
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec, Delta, body_nbytes, decode_contribution, encode_contribution
-from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.fragments import Fragment, FragmentPlan
 from atoll.numerics.moments import read_moments
 from atoll.protocol import tape
 from atoll.protocol.learner import effects as fx
@@ -71,6 +71,11 @@ class ReplayServices:
     """What all actors share."""
 
     plan: FragmentPlan
+    """Of what the process holds …"""
+    fingerprint: str
+    """… and that of the whole model's."""
+    sent: Callable[[int], Fragment]
+    """Of a fragment, the pieces that it sends: the front of what it holds."""
     settings: Settings
     codec: Codec
     version: Callable[[int, int], FloatArray | None]
@@ -90,6 +95,8 @@ class ReplayServices:
     global_step: Callable[[int], int]
     """… and the run's step."""
     remark: Callable[[str], None]
+    ranks: bool = False
+    """It is one of several ranks."""
 
     def can_give(self, copy: RecordedCopy) -> bool:
         """Not where it needs feedback that cannot be made again."""
@@ -150,11 +157,17 @@ class ReplayedProcess:
         assert self._shared is not None
         return self._shared
 
-    def connect(self, channel: CourierChannel, start: Start, replay: ReplayServices) -> None:
+    @property
+    def acts_done(self) -> int:
+        return self._next
+
+    def connect(self, channel: CourierChannel, start: Start, replay: ReplayServices) -> ReplayedProcess:
+        """The process that is at the other end of this channel."""
         self._channel, self._shared = channel, replay
         if not start.boxed:
-            settings, plan = self._replay.settings, self._replay.plan
-            channel.send(Welcomed(settings, plan.fingerprint, 1, (-1,) * settings.fragments, self.part.index))
+            settings, fingerprint = self._replay.settings, self._replay.fingerprint
+            channel.send(Welcomed(settings, fingerprint, 1, (-1,) * settings.fragments, self.part.index))
+        return self
 
     @property
     def connected(self) -> bool:
@@ -321,7 +334,7 @@ class ReplayedProcess:
                 fd = self.channel.take_descriptor()
                 assert not frame.on_device, "a replay encodes by itself, so its learners choose placement host"
                 plan = self._replay.plan
-                self._box = Mailbox(fd, Layout.of(plan, settings), plan)
+                self._box = Mailbox(fd, Layout.of(plan, settings, ranks=self._replay.ranks), plan)
                 os.close(fd)
                 self._at = stepped.t
             case StepReport(stepped):
@@ -361,7 +374,9 @@ class ReplayedProcess:
             text = f"{self.part.learner} made {frame.steps} steps for round {act.round}, in the run {act.steps}"
             self._replay.remark(text)
         if self._replay.can_give(act):
-            delta = Delta(self._box.base(frame.fragment), self._box.outgoing(frame.slot, frame.fragment))
+            front = slice(0, self._replay.sent(frame.fragment).size)
+            copied = self._box.outgoing(frame.slot, frame.fragment)
+            delta = Delta(self._box.base(frame.fragment)[front], copied[front])
             given = GivenContribution(self._encode_copy(act, delta), self._copy_moments(frame))
             self._replay.given(act, self.part.learner, given)
 
@@ -374,7 +389,7 @@ class ReplayedProcess:
 
     def _encode_copy(self, act: RecordedCopy, delta: Delta) -> FloatArray:
         """What arrives of it."""
-        codec, part = self._replay.codec, self._replay.plan.fragments[act.fragment]
+        codec, part = self._replay.codec, self._replay.sent(act.fragment)
         if codec.needs_feedback:
             number, rest = self._rests.get(act.fragment, (ALONE, None))
             assert act.feedback in (ALONE, number), "a process's copies are made again in their order"

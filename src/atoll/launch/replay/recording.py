@@ -102,6 +102,11 @@ class ProcessRecording:
         first = self.entries[0] if self.entries else None
         return first if isinstance(first, BeganEntry) else None
 
+    @property
+    def ranks(self) -> int:
+        """Processes that are this one learner."""
+        return self.began.ranks if self.began is not None else 1
+
     def began_after(self, rounds: int) -> bool:
         """Whether it joined when this many rounds were behind the run."""
         return self.joined_at >= rounds

@@ -33,6 +33,7 @@ import numpy as np
 from atoll.config import Outer
 from atoll.launch.children import Child, describe_exit
 from atoll.launch.replay.process import GivenContribution, ReplayedProcess, ReplayServices, SharedState
+from atoll.launch.replay.ranks import ReplayedRanks
 from atoll.launch.replay.recording import LOST, Decision, ProcessRecording, RecordedAction, RecordedCopy, RunRecording
 from atoll.mailbox.channel import CourierChannel, Start, decode_to_courier
 from atoll.numerics.arrays import ByteArray, FloatArray
@@ -127,7 +128,7 @@ class ReplaySyncer:
         }
         self._given: dict[tuple[int, str], GivenContribution] = {}
         self._states: dict[str, SharedState] = {}
-        self._actors: list[ReplayedProcess] = []
+        self._actors: list[ReplayedProcess | ReplayedRanks] = []
         self._reasons: dict[str, str] = {}
         if begun:
             self._set_up(score.begun.tensors)
@@ -137,6 +138,8 @@ class ReplaySyncer:
         self._tensors, self._parameters = tensors, self._stage(tensors)
         self._replay = ReplayServices(
             plan=self._parameters.plan,
+            fingerprint=self._parameters.plan.fingerprint,
+            sent=self._parameters.plan.fragments.__getitem__,
             settings=settings,
             codec=make_codec(settings.codec),
             version=lambda fragment, version: self._versions.get((fragment, version)),
@@ -227,7 +230,7 @@ class ReplaySyncer:
         for part, acts in list(self._waiting):
             if working < self._jobs and self._is_due(part, acts):
                 self._waiting.remove((part, acts))
-                self._actors.append(ReplayedProcess(part, acts, self._launch(part, path)))
+                self._actors.append(_make_actor(part, acts, self._launch(part, path)))
                 working += 1
 
     def _is_due(self, part: ProcessRecording, acts: list[RecordedAction]) -> bool:
@@ -259,15 +262,15 @@ class ReplaySyncer:
         if (reason := difference(start.tensors, self._tensors or ())) is not None:
             self.outcome.stopped = f"{start.learner} has another model than the run: {reason}"
         actor = next(one for one in self._actors if one.part.learner == start.learner and not one.connected)
-        actor.connect(channel, start, self._replay)
-        actor.hear(frames[1:])
-        look.register(channel.sock, selectors.EVENT_READ, actor)
+        process = actor.connect(channel, start, self._replay)
+        process.hear(frames[1:])
+        look.register(channel.sock, selectors.EVENT_READ, process)
 
-    def _read_frames(self, actor: ReplayedProcess, look: selectors.BaseSelector) -> None:
-        actor.receive()
-        if actor.channel.closed:
-            look.unregister(actor.channel.sock)
-            actor.channel.close()
+    def _read_frames(self, process: ReplayedProcess, look: selectors.BaseSelector) -> None:
+        process.receive()
+        if process.channel.closed:
+            look.unregister(process.channel.sock)
+            process.channel.close()
 
     def _handle_exit(self) -> None:
         for actor in list(self._actors):
@@ -462,3 +465,7 @@ class ReplaySyncer:
     def _add_remark(self, text: str) -> None:
         if text not in self.outcome.remarks:
             self.outcome.remarks.append(text)
+
+
+def _make_actor(part: ProcessRecording, acts: list[RecordedAction], child: Child) -> ReplayedProcess | ReplayedRanks:
+    return ReplayedRanks(part, acts, child, part.ranks) if part.ranks > 1 else ReplayedProcess(part, acts, child)
