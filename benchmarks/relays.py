@@ -220,13 +220,7 @@ def main() -> None:
             how = {"learners": said.learners, "width": said.width, "steps": said.steps, "pace": said.pace}
             case = compare(codec, Path(folder), **how)
             cases.append(case)
-            direct, relayed = case["direct"], case["relayed"]
-            print(
-                f"{codec}: bodies of a round {(direct['bodies_up'] + direct['bodies_down']) / direct['rounds']:,.0f} bytes "
-                f"directly, {(relayed['bodies_up'] + relayed['bodies_down']) / relayed['rounds']:,.0f} through a relay: "
-                f"{case['share']:.3f}",
-                flush=True,
-            )
+            print(f"{codec}: {case['share']:.3f} of the bytes that cross the link directly", flush=True)
     facts = {"commit": find_commit(), "cores": count_cores(), "python": platform.python_version()}
     given = {"learners": said.learners, "width": said.width, "steps": said.steps, "fragments": FRAGMENTS}
     said.json.write_text(json.dumps({**facts, **given, "cases": cases}, indent=1) + "\n")

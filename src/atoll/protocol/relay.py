@@ -194,6 +194,17 @@ class RelayHoldings:
                 raise ValueError(f"the contribution of {key[0]} to round {asked.round} is not here")
         return keys
 
+    def describe_sum(self, asked: SumAsked, keys: Iterable[HeldKey], digest: str) -> SumReady:
+        """What was summed, by the bodies themselves: whoever asked compares it with what it has asked for."""
+        weights = {member.learner: member.weight for member in asked.members}
+        members = tuple(
+            SumMember(key[0], key[2], self.held[key].digest, weights.get(key[0], 0.0))
+            for key in keys
+            if key in self.held
+        )
+        weight = math.fsum(member.weight for member in members)
+        return SumReady(ask=asked.ask, digest=digest, members=members, weight=weight)
+
     def note_summed(self, asked: SumAsked) -> None:
         if not asked.rows:
             self.summed[asked.ask] = (asked.round, asked.fragment)

@@ -9,7 +9,6 @@ itself, its rest, waits until a commit names the sum; then it is the fragment's 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +30,6 @@ from atoll.protocol.settings import Settings
 class MadeSum(NamedTuple):
     data: ByteArray
     digest: str
-    weight: float
     rest: FloatArray | None
     """What it leaves out, where the codec keeps feedback."""
 
@@ -76,13 +74,14 @@ class HeldBodies:
         part, bodies = self.plan.fragments[asked.fragment], [self._bodies[key] for key in keys]
         weights = [member.weight for member in asked.members]
         if len(bodies) == 1 and not asked.rows:
-            return self._made(bodies[0], weights, None)
+            return MadeSum(bodies[0], compute_digest(bodies[0].data), None)
         deltas = []
         for body in bodies:
             deltas.append(np.empty(part.size, np.float32))
             decode_contribution(self._codec, part, body, deltas[-1])
         if asked.rows:
-            return self._made(mean_rows(asked.rule, part, asked.rows, deltas, weights).view(np.uint8), weights, None)
+            means = mean_rows(asked.rule, part, asked.rows, deltas, weights).view(np.uint8)
+            return MadeSum(means, compute_digest(means.data), None)
         total = np.empty(part.size, np.float32)
         radii = sum_group(asked.rule, part, deltas, weights, total, self._threads)
         rest = np.empty(part.size, np.float32) if self._codec.needs_feedback else None
@@ -91,10 +90,7 @@ class HeldBodies:
         feedback = self._feedback.get(asked.fragment) if self._codec.needs_feedback else None
         encode_contribution(self._codec, part, Delta(total, np.zeros_like(total), feedback, rest), data[:size])
         data[size:] = radii.view(np.uint8)
-        return self._made(data, weights, rest)
-
-    def _made(self, data: ByteArray, weights: list[float], rest: FloatArray | None) -> MadeSum:
-        return MadeSum(data, compute_digest(data.data), math.fsum(weights), rest)
+        return MadeSum(data, compute_digest(data.data), rest)
 
     def note_sum(self, asked: SumAsked, made: MadeSum) -> None:
         """It is sent. Only one sum of a fragment may still be committed: rests of earlier ones are dropped."""

@@ -35,7 +35,6 @@ from atoll.protocol.relay import (
     RunOver,
     SumAsked,
     SumFailed,
-    SumReady,
     SumSettled,
     ToRelay,
 )
@@ -197,12 +196,13 @@ class RelayService:
                 raise ValueError("this relay holds nothing")
             keys = bodies.holdings.find_members(asked)
             made = await asyncio.to_thread(bodies.make_sum, asked, keys)
+            ready = bodies.holdings.describe_sum(asked, keys, made.digest)
             bodies.note_sum(asked, made)
             await self.upstream.put_sum(asked.ask, made.data.data, made.digest)
         except (ValueError, PeerError, Unreachable) as error:
             await self._send(SumFailed(ask=asked.ask, reason=one_line(error)))
             return
-        await self._send(SumReady(ask=asked.ask, digest=made.digest, members=asked.members, weight=made.weight))
+        await self._send(ready)
         members = {one.learner: one.weight for one in asked.members}
         entry: dict[str, object] = {"round": asked.round, "fragment": asked.fragment, "members": members}
         self._log({**entry, "digest": made.digest, "bytes": made.data.nbytes, "rows": len(asked.rows)})
