@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,27 +49,27 @@ class CountingProxy:
     """Bytes up, bytes down."""
     control: list[int] = field(default_factory=lambda: [0, 0])
     own: int = 0
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def start(self) -> None:
         ready = threading.Event()
-        threading.Thread(target=self._run, args=(ready,), daemon=True).start()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._run(ready),), daemon=True)
+        self._thread.start()
         ready.wait(WAIT_S)
 
-    def _run(self, ready: threading.Event) -> None:
-        async def serve() -> None:
-            server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-            self.own = server.sockets[0].getsockname()[1]
-            ready.set()
-
-        self._loop.run_until_complete(serve())
-        self._loop.run_forever()
+    async def _run(self, ready: threading.Event) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.own = server.sockets[0].getsockname()[1]
+        ready.set()
+        await self._stopped.wait()
+        server.close()
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(WAIT_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
+        with suppress(OSError), closing(writer):
             first = await reader.read(65536)
             above_reader, above = await asyncio.open_connection("127.0.0.1", self.port)
             sockets = (b"GET /v1/control", b"GET /v1/relays")
@@ -123,10 +123,10 @@ class Case:
 
     def _measure(self, out: Path, processes: list[subprocess.Popen[bytes]]) -> dict[str, Any]:
         def start(*words: object) -> subprocess.Popen[bytes]:
-            log = open(f"{out}-{len(processes)}.log", "wb")  # noqa: SIM115
             command = [sys.executable, "-m", "atoll", *map(str, words)]
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(command, cwd=out.parent, stdout=log, stderr=log, env=env)
+            with open(f"{out}-{len(processes)}.log", "wb") as log:
+                process = subprocess.Popen(command, cwd=out.parent, stdout=log, stderr=log, env=env)
             processes.append(process)
             return process
 
@@ -144,7 +144,7 @@ class Case:
                 name = f"learner-{number}"
                 given = ("--syncer", where, "--name", name, "--folder", f"{out}-{name}")
                 start("learn", SCRIPT, *given, "--", "--width", self.width, "--pace", self.pace)
-            rounds = wait_for_round(out, FRAGMENTS, syncer)
+            wait_for_round(out, FRAGMENTS, syncer)
             before = [list(proxy.bodies), list(proxy.control)]
             syncer.wait(WAIT_S)
             bodies = [after - first for after, first in zip(proxy.bodies, before[0], strict=True)]
