@@ -106,6 +106,29 @@ def test_a_syncer_that_is_killed_behind_a_relay_goes_on(run: Run) -> None:
     region.end()
 
 
+def test_a_run_with_sums_is_replayed_from_its_journal(run: Run) -> None:
+    """Supervised learners are sent through a relay by their script; the replay has neither relay nor link."""
+    link = run.folder / "relay" / "link"
+    script = run.folder / "relayed.py"
+    script.write_text(
+        "import os, pathlib, runpy, sys, time\n"
+        f"link = pathlib.Path({str(link)!r})\n"
+        "if os.environ.get('ATOLL_SYNCER') and os.environ.get('ATOLL_ROLE') != 'evaluator':\n"
+        "    while not link.exists():\n"
+        "        time.sleep(0.05)\n"
+        "    os.environ['ATOLL_SYNCER'] = link.read_text().strip()\n"
+        "sys.argv = ['line.py', '--pace', '0.02']\n"
+        f"runpy.run_path({str(SCRIPTS / 'line.py')!r}, run_name='__main__')\n"
+    )
+    words = [word for one in SETTINGS for word in ("--set", one)]
+    run.train(script, "--learners", "2", "--steps", "60", *words)
+    relay = run.beside("relay", "--join", run.address(), "--out", link.parent, "--port", "0")
+    run.ended()
+    assert relay.wait(WAIT_S) == 0 and count_sums(run) > 0
+    found = run.replay()
+    assert found["identical"] and found["from_journal"], found
+
+
 def test_four_learners_cost_the_link_of_their_region_little_more_than_one(tmp_path: Path) -> None:
     """The whole measurement is benchmarks/relays.py."""
     found = compare("bf16", tmp_path, learners=4, width=512, steps=60, pace=0.1)

@@ -35,6 +35,7 @@ from atoll.protocol.relay import FromRelay, HeldBody, RelayHello, RelayRefused, 
 RELAYS, HELD, SUMS = "/v1/relays", "/v1/held", "/v1/sums"
 MESSAGE_BYTES = 4096 * KIB
 """Largest message between a relay and the syncer: an ask that names many members, or many rows."""
+MOST_RELAYS = 256
 _NUMBER = "[0-9]{1,12}"
 
 _encoder = msgspec.msgpack.Encoder()
@@ -188,6 +189,8 @@ class RelayServer:
             del self._channels[other.session]
             self._handlers.relay_closed(other, "replaced by a newer connection of the same relay")
             other.close()
+        if len(self._channels) >= MOST_RELAYS:
+            raise PeerError(f"{MOST_RELAYS} relays are here, and no more are taken")
         self._channels[channel.session] = channel
         self._handlers.relay_opened(channel)
         return channel

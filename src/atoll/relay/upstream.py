@@ -29,6 +29,8 @@ from atoll.fabric.wire import (
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.relay import HeldBody, HeldKey
 
+DIALS = 16
+"""For learners that the syncer has not let in yet, at once."""
 BODY_S = 600.0
 """The most a body may take; the syncer's least rate ends a stuck one long before."""
 
@@ -49,6 +51,7 @@ class Upstream:
         self._urls = list(address.urls)
         self._bodies: aiohttp.ClientSession | None = None
         self._sockets: aiohttp.ClientSession | None = None
+        self._dials = asyncio.Semaphore(DIALS)
         self.bytes_up = self.bytes_down = 0
         """Of bodies: contributions and sums, versions."""
 
@@ -89,8 +92,10 @@ class Upstream:
         return await self._dial(RELAYS, self._own(RELAYS), MESSAGE_BYTES)
 
     async def dial_for(self, shown: Mapping[str, str]) -> ClientSocket:
-        """A learner's control channel, by what the learner shows."""
-        return await self._dial("/v1/control", {**shown, RELAY_HEADER: self._session}, self._limits.control_bytes)
+        """A learner's control channel, by what the learner shows. Who shows nothing that counts costs the syncer a
+        dial: so many at once are made, and the others wait."""
+        async with self._dials:
+            return await self._dial("/v1/control", {**shown, RELAY_HEADER: self._session}, self._limits.control_bytes)
 
     async def _dial(self, path: str, headers: Mapping[str, str], most_bytes: int) -> ClientSocket:
         assert self._sockets is not None

@@ -330,7 +330,7 @@ class ReplaySyncer:
 
     def _merge_round(self, record: MergedRecord) -> bool:
         members = [share.learner for share in record.members]
-        # A relay's sum, in its codec and with its feedback, is nowhere but in the outer gradient that the journal keeps.
+        # A relay's sum, in its codec and with its feedback, is only in the outer gradient that the journal keeps.
         known = self._parameters.knows_feedback(record.fragment) and not record.groups
         if known and all((record.round, name) in self._given for name in members):
             given = [self._given.pop((record.round, name)) for name in members]
