@@ -54,7 +54,7 @@ def _say(outcome: ReplayOutcome, console: Console) -> None:
     if rounds := outcome.from_journal:
         console.print(
             f"note: {len(rounds)} rounds were taken from the journal and not made again ({_ranges(rounds)}): "
-            "a member's steps could not be repeated"
+            "a member's steps could not be repeated, or came in a relay's sum"
         )
     if (difference := outcome.difference) is not None:
         console.print(

@@ -5,6 +5,8 @@ Rules:
   wait drawn evenly from 0 to 0.1 s, 0.2 s, … 1 s; the first message that is no refusal sets the wait back;
 - `send` never waits; it says False when the channel is down or its queue (1024 messages) is full (which drops it);
 - where several addresses are named (a,b,c), a loss moves on to the next: a successor is found by itself;
+- one that says that it is a relay (docs/adr/0032) is gone back to: while another is used, it is asked every few seconds
+  whether it passes requests on again;
 - a syncer names the versions it understands when a channel opens; if ours is not among them it gets no message, and
   the learner hears a final refusal;
 - every message is numbered, and no number comes twice in a session, also over another connection or another courier of
@@ -28,9 +30,10 @@ from atoll.fabric.address import SyncerAddress
 from atoll.fabric.bodies import BodyConnection
 from atoll.fabric.calls import close_session, close_socket, dial_socket, open_session, receive_frame, send_frame
 from atoll.fabric.control_channel import ClientSocket, SendQueue
-from atoll.fabric.transfer import reason_of, showing
+from atoll.fabric.transfer import asked, reason_of, showing
 from atoll.fabric.wire import (
     PROTOCOL_HEADER,
+    RELAY_HEADER,
     FabricLimits,
     check_syncer_version,
     decode_from_syncer,
@@ -39,6 +42,10 @@ from atoll.fabric.wire import (
 )
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.messages import FromLearner, FromSyncer, Hello, Refused
+
+RELAY_S = 8.0
+"""Between two looks whether a relay is there again, on average."""
+RELAY_BACK = "it goes back to its relay, which is there again"
 
 
 class SyncerConnection(BodyConnection):
@@ -66,6 +73,10 @@ class SyncerConnection(BodyConnection):
         """Of the last message. Where a courier died, its successor begins above whatever it had counted to."""
         self._backoff_s = self._limits.backoff_s
         self._control: aiohttp.ClientSession | None = None
+        self._relays: set[str] = set()
+        """Addresses that have said that they are relays."""
+        self._back_to = ""
+        """A relay that answers again."""
         self._closing = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -76,7 +87,7 @@ class SyncerConnection(BodyConnection):
 
     async def run(self) -> None:
         self._idle.clear()
-        self._control = _control_session(self._address, self._limits)
+        self._control = _control_session(self._address, self._limits, self._note_relay)
         try:
             while not self._closing.is_set():
                 reason = await self._connected()
@@ -152,13 +163,35 @@ class SyncerConnection(BodyConnection):
             self._on_open()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(socket, outbox))
+                watch = tasks.create_task(self._watch_relays(outbox))
                 reason = await self._read(socket)
+                watch.cancel()
                 self._outbox = None
                 outbox.close(discard=True)
         finally:
             self._outbox = None
             await close_socket(socket)  # also when this task is cancelled; a closed one stays as it is
-        return reason
+        return RELAY_BACK if self._back_to else reason
+
+    def _note_relay(self, url: str) -> None:
+        self._relays.add(url)
+
+    async def _watch_relays(self, outbox: SendQueue) -> None:
+        """Hang up when a relay that was used before answers again, with the syncer behind it."""
+        while self._relays and self.url not in self._relays:
+            await asyncio.sleep(RELAY_S * (0.5 + self._jitter()))
+            for url in [one for one in self._urls if one in self._relays]:
+                with suppress(PeerError, Unreachable):
+                    async with asked(self._for_bodies(), "GET", f"{url}/v1/status", self._limits.dial_s):
+                        self._back_to = url
+                        outbox.close()
+                        return
+
+    def _take_next_address(self) -> None:
+        super()._take_next_address()
+        while self._back_to in self._urls and self.url != self._back_to:
+            super()._take_next_address()
+        self._back_to = ""
 
     def _numbered(self, message: FromLearner) -> bytes:
         self._seq += 1
@@ -211,11 +244,13 @@ def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -
     return f"the syncer closed the control channel{': ' + why if why else ''}"
 
 
-def _control_session(address: SyncerAddress, limits: FabricLimits) -> aiohttp.ClientSession:
+def _control_session(
+    address: SyncerAddress, limits: FabricLimits, note_relay: Callable[[str], None]
+) -> aiohttp.ClientSession:
     return open_session(
         connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=address.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
-        middlewares=[showing(address), _plain_answers(address)],
+        middlewares=[showing(address), _plain_answers(address, note_relay)],
         proxy=address.proxy or None,
         ws_response_class=ClientSocket,
     )
@@ -225,7 +260,7 @@ class FinalRefusal(PeerError):
     """The syncer does not let us in, or speaks another version: dialling again cannot help."""
 
 
-def _plain_answers(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
+def _plain_answers(address: SyncerAddress, note_relay: Callable[[str], None]) -> aiohttp.ClientMiddlewareType:
     """A WebSocket's handshake would follow a redirect, and would not say why it was refused."""
 
     async def answer(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
@@ -233,6 +268,11 @@ def _plain_answers(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
         if 300 <= response.status < 400:
             response.close()
             raise PeerError("it answered with a redirect: is this a syncer?")
+        if response.status == 503:  # a relay whose syncer is away
+            try:
+                raise PeerError(await reason_of(response))
+            finally:
+                response.close()
         if response.status in (401, 403):
             try:
                 reason = await reason_of(response)
@@ -247,6 +287,8 @@ def _plain_answers(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
             except PeerError as error:
                 response.close()
                 raise FinalRefusal(one_line(f"{request.url.origin()}: {error}")) from None
+            if RELAY_HEADER in response.headers:
+                note_relay(str(request.url.origin()))
         return response
 
     return answer

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import cast
+from typing import Protocol, cast
 
 from aiohttp import WSMessage, WSMsgType, web
 
@@ -32,7 +32,16 @@ from atoll.fabric.control_channel import ControlChannel, PeerPing, SendQueue, Se
 from atoll.fabric.handlers import Handlers
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import WatchedProtocol
-from atoll.fabric.wire import KIB, PROTOCOL_HEADER, FabricLimits, check_hello, decode_from_learner, encode, one_line
+from atoll.fabric.wire import (
+    KIB,
+    PROTOCOL_HEADER,
+    RELAY_HEADER,
+    FabricLimits,
+    check_hello,
+    decode_from_learner,
+    encode,
+    one_line,
+)
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import Budget, Budgets, SharedBytes
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
@@ -67,6 +76,11 @@ class ControlServer:
         """By token and address."""
         self._unopened = SharedBytes(2 * limits.hello_bytes)
         """Of channels that are not open yet."""
+        self.relays: ConnectedRelays | None = None
+
+    def came_through(self, learner: str, session: str, relay: str) -> bool:
+        channel = self.channel(learner)
+        return channel is not None and (channel.session, channel.relay) == (session, relay)
 
     def channel(self, learner: str) -> ControlChannel | None:
         """The live one."""
@@ -81,6 +95,9 @@ class ControlServer:
         limits = self._limits
         if not self._hellos.any_left(_whose(request), asyncio.get_running_loop().time()):
             raise Rejected(429, LATER)
+        relay = request.headers.get(RELAY_HEADER, "")
+        if relay and (self.relays is None or not self.relays.is_connected(relay)):
+            raise Rejected(503, "the relay that passes this on is not connected: try again later")
         socket = ServerSocket(
             compress=False,
             autoping=False,
@@ -121,6 +138,7 @@ class ControlServer:
             mark=request[VISITOR].mark,
             holder=Holder.of(hello, request.remote or ""),
             liveness=PeerPing(socket.ping),
+            relay=request.headers.get(RELAY_HEADER, ""),
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(socket, channel, outbox))
@@ -284,6 +302,10 @@ class ControlServer:
         while True:
             with suppress(PeerError):  # it was refused already, and nothing more of it counts
                 await self._frame(socket)
+
+
+class ConnectedRelays(Protocol):
+    def is_connected(self, session: str) -> bool: ...
 
 
 class MessageRate:

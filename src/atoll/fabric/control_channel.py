@@ -45,6 +45,7 @@ class ControlChannel:
         mark: str = "",
         holder: Holder | None = None,
         liveness: PeerPing | None = None,
+        relay: str = "",
     ) -> None:
         self.learner = learner
         self.session = session
@@ -54,6 +55,8 @@ class ControlChannel:
         """Who has the learner's name by it."""
         self.liveness = liveness
         """None: nobody is asked."""
+        self.relay = relay
+        """The session of the relay that it comes through; empty: directly."""
         self.reason = ""
         """Why it is closed or closing; empty while it is open."""
         self._outbox = outbox

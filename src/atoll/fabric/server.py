@@ -12,6 +12,7 @@
     GET  /v1/shard                                     WebSocket of another shard of this syncer (see `shard_channel`)
     GET  /v1/moments/{fragment}/{version}              a body: averaged moments, with the same headers
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
+    /v1/relays, /v1/held, /v1/sums                     relays of regions (see `relay_channel`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
     POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `authorizer`)
     GET, PUT /v1/probe/{bytes}                         how fast the link is (see `intake`)
@@ -57,6 +58,7 @@ from atoll.fabric.intake import Probe
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import Tls
 from atoll.fabric.relay import RelayLimits, StateRelay
+from atoll.fabric.relay_channel import RelayHandlers, RelayServer
 from atoll.fabric.shard_channel import SHARD_PATH, ShardChannels, ShardHandlers
 from atoll.fabric.state import LEARNER_HEADER, TICKET
 from atoll.fabric.wire import (
@@ -90,12 +92,18 @@ class Server(BodyPort):
         owners: NameOwners | None = None,
         names: Collection[str] = (),
         shards: ShardHandlers | None = None,
+        relays: RelayHandlers | None = None,
     ) -> None:
-        """`shards`: of a syncer of several, who hears of the others."""
+        """`shards`: of a syncer of several, who hears of the others; `relays`: who sums what relays hold. None: they
+        are not served."""
         super().__init__(host, port, limits or FabricLimits(), authorizer=authorizer, tls=tls, names=names)
         self._handlers = handlers
         self._pages = pages
         self._control = ControlServer(handlers, self._limits, authorizer, owners)
+        self._relays = None
+        if relays is not None:
+            self._relays = RelayServer(relays, self._limits, self._authorizer, self._intake, self._control)
+            self._control.relays = self._relays
         self._relay = StateRelay(handlers, self._limits, relay_limits or RelayLimits())
         self._shards = ShardChannels(shards, self._limits) if shards is not None else None
         self._probe = Probe(self._limits)
@@ -134,6 +142,7 @@ class Server(BodyPort):
                 *([web.get(SHARD_PATH, self._shards.serve)] if self._shards is not None else ()),
                 *self._browser_routes(),
                 *self._probe.routes(),
+                *(self._relays.routes() if self._relays is not None else ()),
                 *(self._pages.routes() if self._pages is not None else ()),
             ]
         )
@@ -143,6 +152,8 @@ class Server(BodyPort):
         while True:
             await asyncio.sleep(SWEEP_S)
             self._control.sweep()
+            if self._relays is not None:
+                self._relays.sweep()
             if self._tls is not None:
                 self._tls()  # whoever renews a certificate is told what became of it, also when nobody dials
             if self._pages is not None:
@@ -155,6 +166,8 @@ class Server(BodyPort):
         self._control.close("the syncer is stopping")
         if self._shards is not None:
             self._shards.close("the lead is stopping")
+        if self._relays is not None:
+            self._relays.close()
         self._relay.close("the syncer is stopping")
         if self._pages is not None:
             self._pages.close()

@@ -38,6 +38,8 @@ STEPS_HEADER = "Atoll-Steps"
 PROTOCOL_HEADER = "Atoll-Protocol"
 """In the answer that opens a control channel: the oldest and the newest version that the syncer understands, `2-3`; or
 the only one."""
+RELAY_HEADER = "Atoll-Relay"
+"""Of what comes through a relay: its session. In the answer that opens a channel: this is a relay, of that name."""
 
 SAME = "install the same version of atoll on both"
 

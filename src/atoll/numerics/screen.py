@@ -168,6 +168,10 @@ class NormScreen:
                 refusal = self._judge_buffers(fragment, _root_of_sum(before), _root_of_sum(after))
             if refusal is not None:
                 return refusal
+        return self.judge_measured(fragment, norm, steps, key)
+
+    def judge_measured(self, fragment: int, norm: float, steps: int, key: Hashable) -> str | None:
+        """The same of a contribution without buffers that somebody else has measured (`measure_delta`)."""
         own = min(max(steps, 1), self.most_steps)
         held = max([own, *self._steps[fragment]])
         refusal = self._judge_norm(fragment, norm / held, "norm" if held == 1 else "norm per step")
@@ -253,6 +257,15 @@ def whole_array(size: int) -> Fragment:
 def _root_of_sum(squares: Sequence[DoubleArray]) -> float:
     """The exact sum, however it is dealt out."""
     return math.sqrt(math.fsum(value for part in squares for value in part.tolist()))
+
+
+def measure_delta(delta: FloatArray) -> tuple[float, str]:
+    """Its norm, and why it is refused whatever is usual; empty: it is not."""
+    square = np.empty(1, np.float64)
+    kernels.square_norms(read_only(delta), square)  # finite exactly when every value is
+    if not math.isfinite(square[0]):
+        return 0.0, f"{_broken(delta)} of {delta.size} values are not finite"
+    return math.sqrt(square[0]), ""
 
 
 def _broken(values: FloatArray) -> int:

@@ -140,6 +140,8 @@ class MergedRecord(Record, frozen=True, tag="m"):
     heads: tuple[str, ...] = ()
     """Of a syncer of several shards (docs/adr/0031): of shard 1 the digest of its part of the version, of each other
     the head of its chain behind its part; empty where it holds nothing of the fragment."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Members whose contributions came as one sum, of a relay: a replay has no such sums."""
 
 
 class PassedRecord(Record, frozen=True, tag="p"):

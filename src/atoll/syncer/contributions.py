@@ -4,6 +4,8 @@
   used again. Of a learner of several ranks it has a body of each that sends something of the fragment, and has arrived
   when all have. Each is decoded by its rank's plan into the one delta; nothing behind that knows of ranks.
 - It is decoded and screened when it has arrived, and merged when the state machine says so (`Merging`).
+- Of one that a relay holds there is no body here, but what the relay says of it; it is screened by that, and its round
+  is merged with the relay's sum (relays.py).
 - Large fragments are worked on in a thread, small ones on the event loop. A contribution that is discarded while a
   thread reads it gives its buffers back afterwards.
 """
@@ -15,7 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from atoll.numerics.rank_plan import RankPlan
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution
+from atoll.protocol.relay import HeldBody
 from atoll.protocol.syncer import effects as fx
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
@@ -71,6 +74,10 @@ class PendingContribution:
     held: bool = False
     """A thread reads it, or is about to."""
     delta: FloatArray | None = None
+    figures: HeldBody | None = None
+    """Its body is held by a relay, which says this of it."""
+    screened: bool = False
+    """Of such a one: its message has come."""
     unwanted: bool = False
     """Discarded while it was received or read: its buffers are freed when that ends."""
 
@@ -130,6 +137,16 @@ class Inbox:
     def receive_body(self, key: ContributionKey, named: int = 0, rank: int = 0) -> memoryview:
         """`named`: the bytes that it is said to have, which count where moments come with it: their number follows from
         what they are. PeerError: nobody waits for this body."""
+        pending, body = self._find_wanted(key, rank)
+        if pending.buffer is None:
+            pending.buffer = self._take_buffer(pending.size)
+        body.receiving = True
+        if self._moments:
+            least = self._body_nbytes(pending) + len(self._plan.fragments[pending.fragment].pieces)
+            body.size = max(least, min(named, pending.buffer.size))
+        return pending.buffer[body.start : body.start + body.size].data
+
+    def _find_wanted(self, key: ContributionKey, rank: int) -> tuple[PendingContribution, PendingBody]:
         pending = self._pending.get(key)
         if pending is None:
             raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for")
@@ -142,13 +159,7 @@ class Inbox:
         stale = sum(one.unwanted and one.receiving for (name, *_), one in self._pending.items() if name == key[0])
         if stale >= STALE:
             raise PeerError(f"{stale} bodies of {key[0]} that nobody waits for are still being received")
-        if pending.buffer is None:
-            pending.buffer = self._take_buffer(pending.size)
-        body.receiving = True
-        if self._moments:
-            least = self._body_nbytes(pending) + len(self._plan.fragments[pending.fragment].pieces)
-            body.size = max(least, min(named, pending.buffer.size))
-        return pending.buffer[body.start : body.start + body.size].data
+        return pending, body
 
     def _take_buffer(self, size: int) -> ByteArray:
         """One that is used again; ranks' parts may take more together than any whole body."""
@@ -171,10 +182,38 @@ class Inbox:
             pending.bodies[rank].receiving = False
             self._free_if_unwanted(key, pending)
 
+    def note_held(self, key: ContributionKey, figures: HeldBody) -> None:
+        """A relay holds its body. PeerError: nobody waits for it."""
+        pending, _ = self._find_wanted(key, 0)
+        pending.figures = figures
+        self.mark_arrived(key, figures.digest)
+
+    def is_held(self, key: ContributionKey) -> bool:
+        """Whether a relay has its body."""
+        pending = self._pending.get(key)
+        return pending is not None and pending.figures is not None
+
+    def held_norm(self, key: ContributionKey) -> float:
+        """As the relay has measured it."""
+        figures = self._pending[key].figures
+        assert figures is not None
+        return figures.norm
+
+    def screen_held(self, key: ContributionKey, mark: str) -> float:
+        """Its norm; PeerError: it is not the one that its message names, or no body of its fragment."""
+        pending = self._pending[key]
+        assert pending.figures is not None
+        pending.screened = True
+        if pending.figures.digest != mark:
+            raise PeerError("its body is not the one its message names")
+        if pending.figures.refusal:
+            raise PeerError(pending.figures.refusal)
+        return pending.figures.norm
+
     def is_opened(self, key: ContributionKey) -> bool:
         """Whether its message has come before."""
         pending = self._pending.get(key)
-        return pending is not None and (pending.held or pending.delta is not None)
+        return pending is not None and (pending.held or pending.screened or pending.delta is not None)
 
     def hold_buffers(self, key: ContributionKey) -> PendingContribution | None:
         """Until they are released its buffers are not reused, even if it is discarded."""
@@ -265,6 +304,25 @@ def _describe_missing(pending: PendingContribution | None) -> str:
     return f"the bodies of its ranks {', '.join(missing[:8])} did not arrive"
 
 
+class SumMissing(Exception):
+    """A relay did not give what a round needs."""
+
+
+class RelayedSums(Protocol):
+    """What merging needs of relays (relays.py)."""
+
+    def holds_any(self, merge: fx.Merge) -> bool: ...
+
+    def drop_body(self, key: ContributionKey) -> None: ...
+
+    def settle_round(self, round: int, *, merged: bool) -> None: ...
+
+    async def merge_sums(self, merge: fx.Merge) -> tuple[FloatArray, tuple[tuple[str, ...], ...]]:
+        """The outer gradient, and the learners whose contributions came as one sum. SumMissing, ValueError: there is
+        none."""
+        ...
+
+
 class Merging:
     def __init__(
         self,
@@ -282,6 +340,7 @@ class Merging:
         self._outer_figures: dict[int, dict[str, float | None]] = {}
         """By fragment, of its newest merged gradient."""
         self._tell, self._spawn = tell, spawn
+        self.relays: RelayedSums | None = None
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
@@ -306,6 +365,8 @@ class Merging:
 
     def _decode_and_screen(self, key: ContributionKey, message: Contribution) -> str | None:
         """The reason for a refusal, or None."""
+        if self._inbox.is_held(key):
+            return self._screen_held(key, message)
         try:
             delta = self._inbox.decode_body(key, message.digest)
         except PeerError as error:
@@ -315,15 +376,29 @@ class Merging:
         committed = self._parameters.values_of_version(message.fragment, message.base)
         return self._screen.judge(message.fragment, delta, message.steps, key, committed)
 
+    def _screen_held(self, key: ContributionKey, message: Contribution) -> str | None:
+        try:
+            norm = self._inbox.screen_held(key, message.digest)
+        except PeerError as error:
+            return str(error)
+        if message.probe or message.steps <= 0 or not 0 <= message.fragment < len(self._fragments):
+            return None  # a fragment that there is not is against the rules
+        return self._screen.judge_measured(message.fragment, norm, message.steps, key)
+
     def discard(self, key: ContributionKey) -> None:
         self._inbox.discard(key)
         self._screen.forget_norm(key)
+        if self.relays is not None:
+            self.relays.drop_body(key)
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
     def merge_round(self, merge: fx.Merge) -> None:
         for part in merge.parts:
             self._screen.note_merged((part.learner, merge.round, part.attempt))
+        if self.relays is not None and self.relays.holds_any(merge):
+            self._spawn(self._merge_sums(self.relays, merge))
+            return
         pairs = len(merge.parts) ** 2  # the filter compares each with each
         if self._fragments[merge.fragment].size * max(1, pairs / PAIRS) <= LARGE:
             asyncio.get_running_loop().call_soon(self._tell, self.merge_and_step(merge))
@@ -332,6 +407,28 @@ class Merging:
 
     async def _merge_in_thread(self, merge: fx.Merge) -> None:
         self._tell(await asyncio.to_thread(self.merge_and_step, merge))
+
+    async def _merge_sums(self, relays: RelayedSums, merge: fx.Merge) -> None:
+        """Members behind relays come as sums: nobody compares them with each other."""
+        began = time.perf_counter()
+        try:
+            gradient, groups = await relays.merge_sums(merge)
+        except (SumMissing, ValueError) as error:
+            relays.settle_round(merge.round, merged=False)
+            self._tell(fx.Unmergeable(merge.round, str(error)))
+            return
+        self._tell(await asyncio.to_thread(self._step_merged, merge, gradient, groups, began))
+
+    def _step_merged(
+        self, merge: fx.Merge, gradient: FloatArray, groups: tuple[tuple[str, ...], ...], began: float
+    ) -> fx.SyncerEvent:
+        try:
+            mark = self._parameters.stage_merge(merge.fragment, [gradient], [1.0])
+            self._outer_figures[merge.fragment] = self._measure_gradient(merge.fragment)
+        except Overflow as error:
+            return fx.Unmergeable(merge.round, str(error), reset=True)
+        marks = self._parameters.piece_marks(merge.fragment)
+        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, groups=groups)
 
     def merge_and_step(self, merge: fx.Merge) -> fx.Merged | fx.Unmergeable:
         began = time.perf_counter()

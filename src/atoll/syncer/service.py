@@ -6,7 +6,7 @@ are durable. This file is the way of an event from the server to the state machi
 carries it out:
 
 - `model`: the run's model, from the first joiner or an earlier term, and its first parameters;
-- `contributions`: their bodies, and the versions made of them;
+- `contributions`: their bodies, and the versions made of them; `relays`: those that came as sums;
 - `ranks`: what each rank of a learner of several holds, and fetches;
 - `run_store`: the journal, cuts, and the values of a rollback;
 - `ending`: whom the syncer waits for when the run is over;
@@ -38,6 +38,7 @@ from atoll.fabric.wire import MIB, SMALL_BYTES, FabricLimits, ScoreReport, one_l
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.fragments import assemble_tensors
+from atoll.numerics.group_sums import why_not_summed
 from atoll.numerics.screen import NormScreen, UsualNorms
 from atoll.numerics.shard_plan import make_shard_plan
 from atoll.protocol import schedule
@@ -68,6 +69,7 @@ from atoll.syncer.model import (
 )
 from atoll.syncer.ranks import LearnerRanks, check_ranks
 from atoll.syncer.recovery import Recovered, outer_of
+from atoll.syncer.relays import RelaySums
 from atoll.syncer.run_store import CutWriter, Restorer, RunStore
 from atoll.syncer.status import Meter, describe_score, manifest
 from atoll.syncer.versions import is_finite
@@ -137,6 +139,8 @@ class SyncerService:
         )
         self.meter.notice = access.notice
         known = NameOwners(run_store.found_on_disk.history.owners if run_store.found_on_disk is not None else None)
+        refusal = f"this run's syncer has {shards} shards, to which learners send directly: let them join it without a relay"
+        self._relays = RelaySums(events.say, lambda: (self._run, run_store.term), refusal if shards > 1 else "")
         host, port = config.service.host, config.service.port
         self.server = Server(
             self,
@@ -149,6 +153,7 @@ class SyncerService:
             owners=known,
             names=access.names,
             shards=self._lead,
+            relays=self._relays,
         )
         if found is not None:
             self._come_back(found)
@@ -297,6 +302,9 @@ class SyncerService:
         )
         robust = outer_of(history).robust
         self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
+        self._merging.relays = self._relays
+        self._relays.begin(self._inbox, model.plan, codec, self._parameters.threads)
+        self._set_relays(outer_of(history), settings)
         self._cuts = CutWriter(self._run_store, self._parameters, history.run, self._handle, self._spawn)
         self._restorer = Restorer(self._run_store, self._parameters, self._handle, self._spawn)
         self._machine = Syncer(history)
@@ -309,6 +317,13 @@ class SyncerService:
         if self._lead is not None:
             plan = make_shard_plan(model.plan, history.begun.shards, (settings.codec, settings.version_codec))
             self._lead.set_up(model, self._inbox, self._screen, self._merging, self._cuts, plan)
+
+    def _set_relays(self, outer: Outer, settings: Settings) -> None:
+        """Whether relays sum what they hold, by these settings."""
+        why_not = why_not_summed(
+            outer.merge, self._parameters.plan, robust=outer.robust, moments=settings.shares_moments
+        )
+        self._relays.set_mode(outer.merge, why_not)
 
     def _begun(self) -> Syncer:
         """The state machine; PeerError while the run has not begun."""
@@ -622,6 +637,7 @@ class SyncerService:
                 self._merging.merge_round(effect)
             case fx.Commit(number, fragment, version):
                 self._parameters.commit_version(fragment, version, number)
+                self._relays.settle_round(number, merged=True)
             case fx.Restore():
                 self._restorer.prepare_values(effect)
             case fx.CommitRestored(versions, at):
@@ -700,6 +716,7 @@ class SyncerService:
         self._parameters.change_outer(outer)
         self._screen.limit, self._merging.robust = outer.norm_limit, outer.robust
         self._screen.most_steps = _most_steps(self._begun().settings)
+        self._set_relays(outer, self._begun().settings)
 
     def _payload(self, persist: fx.Persist) -> memoryview | None:
         """What the journal keeps beside the records of a round, or of a rollback."""

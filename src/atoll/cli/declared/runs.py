@@ -233,6 +233,44 @@ RUNS = (
         script=True,
     ),
     Command(
+        "relay",
+        JOIN,
+        """Stand between the learners of one region and the syncer: one body for each round crosses the link.
+
+        Learners join by the link that it writes to its folder. Of their contributions it sends the sum, and of each
+        version it fetches one copy. If it dies, they go to the syncer directly.
+
+        Examples:
+          atoll relay --join http://127.0.0.1:7077
+          atoll cert --out relay-keys && atoll relay --join LINK --keys relay-keys --host 0.0.0.0
+        """,
+        "relay:relay",
+        (
+            option(
+                "--join",
+                "The join link that the syncer printed, or a file that holds it.",
+                metavar="LINK",
+                env="ATOLL_JOIN",
+            ),
+            option("--out", "Its folder.", Path, metavar="DIR", shown="atoll-relays/NAME"),
+            option("--name", "Its own in the run.", shown="relay-HOST"),
+            option("--port", "Where it listens; 0 for any.", int, default=7171),
+            option(
+                "--host",
+                "The address to listen on; others than this machine's own need --keys.",
+                metavar="ADDRESS",
+                default="127.0.0.1",
+            ),
+            option("--keys", "Its own certificate, as atoll cert made it.", Path, metavar="DIR"),
+            option(
+                "--advertise",
+                "HOST or HOST:PORT for its link; several times for several.",
+                many=True,
+                metavar="HOST",
+            ),
+        ),
+    ),
+    Command(
         "drain",
         JOIN,
         """Let one learner leave without loss.

@@ -334,7 +334,8 @@ class ReplaySyncer:
 
     def _merge_round(self, record: MergedRecord) -> bool:
         members = [share.learner for share in record.members]
-        known = self._parameters.knows_feedback(record.fragment)
+        # A relay's sum, in its codec and with its feedback, is only in the outer gradient that the journal keeps.
+        known = self._parameters.knows_feedback(record.fragment) and not record.groups
         if known and all((record.round, name) in self._given for name in members):
             given = [self._given.pop((record.round, name)) for name in members]
             deltas, moments = [one.delta for one in given], [one.moments for one in given if one.moments is not None]
@@ -380,6 +381,8 @@ class ReplaySyncer:
         return False
 
     def _explain_missing(self, record: MergedRecord, known: bool) -> str:
+        if record.groups:
+            return f"round {record.round} was merged from a relay's sum, and the journal does not keep it any more"
         lacks = [share.learner for share in record.members if (record.round, share.learner) not in self._copied]
         reason = (
             f"the steps of {', '.join(lacks)} for round {record.round} cannot be made again"

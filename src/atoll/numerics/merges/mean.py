@@ -11,5 +11,9 @@ def merges_rows_apart(piece: Piece) -> bool:
     return True
 
 
+def direction_rows(piece: Piece) -> int:
+    return 0
+
+
 def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
     take_mean(deltas, shares, out)

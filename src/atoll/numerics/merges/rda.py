@@ -27,8 +27,12 @@ def merges_rows_apart(piece: Piece) -> bool:
     return False
 
 
+def direction_rows(piece: Piece) -> int:
+    return 1
+
+
 def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
-    merge_rows(deltas, shares, out, 1)
+    merge_rows(deltas, shares, out, direction_rows(piece))
 
 
 def merge_rows(deltas: list[FloatArray], shares: DoubleArray, out: FloatArray, rows: int) -> None:

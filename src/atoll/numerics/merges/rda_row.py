@@ -11,5 +11,9 @@ def merges_rows_apart(piece: Piece) -> bool:
     return len(piece.shape) >= 2
 
 
+def direction_rows(piece: Piece) -> int:
+    return piece.rows if merges_rows_apart(piece) else 1
+
+
 def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
-    merge_rows(deltas, shares, out, piece.rows if merges_rows_apart(piece) else 1)
+    merge_rows(deltas, shares, out, direction_rows(piece))

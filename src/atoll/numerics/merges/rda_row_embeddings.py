@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from atoll.numerics.merges.rda_row import merge_piece, merges_rows_apart
+from atoll.numerics.merges.rda_row import direction_rows, merge_piece, merges_rows_apart
 
-__all__ = ["MERGES_EMBEDDINGS", "merge_piece", "merges_rows_apart"]
+__all__ = ["MERGES_EMBEDDINGS", "direction_rows", "merge_piece", "merges_rows_apart"]
 
 MERGES_EMBEDDINGS = True

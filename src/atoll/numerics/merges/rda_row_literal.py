@@ -7,8 +7,8 @@ counts as base − θ.
 
 from __future__ import annotations
 
-from atoll.numerics.merges.rda_row import merge_piece, merges_rows_apart
+from atoll.numerics.merges.rda_row import direction_rows, merge_piece, merges_rows_apart
 
-__all__ = ["SUBTRACTS_FROM_NEWEST", "merge_piece", "merges_rows_apart"]
+__all__ = ["SUBTRACTS_FROM_NEWEST", "direction_rows", "merge_piece", "merges_rows_apart"]
 
 SUBTRACTS_FROM_NEWEST = True

@@ -22,6 +22,9 @@ from atoll.protocol.messages import (
 )
 from atoll.protocol.tape import Spoken
 
+REASONS = 8
+"""Why the syncer is out of reach: so many are remembered, so that each is told once."""
+
 
 class Counters:
     """The counters of the training process, as it last reported them, and whether they belong together.
@@ -138,7 +141,7 @@ class ConnectionState:
         self.term = 0
         self.incarnation = 0
         self.connected = False
-        self._lost_for = ""
+        self._lost_for: set[str] = set()
         """Why it is not connected, as far as somebody was told."""
         self.said_at = 0.0
         self.heard: Clock = {}
@@ -146,9 +149,14 @@ class ConnectionState:
         self.tape = Spoken()
 
     def note_lost(self, reason: str) -> bool:
-        """Whether that is news: every dial that fails ends here, ten times in a minute."""
-        is_news = self.connected or reason != self._lost_for
-        self.connected, self._lost_for = False, reason
+        """Whether that is news: every dial that fails ends here, ten times in a minute. Of several addresses, which are
+        dialled in turn, each may have a reason of its own."""
+        if self.connected:
+            self._lost_for.clear()
+        is_news = reason not in self._lost_for
+        self.connected = False
+        if len(self._lost_for) < REASONS:
+            self._lost_for.add(reason)
         return is_news
 
     @property

@@ -84,6 +84,8 @@ class Merged(Fact, frozen=True):
     """Of each member, in order; empty: nobody was judged."""
     heads: tuple[str, ...] = ()
     """Of a syncer of several shards, for the record."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Members whose contributions came as one sum, of a relay."""
 
 
 class Unmergeable(Fact, frozen=True):

@@ -430,6 +430,7 @@ class Rounds:
             marks=event.marks,
             step=self.step,
             heads=event.heads,
+            groups=event.groups,
         )
 
     def _count_round(self) -> None:

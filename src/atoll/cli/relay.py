@@ -1,0 +1,101 @@
+"""`atoll relay`: one body for each round over a region's slow link."""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+from pathlib import Path
+
+from rich.console import Console
+
+from atoll.cli.keys import own_address, pins_of
+from atoll.cli.shared import short
+from atoll.fabric.address import BY_AUTHORITY, SyncerAddress, check_bind, host_port, parse_address
+from atoll.fabric.authorizer import host_name
+from atoll.fabric.listener import Tls, check_port
+from atoll.fabric.tls import server_context
+from atoll.protocol.errors import ConfigError
+from atoll.relay.process import RelayOptions, run_relay
+from atoll.store.keys import KeyDir, read_link
+from atoll.store.rundir import checked_name
+
+MOST_PINS = 4
+"""Fingerprints that a join link names."""
+
+
+def relay(
+    *,
+    join: str | None,
+    out: Path | None,
+    name: str | None,
+    host: str,
+    port: int,
+    keys: Path | None,
+    advertise: list[str],
+) -> None:
+    if join is None:
+        raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
+    address = parse_address(read_link(join, "--join (or ATOLL_JOIN)"))
+    address.context()  # what cannot be used is said now
+    if bool(address.pin) != bool(keys):
+        raise ConfigError(
+            "this syncer speaks TLS, and so does its relay: make a certificate with `atoll cert --out DIR` and name it "
+            "by --keys DIR"
+            if address.pin
+            else "--keys go with a syncer that speaks TLS: this link names one in the clear, on this machine"
+        )
+    check_bind(host, secured=keys is not None)
+    check_port(host, port)
+    called = checked_name(name or _own_name())
+    folder = KeyDir.open(keys) if keys is not None else None
+    options = RelayOptions(
+        address=address,
+        name=called,
+        out=(out or Path("atoll-relays") / called).absolute(),
+        host=host,
+        port=port,
+        tls=_tls(folder),
+        names=frozenset(host_name(one) or one for one in advertise),
+        make_link=lambda opened, run: _link(address, folder, host, opened, run, advertise),
+    )
+
+    def ready(file: Path, run: str) -> None:
+        console = Console()
+        console.print(f"relay {called} for run {run}, in {short(options.out)}", soft_wrap=True, highlight=False)
+        secret = " (a secret: whoever has it can join)" if address.private else ""
+        console.print(f"learners join with: atoll learn SCRIPT --join {short(file)}{secret}", soft_wrap=True)
+
+    if code := run_relay(options, ready):
+        raise SystemExit(code)
+
+
+def _own_name() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"relay-{socket.gethostname()}")[:48]
+
+
+def _tls(keys: KeyDir | None) -> Tls | None:
+    if keys is None:
+        return None
+    context = server_context(keys.certificate, keys.key)
+
+    def current() -> ssl.SSLContext:
+        return context
+
+    return current
+
+
+def _link(address: SyncerAddress, keys: KeyDir | None, host: str, port: int, run: str, advertise: list[str]) -> str:
+    """The relay first, then the syncer itself: that is where learners go while the relay is away."""
+    here = (own_address() or "127.0.0.1") if host in ("0.0.0.0", "::") else host
+    named = [one if re.search(r":\d+$", one) else host_port(one, port) for one in advertise or [here]]
+    scheme, pin = "http", ""
+    if keys is not None:
+        scheme, pin = "https", address.pin
+        if pin != BY_AUTHORITY:
+            pins = dict.fromkeys([*pins_of(keys).split(","), *pin.split(",")])
+            pin = ",".join(list(pins)[:MOST_PINS])
+    urls = tuple(f"{scheme}://{one}" for one in named) + address.urls
+    if not address.private:
+        return ",".join(urls)
+    return SyncerAddress(urls=urls, run=address.run or run, token=address.token, pin=pin).link()

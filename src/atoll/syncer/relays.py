@@ -1,0 +1,297 @@
+"""Relays at the syncer: what they hold, and the sums that a merge takes of them (docs/adr/0032).
+
+A contribution that came through a relay has no body here, but figures: its digest and its norm. It is screened by them
+and is a member like any other. When its round is merged, each relay is asked once for the sum over its members, with
+the weights that the state machine gave them (protocol/relay.py). What comes is checked before it is merged:
+
+- it is of exactly the members that were asked for, and of their weight;
+- its length is the one that plan, codec and rule say, and it is finite;
+- it is no longer than its members are: ‖Σ w Δ / Σ w‖ ≤ Σ w‖Δ‖ / Σ w, but for what a codec leaves out and gives later.
+
+Without it (the relay is gone, silent or wrong) the merge fails, and the state machine gathers the round once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from atoll.fabric.relay_channel import RelayChannel
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.codec import Codec, body_nbytes, decode_contribution
+from atoll.numerics.fragments import Fragment, FragmentPlan
+from atoll.numerics.group_sums import GroupTerm, count_rows, find_rows, merge_groups, place_means
+from atoll.numerics.screen import measure_delta
+from atoll.protocol.errors import PeerError
+from atoll.protocol.limits import MANY
+from atoll.protocol.relay import (
+    FromRelay,
+    HeldBody,
+    HeldKey,
+    RelayMode,
+    RelayWelcome,
+    SumAsked,
+    SumFailed,
+    SumGathering,
+    SumReady,
+)
+from atoll.protocol.syncer import effects as fx
+from atoll.syncer.contributions import Inbox, SumMissing
+
+SUM_S = 10.0
+"""A relay begins to send a sum within this; once it has begun, the fabric's least rate is what it has to keep to."""
+LONGER = 1.02
+"""Times as long as its members together, a sum is refused: for what rounding does to it …"""
+LONGER_BY_FEEDBACK = 32.0
+"""… and where the codec gives later what it left out before."""
+
+
+@dataclass(slots=True)
+class ComingSum:
+    relay: str
+    asked: SumAsked
+    buffer: ByteArray
+    done: asyncio.Future[None]
+    receiving: bool = False
+    digest: str = ""
+
+
+@dataclass(slots=True)
+class RelaySums:
+    """The `RelayHandlers` of the fabric's server, for one run. Belongs to one event loop."""
+
+    say: Callable[[str, str, dict[str, object]], None]
+    run: Callable[[], tuple[str, int]]
+    """Its name and term."""
+    refusal: str = ""
+    """Why no relay may stand before this syncer."""
+    gathering: SumGathering = field(default_factory=SumGathering)
+    rule: str = "mean"
+    mode: RelayMode | None = None
+    """None: the run has not begun."""
+    _inbox: Inbox | None = None
+    _plan: FragmentPlan | None = None
+    _codec: Codec | None = None
+    _threads: int = 1
+    _channels: dict[str, RelayChannel] = field(default_factory=dict)
+    _coming: dict[int, ComingSum] = field(default_factory=dict)
+
+    def begin(self, inbox: Inbox, plan: FragmentPlan, codec: Codec, threads: int) -> None:
+        """The run has its model."""
+        self._inbox, self._plan, self._codec, self._threads = inbox, plan, codec, threads
+
+    def set_mode(self, rule: str, why_not: str) -> None:
+        """`why_not`: why contributions are passed on one by one; empty: they are summed by this rule."""
+        self.rule, mode = rule, RelayMode(sums=not why_not, reason=why_not)
+        if mode != self.mode:
+            self.mode = mode
+            for channel in self._channels.values():
+                channel.send(mode)
+
+    def name_of(self, session: str) -> str:
+        return self.gathering.relays.get(session, "")
+
+    # ---- relays -------------------------------------------------------------------------------------------------
+
+    def relay_opened(self, channel: RelayChannel) -> None:
+        if self.refusal:
+            raise PeerError(self.refusal)
+        for before in self.gathering.add_relay(channel.session, channel.name):
+            self._lose(before)
+        self._channels[channel.session] = channel
+        run, term = self.run()
+        channel.send(RelayWelcome(run=run, term=term))
+        if self.mode is not None:
+            channel.send(self.mode)
+        self.say("relay", f"relay {channel.name} is connected", {"relay": channel.name})
+
+    def relay_closed(self, channel: RelayChannel, reason: str) -> None:
+        if self._channels.get(channel.session) is channel:
+            self._lose(channel.session)
+            self.say("relay", f"relay {channel.name} is gone: {reason}", {"relay": channel.name, "gone": True})
+
+    def _lose(self, session: str) -> None:
+        self._channels.pop(session, None)
+        self.gathering.lose_relay(session)
+        for coming in [one for one in self._coming.values() if one.relay == session]:
+            self._fail(coming.asked.ask, "the relay is gone")
+
+    def relay_received(self, channel: RelayChannel, message: FromRelay) -> None:
+        match message:
+            case SumReady(ask=ask):
+                coming = self._coming.get(ask)
+                wrong = self.gathering.take_answer(channel.session, message)
+                if coming is None or coming.done.done():
+                    return
+                if not wrong and (not coming.digest or coming.digest != message.digest):
+                    wrong = "the sum's body is not the one that its message names"
+                if wrong:
+                    self._fail(ask, wrong)
+                else:
+                    coming.done.set_result(None)
+            case SumFailed(ask=ask, reason=reason):
+                if self.gathering.find_ask(channel.session, ask) is not None:
+                    self._fail(ask, reason)
+
+    def _fail(self, ask: int, reason: str) -> None:
+        coming = self._coming.get(ask)
+        if coming is not None and not coming.done.done():
+            coming.done.set_exception(SumMissing(reason))
+
+    # ---- bodies -------------------------------------------------------------------------------------------------
+
+    def contribution_held(self, session: str, learner: str, round: int, attempt: int, body: HeldBody) -> None:
+        if self._inbox is None or self.mode is None or not self.mode.sums:
+            raise PeerError("contributions to this run are not summed: send them one by one")
+        self._inbox.note_held((learner, round, attempt), body)
+        self.gathering.hold_body(session, (learner, round, attempt), body)
+
+    def expect_sum(self, session: str, ask: int) -> memoryview:
+        coming = self._coming.get(ask)
+        if coming is None or coming.relay != session or coming.digest or coming.done.done():
+            raise PeerError("nobody waits for this sum")
+        coming.receiving = True
+        return coming.buffer.data
+
+    def sum_arrived(self, session: str, ask: int, digest: str) -> None:
+        if (coming := self._coming.get(ask)) is not None and coming.relay == session:
+            coming.receiving, coming.digest = False, digest
+            if not digest:
+                self._fail(ask, "the sum broke off on its way")
+
+    def drop_body(self, key: HeldKey) -> None:
+        if (told := self.gathering.drop_body(key)) is not None and (channel := self._channels.get(told[0])) is not None:
+            channel.send(told[1])
+
+    def settle_round(self, round: int, *, merged: bool) -> None:
+        for session, settled in self.gathering.end_round(round, merged=merged):
+            if (channel := self._channels.get(session)) is not None:
+                channel.send(settled)
+
+    # ---- merging ------------------------------------------------------------------------------------------------
+
+    def holds_any(self, merge: fx.Merge) -> bool:
+        """Whether this merge needs a relay."""
+        return any(self._inbox_of().is_held((one.learner, merge.round, one.attempt)) for one in merge.parts)
+
+    async def merge_sums(self, merge: fx.Merge) -> tuple[FloatArray, tuple[tuple[str, ...], ...]]:
+        """The round's outer gradient, and the learners that were summed, group by group. SumMissing: it cannot be made;
+        ValueError: nobody weighs anything."""
+        assert self._plan is not None
+        part = self._plan.fragments[merge.fragment]
+        coming = self._ask_sums(merge)
+        try:
+            await self._wait_for(coming)
+            terms = await asyncio.to_thread(self._make_terms, merge, part, coming)
+            gradient = np.empty(part.size, np.float32)
+            rows = await asyncio.to_thread(merge_groups, self.rule, part, terms, gradient, self._threads)
+            if rows:
+                means = await self._fetch_means(part, terms, coming, rows)
+                await asyncio.to_thread(place_means, self.rule, part, rows, terms, means, gradient)
+        finally:
+            self._forget([one.asked.ask for one in coming])
+        groups = tuple(tuple(member.learner for member in one.asked.members) for one in coming)
+        return gradient, tuple(group for group in groups if len(group) > 1)
+
+    def _ask_sums(self, merge: fx.Merge) -> list[ComingSum]:
+        keys = [((one.learner, merge.round, one.attempt), one.weight) for one in merge.parts]
+        wanted = [(key, weight) for key, weight in keys if weight > 0 and self._inbox_of().is_held(key)]
+        try:
+            asks = self.gathering.ask_sums(merge.round, merge.fragment, self.rule, wanted)
+        except ValueError as error:
+            raise SumMissing(str(error)) from None
+        return [self._send_ask(*ask) for ask in asks]
+
+    def _send_ask(self, session: str, asked: SumAsked) -> ComingSum:
+        buffer = np.empty(self._nbytes(asked), np.uint8)
+        coming = ComingSum(session, asked, buffer, asyncio.get_running_loop().create_future())
+        self._coming[asked.ask] = coming
+        self._channels[session].send(asked)
+        return coming
+
+    def _nbytes(self, asked: SumAsked) -> int:
+        assert self._plan is not None and self._codec is not None
+        part = self._plan.fragments[asked.fragment]
+        if asked.rows:
+            return 4 * sum(row.stop - row.start for row in find_rows(asked.rule, part, asked.rows))
+        radii = 4 * count_rows(asked.rule, part) if len(asked.members) > 1 else 0
+        return body_nbytes(self._codec, part) + radii
+
+    async def _wait_for(self, coming: Sequence[ComingSum]) -> None:
+        for one in coming:
+            name = self.name_of(one.relay)
+            while not one.done.done():
+                done, _ = await asyncio.wait([one.done], timeout=SUM_S)
+                if not done and not one.receiving:
+                    raise SumMissing(f"relay {name} gave no sum within {SUM_S:g} s")
+            if (error := one.done.exception()) is not None:
+                raise SumMissing(f"no sum came of relay {name or '?'}: {error}")
+
+    async def _fetch_means(
+        self, part: Fragment, terms: Sequence[GroupTerm], coming: Sequence[ComingSum], rows: Sequence[int]
+    ) -> list[FloatArray | None]:
+        """Of every group, the means of rows whose directions cancel."""
+        if len(rows) > MANY:
+            raise SumMissing(f"the directions of {len(rows)} rows of fragment {part.index} cancel")
+        summed = [one for one in coming if len(one.asked.members) > 1]
+        asked: list[ComingSum] = []
+        try:
+            try:
+                asked += [self._send_ask(*self.gathering.ask_rows(one.asked.ask, tuple(rows))) for one in summed]
+            except (ValueError, KeyError):
+                raise SumMissing("the relay is gone") from None
+            await self._wait_for(asked)
+        finally:
+            self._forget([one.asked.ask for one in asked])
+        means = iter([one.buffer.view(np.float32) for one in asked])
+        found = [None if term.radii is None else next(means) for term in terms]
+        if not all(mean is None or np.isfinite(mean).all() for mean in found):
+            raise SumMissing("a relay's means are not finite")
+        return found
+
+    def _make_terms(self, merge: fx.Merge, part: Fragment, coming: Sequence[ComingSum]) -> list[GroupTerm]:
+        """Sums in the order of their asks, then what came directly, in order of learners."""
+        inbox = self._inbox_of()
+        terms = [self._open_sum(part, merge.round, one) for one in coming]
+        for one in merge.parts:
+            key = (one.learner, merge.round, one.attempt)
+            if not inbox.is_held(key):
+                terms.append(GroupTerm(inbox.get_delta(key), one.weight))
+        return terms
+
+    def _open_sum(self, part: Fragment, round: int, coming: ComingSum) -> GroupTerm:
+        """Decoded and checked."""
+        assert self._codec is not None
+        asked, size = coming.asked, body_nbytes(self._codec, part)
+        values = np.empty(part.size, np.float32)
+        try:
+            decode_contribution(self._codec, part, coming.buffer[:size], values)
+        except PeerError as error:
+            raise SumMissing(str(error)) from None
+        weight = math.fsum(one.weight for one in asked.members)
+        radii = np.frombuffer(coming.buffer[size:].tobytes(), np.float32) if len(asked.members) > 1 else None
+        keys = [((one.learner, round, one.attempt), one.weight) for one in asked.members]
+        usual = sum(share * self._inbox_of().held_norm(key) for key, share in keys) / weight
+        norm, broken = measure_delta(values)
+        most = usual * (LONGER_BY_FEEDBACK if self._codec.needs_feedback else LONGER)
+        if not broken and norm > most:
+            broken = f"the sum's norm is {norm:.3g}, that of its members together {usual:.3g}"
+        if not broken and radii is not None and radii.size:
+            length = float(np.linalg.norm(radii.astype(np.float64)))
+            if not (radii >= 0).all() or not length <= LONGER * usual:
+                broken = "the sum's radii are not those of its members"
+        if broken:
+            raise SumMissing(broken)
+        return GroupTerm(values, weight, radii)
+
+    def _forget(self, asks: Sequence[int]) -> None:
+        for ask in asks:
+            self._coming.pop(ask, None)
+
+    def _inbox_of(self) -> Inbox:
+        assert self._inbox is not None
+        return self._inbox

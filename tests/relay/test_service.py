@@ -1,0 +1,298 @@
+"""A relay between real couriers and a real syncer: what is merged, what crosses the link, what happens without it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.courier.conftest import WAIT_S, Run, Training
+from tests.courier.test_moments import SharingTraining
+from tests.relay.conftest import Region, Relay
+
+from atoll.digests import compute_digest
+from atoll.fabric import client
+from atoll.fabric.address import parse_address
+from atoll.fabric.calls import open_session, request
+from atoll.numerics.codec import decode_contribution
+from atoll.numerics.merge import merge
+from atoll.protocol.messages import PROTOCOL, FromSyncer, Hello, Refused, TensorSpec
+from atoll.protocol.relay import HeldKey, SumAsked, SumMember, SumSettled
+from atoll.protocol.settings import Settings
+from atoll.relay.bodies import HeldBodies, MadeSum
+from atoll.relay.service import RelayEnded, RelayService
+
+
+async def step_until(trainings: list[Training], version: int, changes: tuple[float, ...] = (-0.5, -0.25, -1.0)) -> None:
+    """All step, each by its own change, until every fragment of each has at least that version."""
+    async with asyncio.timeout(WAIT_S):
+        while min(min(one.versions()) for one in trainings) < version:
+            await step_all(trainings, changes)
+
+
+async def step_all(trainings: list[Training], changes: tuple[float, ...] = (-0.5, -0.25, -1.0)) -> None:
+    for one, change in zip(trainings, changes, strict=False):
+        one.step(change * (1 + 0.1 * one.t))
+        at = one.t
+        await one.until(lambda one=one, at=at: one.courier._machine.t >= at, idle=False)  # type: ignore[misc,union-attr]
+    await asyncio.sleep(0.01)
+
+
+async def join_all(trainings: list[Training]) -> None:
+    for one in trainings:
+        await one.join()
+
+
+async def make(region: Region, learners: int = 2, **rules: object) -> tuple[Run, Relay, list[Training]]:
+    run = await region.run(learners=learners, quorum=learners, sync_every=2, **rules)
+    relay = await region.relay(run)
+    return run, relay, [region.learner(relay.url, f"learner-{number}") for number in range(learners)]
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SumAsked, list[np.ndarray], MadeSum]]:
+    """What relays were asked for, what they held of it, and what they made of that."""
+    seen: list[tuple[SumAsked, list[np.ndarray], MadeSum]] = []
+    make_sum = HeldBodies.make_sum
+
+    def note(bodies: HeldBodies, asked: SumAsked, keys: list[HeldKey]) -> MadeSum:
+        part, deltas = bodies.plan.fragments[asked.fragment], []
+        for key in keys:
+            deltas.append(np.empty(part.size, np.float32))
+            decode_contribution(bodies._codec, part, bodies._bodies[key], deltas[-1])
+        made = make_sum(bodies, asked, keys)
+        seen.append((asked, deltas, made))
+        return made
+
+    monkeypatch.setattr(HeldBodies, "make_sum", note)
+    return seen
+
+
+Summed = list[tuple[SumAsked, list[np.ndarray], MadeSum]]
+
+
+@pytest.mark.parametrize(("codec", "most"), [("fp32", 1e-6), ("bf16", 1e-2), ("int4", 0.3)])
+@pytest.mark.parametrize("rule", ["mean", "rda-row"])
+async def test_the_merged_gradient_is_that_of_the_flat_merge(
+    region: Region, summed: Summed, rule: str, codec: str, most: float
+) -> None:
+    run, relay, trainings = await make(region, codec=codec)
+    await join_all(trainings)
+    if rule != "mean":
+        await run.service.change([f"merge={rule}"])
+    run.watch_deltas()
+    await step_until(trainings, 4)
+    assert relay.service.sums and run.said("round")
+    checked = 0
+    for (asked, deltas, _), (fragment, gradient) in zip(summed, run.deltas, strict=False):
+        assert asked.fragment == fragment
+        part, flat = relay.service.bodies.plan.fragments[fragment], np.empty_like(gradient)  # type: ignore[union-attr]
+        merge(part, deltas, [one.weight for one in asked.members], flat, asked.rule)
+        if codec != "int4" or not any(
+            len(one.members) == 2 for one, *_ in summed[:checked]
+        ):  # later ones also hold what earlier ones left out
+            assert np.linalg.norm(gradient - flat) <= most * np.linalg.norm(flat)
+        checked += 1
+    assert checked and any(len(asked.members) == 2 for asked, *_ in summed)
+
+
+async def test_members_and_weights_are_decided_and_told_per_learner(region: Region, summed: Summed) -> None:
+    run, _, trainings = await make(region)
+    await join_all(trainings)
+    await step_until(trainings, 2)
+    asked = next(asked for asked, *_ in summed if len(asked.members) == 2)
+    event = next(event for event in run.said("round") if event["round"] == asked.round)
+    weights = {member["learner"]: member["weight"] for member in event["members"]}
+    assert weights == {member.learner: member.weight for member in asked.members} and len(weights) == 2
+
+
+async def test_each_version_is_fetched_once(region: Region) -> None:
+    run, relay, trainings = await make(region, learners=3)
+    await join_all(trainings)
+    await step_until(trainings, 3)
+    rounds, size = len(run.said("round")), sum(part.size for part in relay.service.bodies.plan.fragments)  # type: ignore[union-attr]
+    assert relay.service.versions.served >= 2 * 3
+    assert relay.service.upstream.bytes_down <= 4 * size * (2 + rounds / 2)
+
+
+async def test_without_the_relay_learners_go_on_directly_and_come_back_to_it(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "RELAY_S", 0.3)
+    run, relay, trainings = await make(region)
+    await join_all(trainings)
+    await step_until(trainings, 2)
+    port = relay.service.port.port
+    await relay.stop()
+    await step_until(trainings, 4)
+    assert run.service._channels and not any(channel.relay for channel in run.service._channels.values())
+    again = await region.relay(run, port=port)
+    async with asyncio.timeout(WAIT_S):
+        while not all(channel.relay for channel in run.service._channels.values()) or len(run.service._channels) < 2:
+            await step_all(trainings)
+    before = max(max(one.versions()) for one in trainings)
+    await step_until(trainings, before + 2)
+    assert again.sums and again.service.sums
+    assert {event["incarnation"] for event in run.said("joined")} == {1}, "in the same lives"
+
+
+async def test_a_sum_that_cannot_be_is_refused_and_the_round_gathered_again(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = HeldBodies.make_sum
+    wrong = [1]
+
+    def absurd(bodies: HeldBodies, asked: SumAsked, keys: list[HeldKey]) -> MadeSum:
+        good = made(bodies, asked, keys)
+        if not wrong:
+            return good
+        wrong.pop()
+        data = (good.data.view(np.float32) * np.float32(1000)).view(np.uint8)
+        return MadeSum(data, compute_digest(data.data), None)
+
+    monkeypatch.setattr(HeldBodies, "make_sum", absurd)
+    run, _, trainings = await make(region)
+    await join_all(trainings)
+    await step_until(trainings, 2)
+    again = run.said("again")[0]
+    assert "the sum's norm is" in again["reason"]
+    assert run.said("round")[0]["attempt"] == 2
+
+
+async def test_what_is_not_finite_is_refused_in_the_words_of_the_screen(region: Region) -> None:
+    run, relay, trainings = await make(region)
+    await join_all(trainings)
+    await step_until(trainings, 1)
+    for parameter in trainings[1].parameters.values():
+        parameter += float("nan")
+    async with asyncio.timeout(WAIT_S):
+        while not run.said("refused"):
+            await step_all(trainings)
+    event = run.said("refused")[0]
+    assert event["learner"] == "learner-1" and "values are not finite" in event["text"]
+    assert relay.service.sums
+
+
+@pytest.mark.parametrize("why", ["robust", "moments"])
+async def test_what_needs_each_contribution_is_passed_on_as_it_is(region: Region, summed: Summed, why: str) -> None:
+    rules: dict[str, Any] = {"share": "moments"} if why == "moments" else {}
+    run, relay, trainings = await make(region, **rules)
+    for one in trainings:
+        if why == "moments":
+            one.__class__ = SharingTraining
+    await join_all(trainings)
+    if why == "robust":
+        await run.service.change(["robust=true"])
+    await step_until(trainings, 3)
+    assert not relay.service.sums and any(f"passed on as they are: {why}" in line for line in relay.said)
+    assert why == "robust" or not summed
+    assert {member["learner"] for member in run.said("round")[-1]["members"]} == {"learner-0", "learner-1"}
+    assert all(channel.relay for channel in run.service._channels.values())
+
+
+async def test_one_member_goes_on_as_it_came(region: Region, summed: Summed) -> None:
+    run = await region.run(learners=2, quorum=2, sync_every=2, codec="int4")
+    relay = await region.relay(run)
+    trainings = [region.learner(relay.url, "learner-0"), region.learner(run.url, "learner-1")]
+    await join_all(trainings)
+    await step_until(trainings, 2)
+    assert summed and all(len(asked.members) == 1 and made.rest is None for asked, _, made in summed)
+
+
+async def test_a_syncer_that_comes_back_is_served_again(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the syncer only closes its port for a while; a kill of its process is a system test."""
+    run, relay, trainings = await make(region)
+    await join_all(trainings)
+    await step_until(trainings, 1)
+    for channel in list(run.service.server._relays._channels.values()):  # type: ignore[union-attr]
+        channel.close()
+    async with asyncio.timeout(WAIT_S):
+        while sum("connected to run" in line for line in relay.said) < 2:
+            await step_all(trainings)
+    await step_until(trainings, 1 + max(max(one.versions()) for one in trainings))
+
+
+async def test_a_relay_that_is_not_let_in_ends_in_one_line(region: Region) -> None:
+    run = await region.run()
+    wrong = run.url.replace("http://", f"atoll://{'a' * 32}@") + "/"
+    service = RelayService(parse_address(wrong), name="eu", host="127.0.0.1", port=0)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await service.run()
+    (error,) = raised.value.exceptions
+    assert isinstance(error, RelayEnded) and "this token is not known here" in str(error)
+
+
+async def test_a_learner_that_is_not_let_in_hears_it_in_the_syncers_words(region: Region) -> None:
+    run = await region.run()
+    relay = await region.relay(run)
+    where = f"atoll://{'b' * 32}@127.0.0.1:{relay.service.port.port}/"
+    said: asyncio.Queue[FromSyncer] = asyncio.Queue()
+    link = client.SyncerConnection(
+        where,
+        hello=lambda: Hello(protocol=PROTOCOL, learner="stranger", session="session"),
+        on_open=lambda: None,
+        on_message=said.put_nowait,
+        on_lost=lambda reason: None,
+    )
+    running = asyncio.ensure_future(link.run())
+    async with asyncio.timeout(WAIT_S):
+        answer = await said.get()
+    await link.close()
+    await running
+    assert isinstance(answer, Refused) and answer.final and "this token is not known here" in answer.reason
+    assert not run.service._channels
+
+
+@pytest.mark.parametrize("header", ["", "another"])
+async def test_nobody_pretends_to_come_through_a_relay(region: Region, header: str) -> None:
+    """Whoever does not know a relay's session cannot tell what is held."""
+    run, relay, trainings = await make(region)
+    await join_all(trainings)
+    secret = parse_address(run.url).headers_for(f"{run.url}/v1/held/x")
+    headers = {**secret, "Atoll-Relay": header, "Atoll-Session": trainings[0].start.session, "Content-Length": "2"}
+    session = open_session()
+    try:
+        async with request(session, "PUT", f"{run.url}/v1/held/learner-0/0/1", headers=headers, data=b"{}") as answer:
+            assert answer.status == 503
+    finally:
+        await session.close()
+    assert relay.service.up
+
+
+def test_feedback_is_what_committed_sums_left_out() -> None:
+    bodies = HeldBodies((TensorSpec("w", (4, 64), "float32"),), Settings(fragments=1, codec="int4"))
+    (part,), rng = bodies.plan.fragments, np.random.default_rng(0)
+    given, total = np.zeros(256), np.zeros(256)
+
+    def give(round: int, ask: int) -> tuple[np.ndarray, MadeSum]:
+        members, deltas = [], []
+        for learner in ("a", "b"):
+            values = rng.normal(size=256).astype(np.float32)
+            data = np.empty(bodies.body_nbytes(0), np.uint8)
+            bodies._codec.encode(values, ((4, 64),), data)
+            bodies.expect((learner, round, 1), 0)
+            assert bodies.hold((learner, round, 1), learner, data)
+            decoded = np.empty(256, np.float32)
+            decode_contribution(bodies._codec, part, data, decoded)
+            deltas.append(decoded)
+            members.append(SumMember(learner, 1, learner, 1.0))
+        asked = SumAsked(ask=ask, round=round, fragment=0, rule="mean", members=tuple(members))
+        made = bodies.make_sum(asked, bodies.holdings.find_members(asked))
+        bodies.note_sum(asked, made)
+        return (deltas[0] + deltas[1]) / 2, made
+
+    for round in range(20):
+        exact, made = give(round, round + 1)
+        if round % 3 == 2:  # this one is not committed: nothing of it counts
+            before = bodies._feedback[0].copy()
+            for learner in ("a", "b"):
+                bodies.drop((learner, round, 1))
+            assert np.array_equal(before, bodies._feedback[0])
+            continue
+        decoded = np.empty(256, np.float32)
+        decode_contribution(bodies._codec, part, made.data, decoded)
+        bodies.settle(SumSettled(round=round, ask=round + 1))
+        given, total = given + decoded, total + exact
+        np.testing.assert_allclose(given + bodies._feedback[0], total, atol=1e-4)
+    assert not bodies._bodies and not bodies._rests and bodies.held_bytes == 0
