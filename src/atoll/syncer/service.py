@@ -139,8 +139,8 @@ class SyncerService:
         )
         self.meter.notice = access.notice
         known = NameOwners(run_store.found_on_disk.history.owners if run_store.found_on_disk is not None else None)
-        refusal = f"this run's syncer has {shards} shards, to which learners send directly: let them join it without a relay"
-        self._relays = RelaySums(events.say, lambda: (self._run, run_store.term), refusal if shards > 1 else "")
+        apart = f"this run's syncer has {shards} shards, to which learners send directly: let them join it, no relay"
+        self._relays = RelaySums(events.say, lambda: (self._run, run_store.term), apart if shards > 1 else "")
         host, port = config.service.host, config.service.port
         self.server = Server(
             self,
