@@ -152,32 +152,31 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             from atoll.numerics.updates import check_version_codec  # brings NumPy, as above
 
             check_version_codec(self.protocol.version_codec, self.outer.optimizer)
-        if self.service.shards > 1:
-            check_sharded(self)
+        check_sharded(self.service.shards, self.outer, self.protocol, self.ranks)
 
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)
         return tomli_w.dumps(_without_none(document)).encode()
 
 
-def check_sharded(config: Config) -> None:
-    """ConfigError: it needs whole tensors at once, which no shard of several has."""
+def check_sharded(shards: int, outer: Outer, protocol: Settings, ranks: int = 1) -> None:
+    """ConfigError: something needs whole tensors at once, which no shard of several has."""
+    if shards == 1:
+        return
     from atoll.numerics.merge import merges_in_parts  # brings NumPy, as above
 
-    rules = {config.outer.merge, *(phase.merge for phase in config.protocol.phases if phase.merge is not None)}
+    rules = {outer.merge, *(phase.merge for phase in protocol.phases if phase.merge is not None)}
     whole = next((rule for rule in sorted(rules) if not merges_in_parts(rule)), "")
     refused = [
         (f'merge = "{whole}"', bool(whole)),
-        ("robust", config.outer.robust),
-        ('share = "moments"', config.protocol.shares_moments),
-        ('guard = "rollback"', config.protocol.guard == "rollback"),
-        ("ranks", config.ranks > 1),
+        ("robust", outer.robust),
+        ('share = "moments"', protocol.shares_moments),
+        ('guard = "rollback"', protocol.guard == "rollback"),
+        ("ranks", ranks > 1),
     ]
     for name, given in refused:
         if given:
-            raise ConfigError(
-                f"{name} is for a syncer of one process, and shards = {config.service.shards}: leave one of them out"
-            )
+            raise ConfigError(f"{name} is for a syncer of one process, and shards = {shards}: leave one of them out")
 
 
 def parse_shard(word: str) -> tuple[int, int]:

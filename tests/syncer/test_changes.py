@@ -34,6 +34,15 @@ def test_words_become_settings_and_the_rest_stays() -> None:
     assert asked.what == "quorum=2 outer_lr=0.5 quorum_policy=minimum" and not asked.reopen
 
 
+@pytest.mark.parametrize("word", ["merge=rda", "robust=true", "guard=rollback"])
+def test_what_needs_whole_tensors_is_refused_while_the_syncer_has_several_shards(word: str) -> None:
+    before = history()
+    before.begun = msgspec.structs.replace(before.begun, shards=2)
+    with pytest.raises(ConfigError, match="is for a syncer of one process, and shards = 2"):
+        parse_changes(before, [word])
+    assert parse_changes(before, ["merge=mean"]) is not None
+
+
 @pytest.mark.parametrize("key", RULES)
 def test_every_rule_that_may_change_is_a_setting_of_its_kind(key: str) -> None:
     before = history()

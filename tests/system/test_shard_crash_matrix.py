@@ -61,8 +61,8 @@ def check(run: Run, points: tuple[str, ...], of_lead: tuple[str, ...] = ()) -> N
     facts.check_rounds(run, most_untold=len(of_lead))
     report = facts.check_files(run)
     assert report.facts["fragment_tokens"]["in_flight"] == 0
-    outages = facts.outages(run, facts.deaths(run, 2))
-    for outage in outages:
+    began = run.events("round")[0]["at"]
+    for outage in facts.outages(run, [one for one in facts.deaths(run, 2) if one["at"] > began]):
         print(f"{outage.point}: rounds again after {outage.seconds:.2f} s")
         assert outage.seconds < facts.SLOW * facts.AGAIN_S, outage
     assert not [e for e in run.events("restarted") if e["process"].startswith("learner")], "no learner noticed"

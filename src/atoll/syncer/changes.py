@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from atoll.choices import ADOPT, QUORUM_POLICY
-from atoll.config import ONE_WEIGHT, Outer, check_phases, merged, parse_settings
+from atoll.config import ONE_WEIGHT, Outer, check_phases, check_sharded, merged, parse_settings
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.phases import TrainingPhase
@@ -63,7 +63,9 @@ def parse_changes(
         settings = msgspec.structs.replace(settings, cut_every=now.settings.cuts_at(settings.sync_every))
     settings = _with_phases(settings, msgspec.convert(phases, tuple[TrainingPhase, ...]), now.settings, history)
     QUORUM_POLICY.check(settings.quorum_policy)
-    outer = msgspec.to_builtins(msgspec.convert(said["outer"], Outer))
+    chosen = msgspec.convert(said["outer"], Outer)
+    check_sharded(history.begun.shards, chosen, settings)
+    outer = msgspec.to_builtins(chosen)
     if settings == now.settings and outer == now.outer and not reopen:
         return None
     _check_rounds(now.settings, settings, keys)
