@@ -255,3 +255,17 @@ async def test_the_first_parameters_go_to_every_shard() -> None:
                 sent = here.links[shard - 1].values.pop(fragment)
                 assert sent == here.box.base(fragment)[values].tobytes()
         assert not any(link.values for link in here.links), "nothing of empty parts"
+
+
+async def test_a_shard_that_moved_is_asked_at_its_new_address_and_others_keep_their_connections() -> None:
+    async with place(count=3) as here:
+        fragment = next(n for n in range(FRAGMENTS) if 3 in here.shards.holders(n))
+        old, moved = here.links[2], ShardLink(here.links[2].parameters)
+        old.errors = [Unreachable("nobody is there")] * 1000
+        here.bodies.fetch(fragment)  # it is under way, and asks again
+        await asyncio.sleep(0.05)
+        here.links[0].others["shard-3-anew"] = moved
+        before = here.bodies.shards._connections[1]
+        here.bodies.shards.use_addresses(("shard-2", "shard-3-anew"))
+        assert isinstance(await here.told(), fx.Fetched)
+        assert moved.asked and here.bodies.shards._connections[1] is before

@@ -21,12 +21,14 @@ from atoll.learner.unmerged import LOOK_EVERY
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     AdoptOrder,
+    CopyMade,
     DialFailed,
     ForgetOrder,
     Goodbye,
     GoOrder,
     HoldOrder,
     MailboxReady,
+    ReadOrder,
     RunProgress,
     SettingsTold,
     Start,
@@ -425,6 +427,18 @@ class TestInARun:
             order = AdoptOrder(0, 1, 1, 1, "overwrite", 0.5, 1)
             joined.courier.waiting.append(HoldOrder(round=1, fragment=1, step=1))
             joined.courier.answers = lambda frame: [order] if isinstance(frame, StepReport) else []
+            learner.step(tokens=1)
+            assert joined.box.adopted.tolist() == [0, 1]
+            joined.courier.answers = joined._answer
+
+    def test_a_copy_that_is_ordered_while_it_waits_for_its_round_is_made(self, joined: Joined) -> None:
+        """Seed 672 with ranks: the order for the step came after that step, and the round waited for the copy, which
+        waited for the next step, which waited for the round."""
+        with joined.learner as learner:
+            late, order = ReadOrder(0, 1, 1, step=1), AdoptOrder(0, 1, 1, 1, "overwrite", 0.5, 1)
+            answers = {StepReport: [HoldOrder(round=1, fragment=1, step=1), late], CopyMade: [order]}
+            joined.courier.waiting.append(HoldOrder(round=1, fragment=1, step=1))
+            joined.courier.answers = lambda frame: answers.get(type(frame), [])
             learner.step(tokens=1)
             assert joined.box.adopted.tolist() == [0, 1]
             joined.courier.answers = joined._answer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from tests.system.conftest import SCRIPTS, Event, Run
+from tests.system.conftest import SCRIPTS, WAIT_S, Event, Run
 
 from atoll.store.verify import verify_run
 
@@ -81,6 +81,16 @@ def test_a_killed_lead_and_a_kill_of_everything_lose_nothing(run: Run) -> None:
     run.until(lambda events: count_rounds(events) >= before + 6)
     run.interrupt()
     run.ended()
+    check_clean(run)
+
+
+def test_without_its_supervisor_the_run_ends_in_good_order_with_all_shards(run: Run) -> None:
+    run.train(*WIDE, "--syncer-shards", "2", "--steps", "100000")
+    run.until(lambda events: count_rounds(events) >= 6)
+    run.signal(signal.SIGKILL)
+    run.until_events(lambda events: any(e["kind"] == "finished" for e in events))
+    run.until_gone(WAIT_S)
+    assert run.events("finished")[0]["reason"] == "its supervisor is gone"
     check_clean(run)
 
 

@@ -54,6 +54,8 @@ class ShardConnections:
         self._codecs = (codec.name, version_codec)
         self._connections = [lead]
         self._addresses: tuple[str, ...] = ()
+        self._left: list[BodyConnection] = []
+        """Of addresses where no shard is any more: a request may still be on its way there."""
         self._shards: ShardPlan | None = None
         """None: the syncer is one process."""
         self._away: set[int] = set()
@@ -66,16 +68,18 @@ class ShardConnections:
         """Of shards 2, 3 …; those of a new term may be others."""
         if tuple(addresses) == self._addresses:
             return
-        self.close()
-        self._addresses = tuple(addresses)
-        self._connections = [self.lead, *map(self.lead.connect_shard, addresses)]
+        known = dict(zip(self._addresses, self._connections[1:], strict=True))
+        found = [known.get(one) or self.lead.connect_shard(one) for one in addresses]
+        self._left += [one for one in self._connections[1:] if one not in found]
+        self._addresses, self._connections = tuple(addresses), [self.lead, *found]
         self._shards = make_shard_plan(self._plan, 1 + len(addresses), self._codecs) if addresses else None
 
     def close(self) -> None:
         """Cuts whatever is on its way to shards other than the lead, whose connection is its owner's."""
-        for one in self._connections[1:]:
+        for one in (*self._connections[1:], *self._left):
             self._tasks.create_task(one.close())
         del self._connections[1:]
+        self._left.clear()
 
     # ---- out ----------------------------------------------------------------------------------------------------
 

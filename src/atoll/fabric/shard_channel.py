@@ -161,6 +161,10 @@ class LeadConnection:
         self._hello, self._on_message, self._on_lost = hello, on_message, on_lost
         self._outbox: SendQueue | None = None
 
+    @property
+    def up(self) -> bool:
+        return self._outbox is not None
+
     def send(self, message: FromShard) -> None:
         """What cannot be sent is lost with the channel: the lead asks for everything anew."""
         if self._outbox is not None and not self._outbox.put(encode(message)):

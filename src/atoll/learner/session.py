@@ -402,6 +402,7 @@ class RunSession:
             self._courier.wait(self._pause_s(0.5))
             self._listen()
             shared.boundary.adopt_ready(t)
+            shared.boundary.make_copies(t)  # ordered too late for this boundary: the round that it waits for needs it
             shared.boundary.settle()
         # A replay waits at this step, also once it was told to end: what its tape says next may be on its way.
         while self._until is not None and self._until <= t and not self._final:

@@ -111,15 +111,18 @@ class SimulatedDisk:
         """Durable, and the journal up to it."""
         self.synced = max(self.synced, place)
         self.cuts[cut] = KeptCut(history, theta, place)
-        for old in sorted(set(self.cuts) - set(self.complete[-2:]))[:-2]:
-            del self.cuts[old]
+        if not self.complete:
+            for old in sorted(self.cuts)[:-2]:
+                del self.cuts[old]
 
     def complete_cut(self, cut: int) -> None:
-        self.complete.append(cut)
+        """Of a syncer of several shards: those before the last ones go."""
+        self.complete = [*self.complete, cut][-2:]
+        self.cuts = {number: kept for number, kept in self.cuts.items() if number >= self.complete[0]}
 
     def read_decisions(self) -> list[AnyRecord | int]:
-        """All records behind the oldest cut that counts, and at their places the numbers of the cuts."""
-        places = {self.cuts[cut].place: cut for cut in self.complete if cut in self.cuts}
+        """All records behind the oldest cut, and at their places the numbers of the cuts."""
+        places = {kept.place: cut for cut, kept in self.cuts.items()}
         found: list[AnyRecord | int] = []
         for place in range(min(places, default=0), len(self.journal) + 1):
             found += [places[place]] if place in places else []

@@ -51,12 +51,11 @@ class ShardDisk:
 class ShardLink:
     """A channel between a shard and a lead, as both ends hold it."""
 
-    __slots__ = ("arrives", "held", "lead", "shard")
+    __slots__ = ("arrives", "lead", "shard")
 
     def __init__(self, shard: SimulatedShard, lead: LeadEnd) -> None:
         self.shard, self.lead = shard, lead
         self.arrives: dict[str, float] = {}
-        self.held: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
 
 
 class LeadEnd(Protocol):
@@ -103,6 +102,8 @@ class SimulatedShard:
         self.alive = False
         self.blocked = False
         """Nothing passes between it and the lead."""
+        self._held: deque[tuple[ShardLink, Callable[..., object], tuple[object, ...]]] = deque()
+        """What waits for that, of channels that are closed by now too."""
         self.dies_at = 0
         """So many effects from now its process dies; 0: it does not."""
         self._processes = 0
@@ -172,7 +173,7 @@ class SimulatedShard:
 
     def _arrive(self, link: ShardLink, action: Callable[..., object], arguments: tuple[object, ...]) -> object:
         if self.blocked:
-            link.held.append((action, arguments))
+            self._held.append((link, action, arguments))
             return None
         return action(*arguments)
 
@@ -200,17 +201,16 @@ class SimulatedShard:
 
     def unblock(self) -> None:
         self.blocked = False
-        if (link := self.link) is not None:
-            while link.held:
-                action, arguments = link.held.popleft()
-                action(*arguments)
+        while self._held and not self.blocked:
+            _, action, arguments = self._held.popleft()
+            action(*arguments)
 
     def give_up_link(self) -> object:
         """Both ends notice that nothing passes: whatever was held up is lost."""
         link = self.link
         if not self.blocked or link is None:
             return False
-        link.held.clear()
+        self._held = deque(one for one in self._held if one[0] is not link)
         self.link = None
         link.lead.lose_shard(link, "ping timeout")
         if self.alive:
@@ -336,7 +336,8 @@ class SimulatedShard:
 
     def _complete_part(self, finish: msg.FinishCut) -> None:
         """Older ones go."""
-        self.disk.complete = [*(cut for cut in self.disk.complete if cut != finish.cut), finish.cut][-finish.keep :]
+        found = [*(cut for cut in self.disk.complete if cut != finish.cut), finish.cut]
+        self.disk.complete = found[-finish.keep :]
         kept = {*self.disk.complete, *(cut for cut in self.disk.written if cut > finish.cut)}
         self.disk.written = {cut: part for cut, part in self.disk.written.items() if cut in kept}
         self.handle(sh.Came(msg.CutDone(cut=finish.cut)))

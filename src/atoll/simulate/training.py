@@ -269,6 +269,7 @@ class Training:
             self.listen(stepped=False)
             self.serve()
             self.adopt_arrived()
+            self.make_copies()
             if not self.holding() or self.leaving.why:
                 self._go_on()
         else:

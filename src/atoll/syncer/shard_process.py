@@ -1,7 +1,8 @@
 """A shard of the syncer as a process (docs/adr/0031): its folder, its port, signals, a supervisor, exit code.
 
-It runs until the lead says that the run is over, or does not let it in. Signals end it alone, and under a supervisor so
-does the end of standard input: whatever it has confirmed is on its disk, and another process goes on with the folder.
+It runs until the lead says that the run is over, or does not let it in. Signals end it alone: whatever it has confirmed
+is on its disk, and another process goes on with the folder. When the supervisor is gone (standard input is closed) it
+ends with the lead, which brings the run to its end and needs all shards for that.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _look_for_supervisor(running: ShardService) -> None:
     """No orders come to a shard; what closes standard input is the end of its supervisor."""
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        running.end("its supervisor is gone")
+        running.end_with_lead("its supervisor is gone")
 
 
 def _local_url(service: Service, running: ShardService) -> str:

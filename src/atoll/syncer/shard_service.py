@@ -77,6 +77,8 @@ class ShardService:
     ) -> None:
         self._machine, self._store, self._tell_operator = machine, store, tell_operator
         self._lead_is_lost = False
+        self._last_reason = ""
+        """Why it ends when the lead is gone; empty: it dials the lead again."""
         self._parameters: Parameters | None = None
         self._inbox: Inbox | None = None
         self._expected: dict[Body, Expect] = {}
@@ -101,6 +103,14 @@ class ShardService:
             self._lead_is_lost = True
             self._tell_operator(f"the first shard is out of reach ({reason}); dialling again")
         self._handle(sh.LeadLost())
+        if self._last_reason:
+            self.end(self._last_reason)
+
+    def end_with_lead(self, reason: str) -> None:
+        """Nobody would start another process: it stays for as long as the lead, which brings the run to its end."""
+        self._last_reason = reason
+        if not self._lead.up:
+            self.end(reason)
 
     def end(self, reason: str) -> None:
         if not self._ended.done():
