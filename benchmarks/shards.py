@@ -1,13 +1,13 @@
 """How much a syncer of several shards merges against one of one: real couriers, pretended steps, cores apart.
 
-    python benchmarks/shards.py [--shards 1 2] [--learners 4] [--parameters 160e6] [--step 0.005] [--steps 300]
+    python benchmarks/shards.py [--shards 1 2] [--learners 4] [--parameters 160e6] [--step 0.01] [--steps 4000]
 
 Each shard has two cores of its own (--cores), the learners have the rest; with fewer cores than that nothing is pinned,
 and the ratio says little. Steps are those of flights.py: a short sleep, one row of every tensor changed, so the syncer
 is what rounds wait for. The run's folders are in --scratch: in memory, where it is not the disk that is to be measured.
 Told are bytes merged per second (4 bytes x parameters of contributions, summed over learners, per second of wall time)
-over the rounds after the first two cycles, the median time of a merge and of a round, and for several shards the ratio
-to the first row.
+over the rounds after the first two cycles, the cores that the lead kept busy, the median time of a merge and of a
+round, and for several shards the ratio to the first row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,8 @@ def measure(folder: Path, shards: int, options: argparse.Namespace) -> dict[str,
     for word in ("cut_every=0", f"fragments={FRAGMENTS}", f"sync_every={FRAGMENTS}", *options.set):
         asked += ["--set", word]
     lead = [*on_cores(own[0]), *ATOLL, "syncer", *(["--shard", f"1/{shards}"] if shards > 1 else []), *asked]
+    busy = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before_s = busy.ru_utime + busy.ru_stime
     processes = [start(lead, log)]
     try:
         url = wait_for(out / "syncer.url", processes[0], log)
@@ -78,8 +81,11 @@ def measure(folder: Path, shards: int, options: argparse.Namespace) -> dict[str,
         for n in range(options.learners):
             words = ["learn", str(HERE.with_name("flights.py")), "--name", f"learner-{n}"]
             processes.append(start([*on_cores(rest), *ATOLL, *words], folder / f"learner-{n}.log", env))
+        began = time.monotonic()
         if processes[0].wait():
             raise SystemExit(log.read_text()[-2000:])
+        busy = resource.getrusage(resource.RUSAGE_CHILDREN)
+        lead_cores = (busy.ru_utime + busy.ru_stime - before_s) / (time.monotonic() - began)
     finally:
         for process in processes:
             process.kill()
@@ -95,6 +101,7 @@ def measure(folder: Path, shards: int, options: argparse.Namespace) -> dict[str,
         "cores": own,
         "rounds": len(rounds),
         "members": round(sum(len(one["members"]) for one in rounds) / len(rounds), 2),
+        "lead_cores": round(lead_cores, 2),
         "gb_per_s": round(merged / took / 1e9, 3),
         "merge_s": round(median(one["merge_s"] for one in rounds), 4),
         "round_s": round(median(one["sync_s"] for one in rounds), 4),
@@ -106,8 +113,8 @@ def main() -> int:
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--parameters", type=float, default=160e6)
-    parser.add_argument("--step", type=float, default=0.005, help="seconds that a pretended step takes at least")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--step", type=float, default=0.01, help="seconds that a pretended step takes at least")
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--cores", type=int, default=2, help="of each shard")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the runs")
     parser.add_argument("--scratch", type=Path, help="where the runs' folders go; they are deleted")
