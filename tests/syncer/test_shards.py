@@ -355,5 +355,5 @@ async def test_what_needs_whole_tensors_cannot_be_asked_for_later(tmp_path: Path
     async with sharded(tmp_path, 2) as stage:
         learner = stage.join_sharded("a")
         await learner.until(Welcome)
-        with pytest.raises(PeerError, match="2 shards"):
+        with pytest.raises(PeerError, match="is for a syncer of one process, and shards = 2"):
             stage.service.ask_to_change(words)

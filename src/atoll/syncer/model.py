@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from atoll.choices import MERGE
 from atoll.config import Config
 from atoll.fabric.relay import RelayLimits
 from atoll.fabric.wire import KIB, MIB, SMALL_BYTES, FabricLimits, digest_aside
@@ -27,15 +26,15 @@ from atoll.numerics.agreement import BUCKETS, GRADIENT_BUCKETS
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.filter import NAMES
-from atoll.numerics.fragments import FragmentPlan, Piece, difference, make_plan, most_fragments
+from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
 from atoll.numerics.moments import most_bytes
 from atoll.numerics.rank_plan import RankPlan
 from atoll.numerics.sample import largest_sample
 from atoll.numerics.updates import make_version_codec
 from atoll.protocol import schedule
-from atoll.protocol.errors import ConfigError, PeerError, PlanError
+from atoll.protocol.errors import PeerError, PlanError
 from atoll.protocol.history import History
-from atoll.protocol.messages import MOST_RANKS, Hello, TensorSpec
+from atoll.protocol.messages import MOST_RANKS, Hello
 from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
@@ -117,7 +116,6 @@ def model_of_first_joiner(hello: Hello, config: Config, run: str, term: int) -> 
         frozen=hello.frozen,
         shards=config.service.shards,
     )
-    check_shards(begun.shards, begun.settings, begun.outer)
     history = History(begun, term)
     return Model(history, plan, _room_for(plan, history))
 
@@ -126,28 +124,6 @@ def model_of_earlier_terms(found: Recovered) -> Model:
     history = found.history
     plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
     return Model(history, plan, found.parameters or _room_for(plan, history))
-
-
-ROWS = Piece(TensorSpec("", (2, 2), "float32"), 0, 2)
-
-
-def check_shards(shards: int, settings: Settings, outer: Mapping[str, object]) -> None:
-    """ConfigError for what a syncer of several shards cannot do yet (docs/adr/0031). `outer`: as a record has it."""
-    if shards == 1:
-        return
-    several = f"a syncer of {shards} shards"
-    for rule in (str(outer.get("merge", "mean")), *(phase.merge for phase in settings.phases)):
-        if rule is not None and not MERGE.load(rule).merges_rows_apart(ROWS):
-            raise ConfigError(
-                f"merge = {rule} needs whole tensors, and {several} holds parts of them: use merge = {rule}-row, "
-                "or shards = 1"
-            )
-    if outer.get("robust"):
-        raise ConfigError(f"robust compares whole contributions, and {several} holds parts of them: set shards = 1")
-    if settings.shares_moments:
-        raise ConfigError(f'share = "moments" is not made for {several}: leave it out, or set shards = 1')
-    if settings.guard == "rollback":
-        raise ConfigError(f'guard = "rollback" is not made for {several}: set guard = "alarm", or shards = 1')
 
 
 def _room_for(plan: FragmentPlan, history: History) -> Parameters:

@@ -61,7 +61,6 @@ from atoll.syncer.liveness import Standstill, send_heartbeats
 from atoll.syncer.model import (
     FirstParameters,
     Model,
-    check_shards,
     contribution_bytes,
     model_of_earlier_terms,
     model_of_first_joiner,
@@ -117,7 +116,6 @@ class SyncerService:
         """By learner that the operator drains: what is said once it is leaving, or has left."""
         found = run_store.found_on_disk
         shards = config.service.shards if found is None else found.history.begun.shards
-        check_shards(shards, config.protocol, msgspec.to_builtins(config.outer))
         self._lead = ShardLead(shards, run_store, events, self, self._spawn) if shards > 1 else None
         """None: this process is all of the syncer."""
         self._initial_parts: set[int] = set()
@@ -359,8 +357,6 @@ class SyncerService:
         try:
             before = self._machine.next_settings
             asked = parse_changes(self._machine.history, words, reopen=reopen, before=before)
-            if asked is not None:
-                check_shards(self._machine.history.begun.shards, asked.settings, asked.outer)
         except ConfigError as error:
             raise PeerError(str(error)) from None
         if asked is None:
