@@ -4,6 +4,9 @@ A learner is a training process and its courier (simulated_learner.py, training.
 in order (simulated_syncer.py). Between them lies the network (network.py), under the syncer a disk
 (disk.py). What must hold is checked after every event and at every effect (invariants.py). Everything that is left to
 chance comes from one seeded source.
+
+Where learners have several ranks (ranked_learner.py), or the syncer several shards (simulated_shard.py,
+simulated_lead.py), a fragment has several values (cells.py): who holds which of them matters.
 """
 
 from __future__ import annotations
