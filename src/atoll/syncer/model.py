@@ -1,34 +1,25 @@
-"""The run's model: where it comes from, who may train it, its first parameters, and the memory it takes.
+"""The run's model: where it comes from, who may train it, and the memory it takes.
 
 - The first joiner's tensors make the fragment plan. A run that an earlier term left behind has its model already.
 - A learner that joins brings the same tensors, or is refused with the first difference named. One that trains on other
   data is let in, and an event says so.
-- Version 0 comes from one learner at a time, in one of its sessions. If it dies on the way, or sends numbers that are
-  not finite, another one is asked, and what the first sent counts for nothing.
 - `memory_bound`: the most memory that a syncer takes, whatever its peers do.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from atoll.config import Config
 from atoll.fabric.relay import RelayLimits
-from atoll.fabric.wire import KIB, MIB, SMALL_BYTES, FabricLimits, digest_aside
+from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.numerics.agreement import BUCKETS, GRADIENT_BUCKETS
-from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
 from atoll.numerics.moments import most_bytes
-from atoll.numerics.rank_plan import RankPlan
 from atoll.numerics.sample import largest_sample
 from atoll.numerics.updates import make_version_codec
 from atoll.protocol import schedule
@@ -37,7 +28,6 @@ from atoll.protocol.history import History
 from atoll.protocol.messages import MOST_RANKS, Hello
 from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.outbox import TAPE_BYTES
 from atoll.syncer.contributions import ALIGNED
 from atoll.syncer.parameters import Parameters
@@ -131,84 +121,6 @@ def _room_for(plan: FragmentPlan, history: History) -> Parameters:
         return make_parameters(plan, history)
     except (MemoryError, ValueError):  # numpy raises ValueError for more than the address space
         raise PlanError(f"a model of {plan.size:,} parameters does not fit into this syncer's memory") from None
-
-
-class AssembledFragment(NamedTuple):
-    """Of first parameters that come as parts of ranks."""
-
-    values: FloatArray
-    begun: set[int]
-    """Ranks whose parts are put into it …"""
-    here: set[int]
-    """… and those whose parts are in it."""
-
-
-class FirstParameters:
-    def __init__(self, parameters: Parameters, machine: Syncer) -> None:
-        self._parameters, self._machine = parameters, machine
-        self._asked = ("", "")
-        """The learner and its session."""
-        self._here: set[int] = set()
-        """Fragments that have arrived."""
-        self._assembled: dict[int, AssembledFragment] = {}
-        """Those that come as parts of ranks."""
-
-    def ask_learner(self, learner: str, session: str) -> None:
-        self._asked = (learner, session)
-        # What another learner sent is not used. Of an empty part (docs/adr/0031) nothing comes.
-        self._here = {part.index for part in self._parameters.plan.fragments if not part.size}
-        self._assembled.clear()
-        if self.is_complete:
-            self._parameters.commit_initial()
-
-    def is_asked(self, learner: str, session: str) -> bool:
-        return self._machine.phase == "empty" and (learner, session) == self._asked
-
-    def make_room(self, fragment: int, plan: RankPlan | None = None) -> memoryview:
-        """Where a body is received: apart from the parameters, since one that is no longer asked may still send.
-        `plan`: of the rank whose part it is; None: it is the whole."""
-        if fragment >= len(self._parameters.plan.fragments):
-            raise PeerError(f"there is no fragment {fragment}")
-        part = self._parameters.plan.fragments[fragment] if plan is None else plan.sent(fragment)
-        if not part.size:
-            raise PeerError(f"this rank sends nothing of fragment {fragment}")
-        return np.empty(part.size, np.float32).view(np.uint8).data
-
-    async def join_part(
-        self, fragment: int, rank: int, plans: Sequence[RankPlan], values: FloatArray
-    ) -> tuple[FloatArray, str] | None:
-        """Put a rank's part to those of the others. The whole fragment and its digest, with the last one; None before,
-        and for a part that came twice: the first one counts. PeerError: all was asked for anew meanwhile."""
-        size = self._parameters.plan.fragments[fragment].size
-        whole = self._assembled.setdefault(fragment, AssembledFragment(np.empty(size, np.float32), set(), set()))
-        if self.has_part(fragment, rank):
-            return None
-        whole.begun.add(rank)
-        work = partial(plans[rank].scatter, fragment, values, whole.values)
-        await asyncio.to_thread(work) if values.nbytes > SMALL_BYTES else work()
-        whole.here.add(rank)
-        if whole.here != {number for number, plan in enumerate(plans) if plan.sent(fragment).size}:
-            return None
-        digest = await digest_aside(whole.values.view(np.uint8).data)
-        if self._assembled.get(fragment) is not whole:
-            raise PeerError("the first parameters were asked for anew")
-        return whole.values, digest
-
-    def accept_fragment(self, fragment: int, values: FloatArray, digest: str) -> None:
-        self._parameters.put_initial(fragment, values, digest)
-        self._here.add(fragment)
-        if self.is_complete:
-            self._parameters.commit_initial()
-
-    def has_fragment(self, fragment: int) -> bool:
-        return fragment in self._here
-
-    def has_part(self, fragment: int, rank: int) -> bool:
-        return fragment in self._assembled and rank in self._assembled[fragment].begun
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self._here) == len(self._parameters.plan.fragments)
 
 
 COPIES = 1 + 1 + OLD + 1

@@ -5,7 +5,7 @@ through the effect queue, where only a merge, which nobody hears of, is carried 
 are durable. This file is the way of an event from the server to the state machine, and of an effect to the part that
 carries it out:
 
-- `model`: the run's model, from the first joiner or an earlier term, and its first parameters;
+- `model`: the run's model, from the first joiner or an earlier term; `first_parameters`: its version 0;
 - `contributions`: their bodies, and the versions made of them; `relays`: those that came as sums;
 - `ranks`: what each rank of a learner of several holds, and fetches;
 - `run_store`: the journal, cuts, and the values of a rollback;
@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from atoll.choices import CODEC
 from atoll.config import Config, Outer
@@ -34,7 +33,7 @@ from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.fabric.server import Server
 from atoll.fabric.tasks import VitalTasks, lasting
-from atoll.fabric.wire import MIB, SMALL_BYTES, FabricLimits, ScoreReport, one_line
+from atoll.fabric.wire import MIB, FabricLimits, ScoreReport, one_line
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.fragments import assemble_tensors
@@ -56,10 +55,10 @@ from atoll.syncer.contributions import Inbox, Merging
 from atoll.syncer.credentials import RefusalLog, make_port_access
 from atoll.syncer.effect_queue import EffectQueue
 from atoll.syncer.ending import RunEnding, check_drain, describe_unheard_drain
+from atoll.syncer.first_parameters import FirstParameters, FirstUpload, refuse_learner
 from atoll.syncer.lead import ShardLead
 from atoll.syncer.liveness import Standstill, send_heartbeats
 from atoll.syncer.model import (
-    FirstParameters,
     Model,
     contribution_bytes,
     model_of_earlier_terms,
@@ -71,7 +70,6 @@ from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.relays import RelaySums
 from atoll.syncer.run_store import CutWriter, Restorer, RunStore
 from atoll.syncer.status import Meter, describe_score, manifest
-from atoll.syncer.versions import is_finite
 from atoll.telemetry.events import EventLog, versions
 from atoll.telemetry.status import RunStatus
 
@@ -118,8 +116,6 @@ class SyncerService:
         shards = config.service.shards if found is None else found.history.begun.shards
         self._lead = ShardLead(shards, run_store, events, self, self._spawn) if shards > 1 else None
         """None: this process is all of the syncer."""
-        self._initial_parts: set[int] = set()
-        """Shards that hold all their parts of the first parameters."""
         self._ending = RunEnding(events, evaluated=evaluated)
         self._refusals = RefusalLog(events, self._loop.time)
         self._standstill = Standstill(self._loop, self._look_for_standstill)
@@ -311,7 +307,8 @@ class SyncerService:
         flights.bodies = {name: largest_body(make_codec(name), model.plan) + moments for name in CODEC.names()}
         flights.contribution_bytes = contribution_bytes(model.plan, settings)
         flights.budget_bytes = self._config.service.round_memory_mib * MIB
-        self._first = FirstParameters(self._parameters, self._machine)
+        first = FirstParameters(self._parameters, self._machine)
+        self._first = FirstUpload(first, self._ranks, self._channels, self._events, self._handle, self._lead)
         if self._lead is not None:
             plan = make_shard_plan(model.plan, history.begun.shards, (settings.codec, settings.version_codec))
             self._lead.set_up(model, self._inbox, self._screen, self._merging, self._cuts, plan)
@@ -401,7 +398,7 @@ class SyncerService:
         except AtollError as error:
             reason = one_line(error)
             self._say_of_hello("refused", f"{hello.learner} was refused: {reason}", hello, channel.token)
-            _refuse(channel, reason)
+            refuse_learner(channel, reason)
             return
         self._channels[channel.learner] = channel
         self._ending.count_connected(len(self._channels))
@@ -455,53 +452,13 @@ class SyncerService:
         self._inbox.mark_aborted((learner, round, attempt), rank)
 
     def expect_initial(self, learner: str, session: str, fragment: int, rank: int = 0) -> memoryview:
-        if self._machine is None or not self._first.is_asked(learner, session):
-            raise PeerError(f"{learner} was not asked for the first parameters")
-        body = self._first.make_room(fragment, self._ranks.find_sender(learner, rank))
-        self._handle(fx.Uploading(learner, body.nbytes))
-        return body
+        self._begun()
+        return self._first.expect_body(learner, session, fragment, rank)
 
     async def initial_arrived(
         self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int = 0
     ) -> None:
-        self._find_uploader(learner, session)
-        values = np.frombuffer(body, np.float32)
-        small = values.nbytes <= SMALL_BYTES
-        finite = is_finite(values) if small else await asyncio.to_thread(is_finite, values)
-        channel = self._find_uploader(learner, session)  # again: another may be asked by now
-        if not finite:
-            reason = f"fragment {fragment} of the first parameters is not finite"
-            self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
-            _refuse(channel, reason)
-            return
-        if plans := self._ranks.plans_of(learner):
-            known = self._first.has_part(fragment, rank)
-            whole = await self._first.join_part(fragment, rank, plans, values)
-            self._find_uploader(learner, session)
-            if whole is None:  # other ranks' parts are to come
-                if not known:
-                    self._handle(fx.Uploading(learner, 0))
-                return
-            values, digest = whole
-        known = self._first.has_fragment(fragment)
-        self._first.accept_fragment(fragment, values, digest)
-        if not known:
-            self._handle(fx.Uploading(learner, 0))
-        self._note_initial(learner, session)
-
-    def _note_initial(self, learner: str, session: str) -> None:
-        """All first parameters may be here, in this process and in the other shards."""
-        others = set() if self._lead is None else self._lead.state.seats.keys() - self._initial_parts
-        if self._first.is_complete and not others:
-            if self._lead is not None:
-                self._lead.end_initial()
-            self._handle(fx.Initialised(learner, session))
-
-    def _find_uploader(self, learner: str, session: str) -> ControlChannel:
-        channel = self._channels.get(learner)
-        if channel is None or not self._first.is_asked(learner, session):
-            raise PeerError(f"{learner} is not asked for the first parameters any more")
-        return channel
+        await self._first.take_body(learner, session, fragment, body, digest, rank)
 
     def fragment(self, index: int, have: int) -> ServedFragment:
         if self._machine is None:
@@ -534,19 +491,7 @@ class SyncerService:
         self._carry_out(effect)
 
     def initial_part_here(self, shard: int, message: InitialHere) -> None:
-        """A shard has heard of the first parameters."""
-        channel = self._channels.get(message.learner)
-        if channel is None or not self._first.is_asked(message.learner, message.session):
-            return
-        if message.reason:
-            told: dict[str, object] = {"learner": message.learner, "reason": message.reason}
-            self._events.say("refused", f"{message.learner}: {message.reason}", told)
-            _refuse(channel, message.reason)
-            return
-        self._handle(fx.Uploading(message.learner, message.size))
-        if message.complete:
-            self._initial_parts.add(shard)
-            self._note_initial(message.learner, message.session)
+        self._first.hear_shard(shard, message)
 
     def lost_shard(self) -> None:
         """What it had of the first parameters is gone: they are sent anew."""
@@ -693,10 +638,7 @@ class SyncerService:
             if self._lead is not None and channel is not None:
                 self._lead.expect_body(learner, channel.session, channel.token, message)
         elif isinstance(message, Welcome) and message.upload and channel is not None:
-            self._first.ask_learner(learner, channel.session)
-            self._initial_parts.clear()
-            if self._lead is not None:
-                self._lead.ask_initial(learner, channel.session, channel.token)
+            self._first.ask_learner(channel)
         if self._lead is not None and isinstance(message, Welcome):
             message = self._lead.address_shards(message)
         if channel is not None:
@@ -732,8 +674,3 @@ class SyncerService:
 def _most_steps(settings: Settings) -> int:
     """That a contribution may claim."""
     return MOST_CYCLES * max(one.sync_every for one in settings.in_all_phases)
-
-
-def _refuse(channel: ControlChannel, reason: str) -> None:
-    channel.send(Refused(reason=reason, final=True))
-    channel.close(reason)
