@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from atoll.cli.keys import Last, join_link, own_address, pins_of, remember
-from atoll.cli.shared import close, document_of, setting_words, settings_of, short
+from atoll.cli.shared import close, document_of, setting_words, settings_of, short, without_own_shards
 from atoll.config import Config, Service, convert, merged, parse_settings, parse_shard
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.certificates import signs_itself
@@ -85,11 +85,11 @@ def syncer(
                 "--resume and --standby name a run that lies there: give one of them, "
                 "and leave --out, --config and --force out"
             )
-        words = _without_own_shards(words, resume or standby)
         if resume is not None:
-            _resume(resume, service, words)
+            _resume(resume, service, without_own_shards(words, resume))
         elif standby is not None:
-            _stand_by(standby, {**service, "port": PORT if port is None else port}, words)
+            own = without_own_shards(words, standby)
+            _stand_by(standby, {**service, "port": PORT if port is None else port}, own)
         return
     if port is None and "port" not in parse_settings(words).get("service", {}):
         service["port"] = PORT
@@ -102,13 +102,6 @@ def syncer(
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
     write_atomic(run_dir.settings, settings.toml())
     _serve(settings, run_dir, None)
-
-
-def _without_own_shards(words: list[str], folder: Path | None) -> list[str]:
-    """What a run is gone on with may name the number of shards that it has."""
-    path = folder / "run.toml" if folder is not None else Path()
-    has = document_of(path).get("service", {}).get("shards", 1) if path.is_file() else 1
-    return [word for word in words if word != f"shards={has}"]
 
 
 def _serve_shard(number: int, count: int, join: str | None, out: Path | None, service: dict[str, Any]) -> None:

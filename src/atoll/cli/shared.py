@@ -65,6 +65,13 @@ def setting_words(words: Sequence[str], *, robust: bool, **given: float | str | 
     return [*named, *(["robust=true"] if robust else []), *words]
 
 
+def without_own_shards(words: Sequence[str], folder: Path) -> list[str]:
+    """Whoever goes on with a run may name the number of shards that it has."""
+    path = folder / "run.toml"
+    has = document_of(path).get("service", {}).get("shards", 1) if path.is_file() else 1
+    return [word for word in words if word != f"shards={has}"]
+
+
 def compile_kernels(console: Console) -> None:
     """Before processes start that would each do it."""
     if not kernels.are_compiled():

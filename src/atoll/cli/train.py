@@ -16,7 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from atoll.baselines.data_parallel import DataParallelRun
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
-from atoll.cli.shared import close, compile_kernels, document_of, setting_words, settings_of, short, write_summary
+from atoll.cli.shared import (
+    close,
+    compile_kernels,
+    document_of,
+    setting_words,
+    settings_of,
+    short,
+    without_own_shards,
+    write_summary,
+)
 from atoll.config import Config, convert, converted, merged, parse_settings
 from atoll.launch.children import LIMIT, cores
 from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
@@ -95,7 +104,7 @@ def train(
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, arguments)[1:]) if script is not None else ()
-        _go_on(resume, cut, out, own, words, targets, options, force=force, as_json=json_)
+        _go_on(resume, cut, out, own, without_own_shards(words, resume), targets, options, force=force, as_json=json_)
         return
     workload = WorkloadSettings if script is None else None
     document = merged(document_of(config), DEMO) if demo else document_of(config)
