@@ -175,8 +175,8 @@ class RelayService:
                     self.bodies.drop((learner, round, attempt))
 
     def _take_run(self, run: str) -> None:
+        self.versions.clear()  # a syncer that lost its disk's last writes may have come back with fewer versions
         if self.run_name and run != self.run_name:
-            self.versions.clear()
             self.bodies, self._fingerprint = None, ""
         self.run_name, self.up = run, True
         self.connected.set()
