@@ -109,6 +109,8 @@ class RelayService:
                 self._say("the run is over")
                 watch.cancel()
         finally:
+            self.up = False
+            await self._close_passages()  # learners go on directly from now, not when the port is closed
             await self.port.stop()
             await self.upstream.close()
 
@@ -152,8 +154,10 @@ class RelayService:
         self.up, self._channel = False, None
         if self.bodies is not None:
             self.bodies.lose_syncer()
-        for passage in list(self.passages.values()):
-            await passage.close()
+        await self._close_passages()
+
+    async def _close_passages(self) -> None:
+        await asyncio.gather(*(passage.close() for passage in list(self.passages.values())))
 
     def _take(self, message: ToRelay) -> None:
         match message:
