@@ -97,6 +97,42 @@ async def test_the_merged_gradient_is_that_of_the_flat_merge(
     assert checked and any(len(asked.members) == 2 for asked, *_ in summed)
 
 
+async def test_two_regions_and_a_learner_of_none_merge_as_if_all_were_flat(region: Region, summed: Summed) -> None:
+    run = await region.run(learners=5, quorum=5, sync_every=2)
+    relays = [await region.relay(run, name) for name in ("eu", "us")]
+    where = [relays[0].url, relays[0].url, relays[1].url, relays[1].url, run.url]
+    trainings = [region.learner(url, f"learner-{number}") for number, url in enumerate(where)]
+    await join_all(trainings)
+    await run.service.change(["merge=rda-row"])
+    own: list[tuple[int, np.ndarray]] = []
+    """By round, what came directly."""
+    get_delta = run.service._inbox.get_delta
+
+    def note(key: HeldKey) -> np.ndarray:
+        own.append((key[1], get_delta(key).copy()))
+        return get_delta(key)
+
+    run.service._inbox.get_delta = note  # type: ignore[method-assign]
+    run.watch_deltas()
+    async with asyncio.timeout(WAIT_S):
+        while not any(len(event["members"]) == 5 for event in run.said("round")[:-1]):
+            await step_all(trainings, (-0.5, -0.25, -1.0, 0.75, 0.125))
+    rounds = run.said("round")
+    event = next(event for event in rounds if len(event["members"]) == 5)
+    weights = {member["learner"]: member["weight"] for member in event["members"]}
+    asks = [(asked, deltas) for asked, deltas, _ in summed if asked.round == event["round"]]
+    assert sorted(len(asked.members) for asked, _ in asks) == [2, 2]
+    pairs = [
+        pair for asked, deltas in asks for pair in zip((one.learner for one in asked.members), deltas, strict=True)
+    ]
+    given = {**dict(pairs), "learner-4": next(delta for round, delta in own if round == event["round"])}
+    part = run.service._parameters.plan.fragments[event["fragment"]]
+    flat = np.empty(part.size, np.float32)
+    merge(part, [given[name] for name in sorted(weights)], [weights[name] for name in sorted(weights)], flat, "rda-row")
+    made = [gradient for fragment, gradient in run.deltas if fragment == part.index]
+    assert any(np.linalg.norm(gradient - flat) <= 1e-6 * np.linalg.norm(flat) for gradient in made)
+
+
 async def test_members_and_weights_are_decided_and_told_per_learner(region: Region, summed: Summed) -> None:
     run, _, trainings = await make(region)
     await join_all(trainings)

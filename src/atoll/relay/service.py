@@ -109,6 +109,8 @@ class RelayService:
                 self._say("the run is over")
                 watch.cancel()
         finally:
+            self.up = False
+            await self._close_passages()  # learners go on directly from now, not when the port is closed
             await self.port.stop()
             await self.upstream.close()
 
@@ -152,8 +154,10 @@ class RelayService:
         self.up, self._channel = False, None
         if self.bodies is not None:
             self.bodies.lose_syncer()
-        for passage in list(self.passages.values()):
-            await passage.close()
+        await self._close_passages()
+
+    async def _close_passages(self) -> None:
+        await asyncio.gather(*(passage.close() for passage in list(self.passages.values())))
 
     def _take(self, message: ToRelay) -> None:
         match message:
@@ -175,8 +179,8 @@ class RelayService:
                     self.bodies.drop((learner, round, attempt))
 
     def _take_run(self, run: str) -> None:
+        self.versions.clear()  # a syncer that lost its disk's last writes may have come back with fewer versions
         if self.run_name and run != self.run_name:
-            self.versions.clear()
             self.bodies, self._fingerprint = None, ""
         self.run_name, self.up = run, True
         self.connected.set()

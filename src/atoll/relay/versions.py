@@ -77,7 +77,7 @@ class VersionCopies:
             self._kept[key[0], key[1] if found.steps else WHOLE] = found
 
     def clear(self) -> None:
-        """Another run: nothing of this one is served any more."""
+        """Another run, or another term: nothing of before is served any more."""
         self.newest.clear()
         self._kept.clear()
 

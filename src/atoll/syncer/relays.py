@@ -43,7 +43,10 @@ from atoll.protocol.syncer import effects as fx
 from atoll.syncer.contributions import Inbox, SumMissing
 
 SUM_S = 10.0
-"""A relay begins to send a sum within this; once it has begun, the fabric's least rate is what it has to keep to."""
+"""A relay begins to send a sum within this, and what it takes to make it; once it has begun, the fabric's least rate is
+what it has to keep to."""
+VALUES_RATE = 50e6
+"""Values of members that a relay decodes and sums in a second, at least."""
 LONGER = 1.02
 """Times as long as its members together, a sum is refused: for what rounding does to it …"""
 LONGER_BY_FEEDBACK = 32.0
@@ -207,10 +210,12 @@ class RelaySums:
         return [self._send_ask(*ask) for ask in asks]
 
     def _send_ask(self, session: str, asked: SumAsked) -> ComingSum:
+        if (channel := self._channels.get(session)) is None:
+            raise SumMissing("the relay is gone")
         buffer = np.empty(self._nbytes(asked), np.uint8)
         coming = ComingSum(session, asked, buffer, asyncio.get_running_loop().create_future())
         self._coming[asked.ask] = coming
-        self._channels[session].send(asked)
+        channel.send(asked)
         return coming
 
     def _nbytes(self, asked: SumAsked) -> int:
@@ -223,13 +228,17 @@ class RelaySums:
 
     async def _wait_for(self, coming: Sequence[ComingSum]) -> None:
         for one in coming:
-            name = self.name_of(one.relay)
+            name, patience_s = self.name_of(one.relay), self._patience_s(one.asked)
             while not one.done.done():
-                done, _ = await asyncio.wait([one.done], timeout=SUM_S)
+                done, _ = await asyncio.wait([one.done], timeout=patience_s)
                 if not done and not one.receiving:
-                    raise SumMissing(f"relay {name} gave no sum within {SUM_S:g} s")
+                    raise SumMissing(f"relay {name} gave no sum within {patience_s:.0f} s")
             if (error := one.done.exception()) is not None:
                 raise SumMissing(f"no sum came of relay {name or '?'}: {error}")
+
+    def _patience_s(self, asked: SumAsked) -> float:
+        assert self._plan is not None
+        return SUM_S + len(asked.members) * self._plan.fragments[asked.fragment].size / VALUES_RATE
 
     async def _fetch_means(
         self, part: Fragment, terms: Sequence[GroupTerm], coming: Sequence[ComingSum], rows: Sequence[int]
@@ -242,7 +251,7 @@ class RelaySums:
         try:
             try:
                 asked += [self._send_ask(*self.gathering.ask_rows(one.asked.ask, tuple(rows))) for one in summed]
-            except (ValueError, KeyError):
+            except ValueError:
                 raise SumMissing("the relay is gone") from None
             await self._wait_for(asked)
         finally:
