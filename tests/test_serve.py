@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from atoll.cli import serve
+from atoll.cli.shared import without_own_shards
 from atoll.config import Config, Service, load
 from atoll.observe.tail import Comings
 from atoll.store.atomic import Appender
@@ -114,3 +115,35 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path) -> None:
         "anna is gone: ·[31mher connection broke",
         "anna came back (incarnation 1)",
     ]
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--shard 3/2", "--shard 3/2 is not understood: write it as 2/3"),
+        ("--shard 2/2 --out two", "--shard 2/2 needs --join LINK"),
+        ("--shard 2/2 --join http://127.0.0.1:7077", "--shard 2/2 needs --out DIR"),
+        ("--shard 2/2 --join http://127.0.0.1:7077 --out two --learners 3", "shard 2 is told the run's settings"),
+    ],
+)
+def test_a_shard_that_is_started_wrongly_is_told_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    assert atoll(monkeypatch, "syncer", *words.split()) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"atoll: {said}") and told.count("\n") == 1
+
+
+def test_the_first_of_several_says_how_the_others_are_started() -> None:
+    [line] = serve.invite_shards(Service(shards=3), "http://127.0.0.1:7077")
+    assert "before shard 2 … 3 is there: atoll syncer --shard 2/3 --out DIR --join http://127.0.0.1:7077" in line
+    assert serve.invite_shards(Service(), "http://127.0.0.1:7077") == []
+
+
+def test_a_run_that_goes_on_may_name_the_shards_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[service]\nshards = 2\n")
+    assert without_own_shards(["steps=5", "shards=2"], tmp_path) == ["steps=5"]
+    assert without_own_shards(["shards=3"], tmp_path) == ["shards=3"]
