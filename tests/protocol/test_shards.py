@@ -431,7 +431,7 @@ def test_a_cut_counts_once_every_part_is_durable() -> None:
     world.lead.hear(0.0, 1, CutHere(cut=8))
     world.run()
     assert lead.CutPartsKept(8, ("cut-2", "cut-3"), "") in world.done
-    world.lead.finish_cut(8, 3, -1)
+    world.lead.finish_cut(8, [], -1)
     world.run()
     assert lead.CutPartsDone(8, "") in world.done
 
@@ -508,7 +508,7 @@ def test_decisions_are_kept_back_to_a_cut_that_every_shard_has() -> None:
     world = World()
     world.lead.take_cut(0, 0, hurry=True)
     world.lead.hear(0.0, 1, CutHere(cut=0))
-    world.lead.finish_cut(0, 3, -1)
+    world.lead.finish_cut(0, [], -1)
     world.run()
     world.play(0, version=1)
     for cut in range(1, 9):

@@ -266,10 +266,13 @@ class WriteCut(ShardMessage, frozen=True):
 
 
 class FinishCut(ShardMessage, frozen=True):
-    """The cut is to be complete: answer CutDone. Older ones may go, but for `spared`."""
+    """The cut is to be complete: answer CutDone. What lies before the cuts that are complete at the lead may go."""
 
     cut: Number
-    keep: Count
+    oldest: Number = -1
+    """Of the cuts that the lead keeps: older ones may go, but for `spared`. −1: none may."""
+    newest: Number = -1
+    """Of them: outer gradients from before it may go."""
     spared: Number = -1
 
 

@@ -35,8 +35,6 @@ from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer import shards as pure
 from atoll.simulate.simulated_shard import ShardLink
 
-KEEP = 2
-"""Complete cuts."""
 NOT_FINITE = "values that are not finite"
 
 
@@ -46,6 +44,9 @@ class LeadSyncer(Protocol):
     alive: bool
     paused: bool
     term: int
+
+    @property
+    def complete_cuts(self) -> list[int]: ...
 
     def read_clock(self) -> float: ...
 
@@ -230,7 +231,7 @@ class SimulatedLead:
                 self._carry_out()
                 return True
             case fx.CompleteCut(cut, spared=spared):
-                self.state.finish_cut(cut, KEEP, spared)
+                self.state.finish_cut(cut, self._syncer.complete_cuts, spared)
                 self._carry_out()
                 return False
             case fx.Discard(learner, number, attempt):
@@ -310,7 +311,7 @@ class SimulatedLead:
             self._syncer.finish_first_cut(taken, reason)
         else:
             self._first = taken
-            self.state.finish_cut(cut, KEEP, -1)
+            self.state.finish_cut(cut, self._syncer.complete_cuts, -1)
             self._carry_out()
 
 

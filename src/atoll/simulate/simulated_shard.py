@@ -337,7 +337,7 @@ class SimulatedShard:
     def _complete_part(self, finish: msg.FinishCut) -> None:
         """Older ones go."""
         found = [*(cut for cut in self.disk.complete if cut != finish.cut), finish.cut]
-        self.disk.complete = found[-finish.keep :]
+        self.disk.complete = [cut for cut in found if cut >= finish.oldest]
         kept = {*self.disk.complete, *(cut for cut in self.disk.written if cut > finish.cut)}
         self.disk.written = {cut: part for cut, part in self.disk.written.items() if cut in kept}
         self.handle(sh.Came(msg.CutDone(cut=finish.cut)))

@@ -437,6 +437,11 @@ class SimulatedSyncer:
     def drop_own(self, fragment: int) -> None:
         self.staged.pop(fragment, None)
 
+    @property
+    def complete_cuts(self) -> list[int]:
+        """Those that are kept."""
+        return self.world.disk.complete
+
     def finish_first_cut(self, cut: syncer_fx.TakeCut, reason: str) -> None:
         """In all shards; with a reason: it is not, and the syncer starts again."""
         if reason:

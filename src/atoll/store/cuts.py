@@ -281,10 +281,13 @@ def prune(root: Path, keep: int, spared: int = -1) -> list[int]:
     A cut goes as a whole: it loses its name first, so that nobody finds half of one.
     """
     kept = complete_cuts(root)[:keep]
-    if not kept or not root.is_dir():
-        return []
+    return prune_before(root, min(kept), spared) if kept else []
+
+
+def prune_before(root: Path, oldest: int, spared: int = -1) -> list[int]:
+    """Remove all cuts before this one but `spared`."""
     there = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit()]
-    old = [cut for cut in there if cut < min(kept) and cut != spared]
+    old = [cut for cut in there if cut < oldest and cut != spared]
     for cut in old:
         folder_of(root, cut).rename(root / f"{GONE}{cut}")
     for entry in (*root.glob(f"{GONE}*"), *root.glob(f"{DRAFT}*")):

@@ -82,6 +82,7 @@ class ShardLead:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self.state = pure.LeadShards(shards, run_store.term)
+        run_store.trims_at_completion = True
         self._run_store, self._events, self._service, self._spawn = run_store, events, service, spawn
         self._loop = asyncio.get_running_loop()
         self._channels: dict[int, ShardChannel] = {}
@@ -379,7 +380,7 @@ class ShardLead:
 
     def _finish_cut(self, done: fx.CompleteCut) -> asyncio.Future[pure.CutPartsDone]:
         waits = self._cut_dones[done.cut] = self._loop.create_future()
-        self.state.finish_cut(done.cut, self._run_store.keep, done.spared)
+        self.state.finish_cut(done.cut, self._run_store.kept_cuts, done.spared)
         self._carry_out()
         return waits
 

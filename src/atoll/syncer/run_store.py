@@ -83,7 +83,7 @@ class RunStore:
         """Read what earlier terms left, and begin this term's segment of the journal. `keep`: so many cuts;
         `payload_cuts`: the payloads behind so many of them."""
         self._out, self._lease, self._disk = out, lease, disk or LocalDisk()
-        self._sync, self.keep, self._payload_cuts = every_round, keep, payload_cuts
+        self._sync, self._keep, self._payload_cuts = every_round, keep, payload_cuts
         self._writing = threading.Lock()
         """Held while the journal is appended to or synced: cuts are written in other threads."""
         lease.beat()
@@ -95,6 +95,10 @@ class RunStore:
         """The model file of an earlier end is deleted."""
         self._kept: list[tuple[int, int]] = []
         """Of the last cuts, the term and file from which each needs payloads; the newest last."""
+        self._written = (-1, (0, 0))
+        """The cut that was written last, and its place as above."""
+        self.trims_at_completion = False
+        """In a syncer of several shards (docs/adr/0031) others may lack their parts of a cut until it is complete."""
         self._needless: tuple[int, int] | None = None
         """Payloads before this term and file may be deleted with the next append."""
         if self.found_on_disk is not None:
@@ -203,9 +207,22 @@ class RunStore:
             write_syncer_part(self._out.cuts, run, cut, rounds, data, whole, check, known, rests)
         except OSError as error:
             raise not_written(error, folder_of(self._out.cuts, cut)) from error
-        self._kept = [*self._kept, (state.position.term, state.file)][-self._payload_cuts :]
-        if len(self._kept) == self._payload_cuts:
-            self._needless = self._kept[0]
+        self._written = (cut, (state.position.term, state.file))
+        if not self.trims_at_completion:
+            self._note_kept(cut)
+
+    def _note_kept(self, cut: int) -> None:
+        """Payloads from before the last cuts may be deleted."""
+        written, place = self._written
+        if written == cut:
+            self._kept = [*self._kept, place][-self._payload_cuts :]
+            if len(self._kept) == self._payload_cuts:
+                self._needless = self._kept[0]
+
+    @property
+    def kept_cuts(self) -> list[int]:
+        """The complete ones that are kept, the newest first."""
+        return complete_cuts(self._out.cuts)[: self._keep]
 
     def complete_cut(self, run: str, done: CompleteCut, shards: tuple[str, ...] = ()) -> str:
         """Write the manifest and return its digest. NoRoom: try again later. `shards`: of each other shard of the
@@ -217,9 +234,11 @@ class RunStore:
             digest, left_out = compute_digest(table.read_bytes()), dict(done.left_out)
             manifest = Manifest(run, done.cut, done.cut, digest, learners, left_out, shards)
             mark = write_manifest(self._out.cuts, manifest)
-            prune(self._out.cuts, self.keep, done.spared)
+            prune(self._out.cuts, self._keep, done.spared)
         except OSError as error:
             raise not_written(error, table.parent) from error
+        if self.trims_at_completion:
+            self._note_kept(done.cut)
         return mark
 
     def _check_lease(self) -> None:

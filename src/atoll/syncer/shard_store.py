@@ -9,7 +9,7 @@
 - A record is durable before the lead hears of it.
 - A shard comes back from a cut that the lead holds too, and the decisions since: each names a record by its head. What
   comes out is compared with the digest in that record, which the head covers.
-- Payloads are kept back to the cut before the newest, as the lead's are.
+- Cuts and payloads go when the lead says that it has newer ones: a cut counts once it is complete there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from atoll.store.cuts import (
     Manifest,
     complete_cuts,
     folder_of,
-    prune,
+    prune_before,
     read_syncer_part,
     write_manifest,
     write_syncer_part,
@@ -57,8 +57,6 @@ from atoll.store.segments import ORIGIN, Position
 from atoll.store.shards import ShardCut
 from atoll.store.writer_lease import WriterLease
 from atoll.syncer.parameters import Parameters
-
-PAYLOAD_CUTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +92,8 @@ class ShardStore:
         self._journal = Journal.begin(out.journal, lease.term, after=end, disk=self._disk)
         if first is not None:
             self._journal.append([(TermRecord(lease.term, end.offset, end.hash, 0), None)])
-        self._kept: list[tuple[int, int]] = []
-        """Of the last complete cuts, the term and file from which each needs payloads; the newest last."""
-        self._written: dict[int, tuple[int, int]] = {}
-        """The same of parts that do not count yet."""
+        self._places: dict[int, tuple[int, int]] = {}
+        """By cut, the term and file from which it needs payloads."""
         self._needless: tuple[int, int] | None = None
         self.outer: dict[str, str | float | bool] = {}
 
@@ -173,7 +169,7 @@ class ShardStore:
         if message.cut >= 0:
             state = self._load_cut(parameters, message.cut)
             start = state.position
-            self._kept = [(state.position.term, state.file)]
+            self._places[message.cut] = (state.position.term, state.file)
         return parameters, self._apply_all(parameters, message.decisions, start)
 
     def _load_cut(self, parameters: Parameters, cut: int) -> ShardCut:
@@ -249,7 +245,7 @@ class ShardStore:
             )
         except OSError as error:
             raise not_written(error, folder_of(self._out.cuts, captured.cut)) from error
-        self._written[captured.cut] = (captured.state.position.term, captured.state.file)
+        self._places[captured.cut] = (captured.state.position.term, captured.state.file)
         return mark
 
     def complete_part(self, finish: FinishCut) -> None:
@@ -260,13 +256,12 @@ class ShardStore:
                 self._out.cuts,
                 Manifest(self.run, finish.cut, finish.cut, compute_digest(table.read_bytes()), {}),
             )
-            prune(self._out.cuts, finish.keep, finish.spared)
+            if finish.oldest >= 0:
+                prune_before(self._out.cuts, finish.oldest, finish.spared)
         except OSError as error:
             raise not_written(error, table.parent) from error
-        self._kept = [*self._kept, self._written.pop(finish.cut)][-PAYLOAD_CUTS:]
-        self._written = {cut: place for cut, place in self._written.items() if cut > finish.cut}
-        if len(self._kept) == PAYLOAD_CUTS:
-            self._needless = self._kept[0]
+        if (needless := self._places.get(finish.newest)) is not None:
+            self._needless = needless
 
     def close(self) -> None:
         self._journal.close()

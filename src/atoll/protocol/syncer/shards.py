@@ -537,13 +537,16 @@ class LeadShards:
         digests = () if reason else tuple(parts[n].digest for n in sorted(self.seats))
         self._out.append(CutPartsKept(cut, digests, reason))
 
-    def finish_cut(self, cut: int, keep: int, spared: int) -> None:
+    def finish_cut(self, cut: int, kept: Sequence[int], spared: int) -> None:
+        """`kept`: the cuts that are complete at the lead. Shards keep them beside this one, which the lead completes
+        last: it may not come to that."""
         if not self.all_ready:
             self._out.append(CutPartsDone(cut, self.describe_missing()))
             return
         self._finishing[cut] = set(self.seats)
         for shard in sorted(self.seats):
-            self._order(shard, FinishCut(cut=cut, keep=keep, spared=spared))
+            oldest, newest = min(kept, default=-1), max(kept, default=-1)
+            self._order(shard, FinishCut(cut=cut, oldest=oldest, newest=newest, spared=spared))
 
     def _note_finished(self, shard: int, cut: int, reason: str) -> None:
         if (left := self._finishing.get(cut)) is None:
