@@ -70,7 +70,8 @@ class Region:
         assert tokens["computed"] == sum(tokens.get(fate, 0) for fate in fates)
         assert tokens["lost"] == tokens["in_flight"] == 0
         assert not self.run.events("unbalanced")
-        assert {event["incarnation"] for event in self.run.events("joined")} == {1}
+        lives = {event["incarnation"] for event in self.run.events("joined")}
+        assert lives == {1}, [event["text"] for event in self.run.events("refused", "quarantine", "lost", "joined")]
 
 
 def count_sums(run: Run) -> int:
