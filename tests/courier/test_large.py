@@ -22,7 +22,7 @@ from atoll.fabric.wire import MIB, SMALL_BYTES
 from atoll.numerics.codecs.bf16 import Bf16
 from atoll.store import cuts
 from atoll.store.journal import Journal
-from atoll.syncer import service
+from atoll.syncer import first_parameters
 from atoll.syncer.contributions import Merging
 
 ELEMENTS = 16 * MIB
@@ -32,10 +32,10 @@ HEAVY: list[tuple[object, str]] = [
     (np, "copyto"),
     (body, "encode_contribution"),
     (body, "as_held"),
-    (service, "is_finite"),
+    (first_parameters, "is_finite"),
     (Bf16, "decode"),
     (Merging, "_decode_and_screen"),
-    (Merging, "_merge_and_step"),
+    (Merging, "merge_and_step"),
     (Journal, "append"),
     (cuts, "_write"),
 ]

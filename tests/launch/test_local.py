@@ -337,8 +337,12 @@ place = [os.environ[name] for name in ("RANK", "WORLD_SIZE")]
 print(*place, os.environ["ATOLL_THREADS"], flush=True)
 died = pathlib.Path(__file__).with_name("died")
 if os.environ["ATOLL_ROLE"] == "learner" and not died.exists():
+    said = died.with_name("said")
     if place[0] == "0":
+        said.touch()
         time.sleep(60)
+    while not said.exists():
+        time.sleep(0.01)
     died.touch()
     raise SystemExit(7)
 """

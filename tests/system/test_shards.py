@@ -15,7 +15,16 @@ from atoll.store.verify import verify_run
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 WIDE = (SCRIPTS / "wide.py", "--learners", "2", "--set", "evaluate_every=0", "--set", "fragments=3")
-SYNCHRONOUS = ("--set", "synchronous=true", "--set", "sync_every=3", "--steps", "12")
+SYNCHRONOUS = (
+    "--set",
+    "synchronous=true",
+    "--set",
+    "sync_every=3",
+    "--steps",
+    "12",
+    "--set",
+    "wait_for_learners_s=240",
+)
 SOON_S = 5.0
 
 

@@ -87,9 +87,10 @@ def link(keys: Path, name: str, ca: bool, run: Path | None) -> None:
         print(local_link(RunDir(run.absolute()), name))
         return
     folder = KeyDir.open(keys)
+    token = read_tokens(folder).named(name)
     if not (folder.path / LAST).is_file():
         raise ConfigError(f"there is no link yet: no syncer was started with {short(folder.path)} (--keys)")
-    _print_link(folder, read_tokens(folder).named(name), by_authority=ca)
+    _print_link(folder, token, by_authority=ca)
 
 
 def join_link(last: Last, token: JoinToken) -> str:
