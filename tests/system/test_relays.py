@@ -96,6 +96,7 @@ def test_without_their_relay_learners_go_on_and_with_it_again_they_come_back(run
     region.end()
 
 
+@pytest.mark.faults
 def test_a_syncer_that_is_killed_behind_a_relay_goes_on(run: Run) -> None:
     region = Region(run)
     os.kill(run.pid_of_command(), signal.SIGKILL)
@@ -107,6 +108,7 @@ def test_a_syncer_that_is_killed_behind_a_relay_goes_on(run: Run) -> None:
     region.end()
 
 
+@pytest.mark.faults
 def test_a_run_with_sums_is_replayed_from_its_journal(run: Run) -> None:
     """Supervised learners are sent through a relay by their script; the replay has neither relay nor link."""
     link = run.folder / "relay" / "link"
@@ -130,6 +132,7 @@ def test_a_run_with_sums_is_replayed_from_its_journal(run: Run) -> None:
     assert found["identical"] and found["from_journal"], found
 
 
+@pytest.mark.faults
 def test_four_learners_cost_the_link_of_their_region_little_more_than_one(tmp_path: Path) -> None:
     """The whole measurement is benchmarks/relays.py."""
     found = compare("bf16", tmp_path, learners=4, width=512, steps=60, pace=0.1)

@@ -6,10 +6,14 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.system.conftest import SCRIPTS, WAIT_S, Event, Run
 
+from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.messages import TensorSpec
 from atoll.store.verify import verify_run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -41,8 +45,19 @@ def read_model(path: Path) -> dict[str, bytes]:
     return {name: values.tobytes() for name, values in load_file(path).items()}
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def compile_codec(name: str) -> None:
+    """Once for all processes: in a new clone a courier would miss the first round's deadline over it, and the rounds
+    would be others."""
+    part, codec = make_plan([TensorSpec("a", (4, 640), "float32")], 1).fragments[0], make_codec(name)
+    body, values = np.empty(body_nbytes(codec, part), np.uint8), np.ones(part.size, np.float32)
+    rest = np.empty_like(values) if codec.needs_feedback else None
+    encode_contribution(codec, part, Delta(values, np.zeros_like(values), rest=rest), body)
+    decode_contribution(codec, part, body, values)
+
+
+@pytest.mark.parametrize("codec", ["fp32", pytest.param("int4", marks=pytest.mark.faults)])
 def test_the_model_has_the_bits_of_a_syncer_of_one_process(run: Run, codec: str) -> None:
+    compile_codec(codec)
     settings = (*SYNCHRONOUS, "--set", f"codec={codec}")
     run.train(*WIDE, *settings, "--syncer-shards", "2").ended()
     check_clean(run)
@@ -76,6 +91,7 @@ def test_a_killed_shard_comes_back_and_rounds_go_on(run: Run) -> None:
     check_clean(run)
 
 
+@pytest.mark.faults
 def test_a_killed_lead_and_a_kill_of_everything_lose_nothing(run: Run) -> None:
     run.train(*WIDE, "--syncer-shards", "2", "--steps", "100000")
     run.until(lambda events: count_rounds(events) >= 6)
@@ -93,6 +109,7 @@ def test_a_killed_lead_and_a_kill_of_everything_lose_nothing(run: Run) -> None:
     check_clean(run)
 
 
+@pytest.mark.faults
 def test_without_its_supervisor_the_run_ends_in_good_order_with_all_shards(run: Run) -> None:
     run.train(*WIDE, "--syncer-shards", "2", "--steps", "100000")
     run.until(lambda events: count_rounds(events) >= 6)
@@ -103,6 +120,7 @@ def test_without_its_supervisor_the_run_ends_in_good_order_with_all_shards(run: 
     check_clean(run)
 
 
+@pytest.mark.faults
 def test_the_built_in_model_is_trained_scored_and_repeated(run: Run) -> None:
     """The fixture replays it at its end."""
     run.train("--learners", "2", "--steps", "60", "--syncer-shards", "3", "--set", "version_codec=int8").ended()
