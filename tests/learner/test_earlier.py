@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.learner.saved_state import OwnState, RunPlace, Saver, find_saved_part, part_name
+from atoll.learner.earlier import find_saved_part
+from atoll.learner.saved_state import OwnState, RunPlace, Saver, part_name
 from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, write
 

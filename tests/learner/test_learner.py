@@ -300,7 +300,7 @@ class TestInARun:
     def test_a_part_of_a_cut_of_its_own_is_put_back_by_hand(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("atoll.learner.session.ask_run", lambda syncer: "r1")
+        monkeypatch.setattr("atoll.learner.joining.ask_run", lambda syncer: "r1")
         self.train_twice(capsys)
         assert Path("atoll-learners/r1/learner-0/cut-000007.safetensors").exists()
 
@@ -344,7 +344,7 @@ class TestInARun:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         runs = iter(["r1", "r1", "r2", "r1"])
-        monkeypatch.setattr("atoll.learner.session.ask_run", lambda syncer: next(runs))
+        monkeypatch.setattr("atoll.learner.joining.ask_run", lambda syncer: next(runs))
         self.train_twice(capsys)
         for run, kept in (("r2", False), ("r1", True)):
             joined = Joined(model := small(), optimizer=torch.optim.AdamW(model.parameters()))
@@ -356,7 +356,7 @@ class TestInARun:
     def test_a_syncer_that_is_not_there_yet_is_asked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What it saved of the run is looked for once the run is known: it may be started before its syncer."""
         answers = iter([None, None, "r1"])
-        monkeypatch.setattr("atoll.learner.session.ask_run", lambda syncer: next(answers))
+        monkeypatch.setattr("atoll.learner.joining.ask_run", lambda syncer: next(answers))
         joined = Joined(small(), join_wait_s=5.0)
         with joined.learner:
             assert next(answers, "no more") == "no more"

@@ -27,10 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from atoll.learner.learner import Learner
-from atoll.learner.meeting import Meeting
 from atoll.learner.model import describe, merged, merged_here, refuse_old_shards
 from atoll.learner.ranks import DataShare, find_boxes, find_ranks, make_like, take_local
-from atoll.mailbox.channel import StopOrder
 from atoll.numerics.rank_plan import check_tiling, choose_senders
 from atoll.protocol.boxes import Box
 from atoll.protocol.errors import ConfigError
@@ -151,20 +149,6 @@ def test_a_layout_that_cannot_be_merged_is_named() -> None:
 def test_samples_are_dealt_without_rest() -> None:
     parts = [list(DataShare(part, 3).take(np.arange(8))) for part in range(3)]
     assert [one for part in parts for one in part] == list(range(8)) and [len(part) for part in parts] == [2, 3, 3]
-
-
-# ---- frames ----------------------------------------------------------------------------------------------------------
-
-
-def test_frames_are_carried_out_once_all_ranks_have_them() -> None:
-    meeting, frames = Meeting(), [StopOrder(str(number), final=False) for number in range(3)]
-    for frame in frames:
-        meeting.add(frame)
-    assert meeting.received == 3 and meeting.take_agreed() == []
-    meeting.agreed = 2
-    assert meeting.take_agreed() == frames[:2] and meeting.take_agreed() == []
-    meeting.agreed = 3
-    assert meeting.take_agreed() == frames[2:]
 
 
 # ---- who is a rank ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.learner.earlier import find_part_of_ranks
 from atoll.learner.packing import Packing
 from atoll.learner.ranks import RankGroup
 from atoll.learner.resharding import PLACE, make_whole_boxes, part_of_rank, refit, saved_boxes
-from atoll.learner.saved_state import find_part_of_ranks
 from atoll.learner.snapshot import Snapshot, write
 from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import ConfigError

@@ -23,6 +23,7 @@ from atoll.fabric.address import without_secrets
 from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Datasets, Drawn, Feed, MapDataset, NamedDataset, collect
 from atoll.learner.folder import LearnerFolder, claim_folder
+from atoll.learner.joining import JoinRequest
 from atoll.learner.loading import (
     DrawCounter,
     LeasedSampler,
@@ -37,7 +38,7 @@ from atoll.learner.model import BufferRule, check_model, refuse_old_shards
 from atoll.learner.placement import WISHES, PlacementWish
 from atoll.learner.ranks import DataShare, RankGroup, count_ranks, find_data_share, find_ranks, rank_folder
 from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find_syncer, say
-from atoll.learner.session import JoinRequest, RunSession
+from atoll.learner.session import RunSession
 from atoll.learner.state import Optimizers, Stateful, check_kept, check_trained
 from atoll.learner.step_stats import StepCounter
 from atoll.learner.unmerged import FrozenRule

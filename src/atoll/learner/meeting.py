@@ -1,18 +1,24 @@
 """What the ranks of a learner agree on between two steps: how many frames all of them have. Neither torch nor a process
-group is known here (ranks.py has both): the fault simulator runs it as it is.
+group is known here (ranks.py has both): the fault simulator runs the rules as they are.
 
 Rules kept here:
-- frames are carried out in the order in which they came, each once, and only those that all ranks have;
-- what rank 0 says of the run counts for all.
+- frames are carried out in the order in which they came, each once, and only those that all ranks have. What is rank
+  0's alone, and what ends the learner, is not waited with: the other ranks may be gone;
+- what rank 0 says of the run counts for all;
+- once some rank was asked to leave, all leave, at the same step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from atoll.mailbox.channel import RunProgress, ToTraining
+from atoll.mailbox.channel import DialFailed, RunProgress, StopOrder, ToTraining
+
+RANKS_PAUSE_S = 0.05
+"""Between two exchanges of ranks that do not train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,12 @@ class AgreedFacts:
     """Some rank was asked to leave."""
     first: RankFacts
     """What rank 0 said."""
+
+    @property
+    def progress(self) -> RunProgress | None:
+        """How far the run is; None: rank 0 has not heard of it."""
+        first = self.first
+        return RunProgress(first.committed, first.progress, first.global_step) if first.committed >= 0 else None
 
 
 def agree_on(told: Sequence[RankFacts]) -> AgreedFacts:
@@ -74,3 +86,88 @@ class Meeting:
         count = self.agreed - self.carried_out
         self.carried_out = self.agreed
         return [self.waiting.popleft() for _ in range(count)]
+
+    def make_facts(self, tokens: int, *, leaving: bool, vote: bool) -> RankFacts:
+        heard = self.heard or RunProgress(committed=-1)
+        return RankFacts(self.received, tokens, leaving, vote, heard.committed, heard.progress, heard.global_step)
+
+
+class ExchangingGroup(Protocol):
+    """What ranks.RankGroup does: one exchange at a time."""
+
+    def begin_exchange(self, facts: RankFacts) -> None: ...
+
+    def finish_exchange(self) -> AgreedFacts | None: ...
+
+
+class RankExchange:
+    """Between two steps: what the courier sent, once all ranks have it. Without a group this process is the whole
+    learner: it carries out what comes, and its own vote decides."""
+
+    def __init__(
+        self,
+        group: ExchangingGroup | None,
+        receive: Callable[[], list[ToTraining]],
+        is_asked_to_leave: Callable[[], bool],
+        carry_out_now: Callable[[ToTraining], None],
+        on_agreed: Callable[[AgreedFacts], None],
+    ) -> None:
+        """`receive`: what the courier has sent since; `carry_out_now`: takes the frames that do not wait for the other
+        ranks; `on_agreed`: hears what every exchange said."""
+        self._group, self._receive, self._is_asked_to_leave = group, receive, is_asked_to_leave
+        self._carry_out_now, self._on_agreed = carry_out_now, on_agreed
+        self._meeting = Meeting()
+
+    @property
+    def leaving(self) -> bool:
+        """This learner was asked to leave, and every rank of it knows."""
+        return self._is_asked_to_leave() if self._group is None else self._meeting.leaving
+
+    def exchange_facts(self, tokens: int, *, wait: bool) -> None:
+        """After a step. What the last exchange said holds from now on; with `wait`, what this one says."""
+        if self._group is not None:
+            self._begin(self._group, tokens)
+            if wait:
+                self.finish()
+
+    def agree(self, vote: bool) -> bool:
+        """What rank 0 says, on all ranks; and they all have the same frames to carry out. Not while training."""
+        if self._group is None:
+            return vote
+        self._begin(self._group, vote=vote)
+        agreed = self.finish()
+        return agreed is not None and agreed.first.vote
+
+    def finish(self) -> AgreedFacts | None:
+        """What the exchange that was begun last says; None: none was."""
+        agreed = self._group.finish_exchange() if self._group is not None else None
+        if agreed is not None:
+            self._meeting.agreed = agreed.frames
+            self._meeting.leaving |= agreed.leaving
+            self._on_agreed(agreed)
+        return agreed
+
+    def take_frames(self) -> list[ToTraining]:
+        """Those to be carried out now."""
+        if self._group is None:
+            return self._receive()
+        self._collect_frames()
+        return self._meeting.take_agreed()
+
+    def pause_s(self, seconds: float) -> float:
+        """Ranks wait for one another at every turn, so the turns are short."""
+        return seconds if self._group is None else min(seconds, RANKS_PAUSE_S)
+
+    def _begin(self, group: ExchangingGroup, tokens: int = 0, *, vote: bool = False) -> None:
+        self._collect_frames()
+        self.finish()
+        group.begin_exchange(self._meeting.make_facts(tokens, leaving=self._is_asked_to_leave(), vote=vote))
+
+    def _collect_frames(self) -> None:
+        for frame in self._receive():
+            if isinstance(frame, RunProgress):
+                self._meeting.heard = frame
+            elif isinstance(frame, DialFailed) or (isinstance(frame, StopOrder) and frame.failed):
+                self._carry_out_now(frame)
+            else:
+                self._meeting.add(frame)

@@ -15,6 +15,7 @@ FSDP2 keeps a model's shards as DTensors. They are taken once, on entering: afte
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,9 +30,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import nn
 
+from atoll.learner.courier_process import CourierProcess
 from atoll.learner.meeting import AgreedFacts, RankFacts, agree_on
+from atoll.mailbox.channel import Start
 from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import ConfigError, RunFailed
 
@@ -39,8 +43,6 @@ MEET_S = 600.0
 """How long a rank waits for the others before it takes them for dead."""
 COME_S = 60.0
 """How long a rank waits for the others to make their learners."""
-RANKS_PAUSE_S = 0.05
-"""Between two exchanges of ranks that do not train."""
 T = TypeVar("T")
 
 
@@ -149,8 +151,21 @@ def count_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def open_meeting_place() -> tuple[socket.socket, str]:
-    """A socket at which the couriers of the other ranks find rank 0's, and its address."""
+def introduce_rank(ranks: RankGroup, courier: CourierProcess, start: Start, boxes: tuple[RankBoxes, ...]) -> str:
+    """Tell a new courier which rank it is beside; the couriers of the other ranks find rank 0's at a socket that is
+    made here. The session: rank 0's is that of all."""
+    listening, address = _open_meeting_place() if ranks.rank == 0 else (None, "")
+    session, address, secret = ranks.share((start.session, address, secrets.token_hex(16)), tuple[str, str, str])
+    leader = address if ranks.rank else ""
+    told = structs.replace(start, session=session, ranks=boxes, rank=ranks.rank, leader=leader, secret=secret)
+    courier.send(told, listening.fileno() if listening is not None else None)
+    if listening is not None:
+        listening.close()
+    return session
+
+
+def _open_meeting_place() -> tuple[socket.socket, str]:
+    """Where it listens, and its address."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # the machine of rank 0, as all ranks reach it
     if host in ("localhost", "127.0.0.1", "::1"):
         listening = socket.create_server(("127.0.0.1", 0))

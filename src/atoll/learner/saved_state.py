@@ -1,4 +1,4 @@
-"""A learner's state on disk: its part of every snapshot of the run, and what a later process continues from.
+"""A learner's state on disk: its part of every snapshot of the run, for a later process to continue from.
 
 A part holds the model, the inner optimizer, what the script registered, the random states, and the learner's place in
 its run. Restored exactly, the learner is the same incarnation as before: same session, counters and base, as after a
@@ -15,18 +15,11 @@ The base is not changed before it is copied (`Boundary.hold_bases`). If the last
 one is refused with that reason: no step waits for a disk. Parts of complete snapshots that the run keeps stay, as do
 the newest few (whether their snapshots will be complete is not known yet) and those in `lives`. All others are deleted.
 
-Continuing:
-- exactly (the run resumes from the same snapshot): everything is as it was, and the same incarnation goes on;
-- otherwise the parameters are the run's, and the rest is restored;
-- random states are restored last, once the learner has joined: joining may use them;
-- what was saved on leaving comes before a snapshot's part;
-- a supervisor names the part to continue from, or none (ATOLL_STATE). Without it a learner continues from the newest
-  readable part in its own folder if that is of this run and fits; otherwise it says so and starts afresh.
+What a later process does with it: earlier.py.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -34,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import torch
@@ -44,13 +37,12 @@ from atoll.learner.copy_room import CopyRoom
 from atoll.learner.folder import RUN, read_run
 from atoll.learner.model import BufferRule
 from atoll.learner.offload import ignore_graph_captures
-from atoll.learner.ranks import RankGroup
 from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
-from atoll.learner.snapshot import Snapshot, read, write
+from atoll.learner.snapshot import Snapshot, write
 from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, begin_capture, large_tensors, restore
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.boxes import RankBoxes
-from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.errors import AtollError
 from atoll.protocol.learner.effects import Saved
 from atoll.protocol.limits import is_name
 from atoll.protocol.messages import TensorSpec
@@ -120,9 +112,6 @@ def bases(box: Mailbox) -> Iterator[torch.Tensor]:
 
 def settings_of(state: dict[str, Any]) -> Settings:
     return msgspec.convert(state["settings"], Settings)
-
-
-FitPart: TypeAlias = Callable[[Path, str], Snapshot]
 
 
 def fill_box(box: Mailbox, state: dict[str, Any], run: str = "") -> None:
@@ -299,91 +288,10 @@ def _number(part: Path) -> tuple[int, str]:
     return len(part.name), part.name
 
 
-# ---- continuing -----------------------------------------------------------------------------------------------------
+# ---- what is saved ---------------------------------------------------------------------------------------------------
 
 PLACE = "atoll"
 """Under this name a learner's place in its run is saved beside what the script registered."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPart:
-    """What an earlier life left."""
-
-    snapshot: Snapshot
-    exact: bool
-    """Restored with its place in the run: the same incarnation goes on."""
-    file: str
-    run: str = ""
-    """The run of the folder it was found in; empty for one that ATOLL_STATE names: that one has to fit."""
-
-
-def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
-    """What was saved on leaving; else what ATOLL_STATE names, nothing if it is empty; else, where it is not set, the
-    newest part in this learner's folder. Exactly: only what ATOLL_STATE names. `run`: the run that it joins; empty: not
-    known yet."""
-    path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
-    if folder is not None and is_name(run) and read_run(folder) != run == read_run(folder / run):
-        folder = folder / run  # another run had the folder in between
-    of = read_run(folder) if folder is not None else ""
-    other = bool(run and of and run != of)
-    if folder is not None and not exact and not other and (snapshot := _take_left_state(folder / FILE)) is not None:
-        return SavedPart(snapshot, False, FILE, run=of)
-    if path:
-        return SavedPart(read(Path(path)), exact, Path(path).name)
-    if path is None and folder is not None and of and not other:
-        return _find_own_part(folder, of)
-    return None
-
-
-def find_part_of_ranks(ranks: RankGroup, folder: Path | None, run: str, fit: FitPart) -> SavedPart | None:
-    """The same for every rank of a learner; rank 0 says which, and `fit` reads a rank's own from what all saved."""
-    state, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
-    path = folder / FILE if folder is not None and not exact and (folder / FILE).exists() else None
-    if path is None and state:
-        path = Path(state)
-    if path is None and state is None and folder is not None and (of := read_run(folder)) and run in ("", of):
-        path = next(iter(reversed(list_parts(folder))), None)
-    found = ranks.share(str(path) if path is not None and ranks.rank == 0 else "", str)
-    if not found:
-        return None
-    root, file = Path(found).parent, Path(found).name
-    named = bool(state) and file != FILE
-    part, reason = None, ""
-    try:
-        part = SavedPart(fit(root, file), exact, file, run="" if named else run)
-    except (AtollError, OSError) as error:
-        reason = str(error)
-    reason = next(filter(None, ranks.gather(reason, str)), "")  # all have read it, or none goes on with it
-    if reason and named:
-        raise ConfigError(reason)
-    if file == FILE and folder is not None:
-        (folder / FILE).unlink(missing_ok=True)
-    if reason and ranks.rank == 0:
-        say(f"{file} in {root} is not used, the inner optimizer begins afresh: {reason}")
-    return None if reason else part
-
-
-def _take_left_state(path: Path) -> Snapshot | None:
-    """Deleted as soon as it is read: the next cut is newer. A damaged one would end every later process of this name
-    as well: it is kept under another name."""
-    if not path.exists():
-        return None
-    try:
-        snapshot = read(path)
-    except AtollError as error:
-        kept = path.replace(path.with_suffix(".damaged"))
-        say(f"{error}; it is kept as {kept.name} and not used")
-        return None
-    path.unlink()
-    return snapshot
-
-
-def _find_own_part(folder: Path, run: str) -> SavedPart | None:
-    """The newest that can be read; None: there is none."""
-    for part in reversed(list_parts(folder)):
-        with suppress(AtollError, OSError):
-            return SavedPart(read(part), False, part.name, run=run)
-    return None
 
 
 class OwnState:

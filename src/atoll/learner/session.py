@@ -12,37 +12,28 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from msgspec import structs
 from torch import nn
 
-from atoll.fabric.address import parse_address
 from atoll.learner.boundary import SharedMailbox
 from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe_machine
 from atoll.learner.data import Feed, NamedDataset
-from atoll.learner.folder import LearnerFolder, ask_run
-from atoll.learner.meeting import AgreedFacts, Meeting, RankFacts
-from atoll.learner.model import BufferRule, load_weights
+from atoll.learner.earlier import SavedPart, find_earlier_state
+from atoll.learner.folder import LearnerFolder
+from atoll.learner.joining import JoinRequest, JoinWait
+from atoll.learner.meeting import AgreedFacts, RankExchange
+from atoll.learner.model import load_weights
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
-from atoll.learner.placement import PlacementWish
-from atoll.learner.ranks import (
-    RANKS_PAUSE_S,
-    DataShare,
-    RankGroup,
-    find_data_share,
-    open_meeting_place,
-    rank_folder,
-)
-from atoll.learner.resharding import make_whole_boxes, part_of_rank, refit, saved_boxes
-from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_part_of_ranks, find_saved_part
+from atoll.learner.ranks import DataShare, RankGroup, find_data_share, introduce_rank, rank_folder
+from atoll.learner.saved_state import OwnState, Saver, describe_place
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
-from atoll.learner.snapshot import Snapshot, read
+from atoll.learner.snapshot import Snapshot
 from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, optimizers_by_path
 from atoll.learner.step_stats import InputDigest, StepCounter
-from atoll.learner.unmerged import FrozenRule, UnmergedTensors
+from atoll.learner.unmerged import UnmergedTensors
 from atoll.mailbox.channel import (
     DialFailed,
     ForgetOrder,
@@ -56,37 +47,12 @@ from atoll.mailbox.channel import (
     ToTraining,
     Welcomed,
 )
-from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
+from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Stepped
 from atoll.protocol.tape import BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, StoppedEntry, SuppliedEntry
 from atoll.store.removal import finish_removals
 from atoll.store.rundir import UNMERGED
-
-DIAL_S = 5.0
-"""A courier has this long to dial, also where all other time was spent on asking which run it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRequest:
-    """Who comes to which run."""
-
-    url: str
-    name: str
-    seed: int
-    data: str
-    """A digest of what it trains on."""
-    wait_s: float
-    """How long it waits for the run's parameters and a peer's state before training begins without them."""
-    tokens_per_step: int = 0
-    """The most that a step has, where the script says so."""
-    host: str = ""
-    pid: int = 0
-    proof: str = ""
-    """Where it is, and that it is the successor of whoever had its name (folder.py)."""
-    buffers: BufferRule = None
-    frozen: FrozenRule = "run"
-    placement: PlacementWish = "auto"
 
 
 class RunSession:
@@ -112,7 +78,7 @@ class RunSession:
         self._tape = TapeRecorder(courier)
         where = (joining.buffers, joining.placement, optimizers, ranks)
         self.shared = SharedMailbox(model, courier, self._tape, *where)
-        self._ranks, self._meeting = ranks, Meeting()
+        self._ranks = ranks
         self._leads = ranks is None or ranks.rank == 0
         self.data_share = DataShare() if ranks is None else find_data_share(ranks, model)
         self._unmerged = UnmergedTensors(model, joining.buffers, joining.frozen if ranks is None else "mine")
@@ -125,9 +91,10 @@ class RunSession:
         self._restored = False
         """Its inner optimizer comes from what this learner saved, and is put back once it has joined."""
         self._own_folder, self._folder, self._saver = folder, folder.path, Saver(folder.path)
-        self._join_by = 0.0
-        """When `join` stops waiting and lets training begin."""
         self._preemption = LeaveRequest()
+        self._join_wait = JoinWait(joining, speaks=self._leads and not courier.replays)
+        on = (self._carry_out, self._apply_agreed)
+        self._exchange = RankExchange(ranks, courier.receive, lambda: self._preemption.asked, *on)
         self._until: int | None = 0 if courier.replays else None
         """Replay: the step at which it waits."""
         self._told: RunProgress | None = None
@@ -135,17 +102,13 @@ class RunSession:
         self._known = RunProgress()
         """What the step under way goes by."""
         self._done = self._final = self._stopped = False
-        self._connected = False
-        """The line 'connected to run …' was printed."""
         self._joined = False
-        """The line 'joined run …' was printed: it has the run's parameters."""
-        self._unreached = ""
-        """Why the syncer could not be reached, while it was not."""
+        """It has the run's parameters, and said so."""
 
     @property
     def done(self) -> bool:
         """The run has ended, or this machine is taken away."""
-        return self._done or (self._preemption.asked if self._ranks is None else self._meeting.leaving)
+        return self._done or self._exchange.leaving
 
     @property
     def progress(self) -> float:
@@ -164,11 +127,10 @@ class RunSession:
         self.shared.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
-        self._join_by = time.monotonic() + self._joining.wait_s
-        run = self._named_run() or self._ask_run()
-        run = run if self._ranks is None else self._ranks.share(run, str)
+        self._join_wait.begin()
+        run = self._find_run()
         self._use_folder_of(run)
-        earlier = self._find_earlier(run)
+        earlier = find_earlier_state(self._folder, run, self.shared.tensors, self._ranks, self.shared.boxes)
         self._restored = earlier is not None
         if earlier is not None:
             self._saver.note_life(earlier.file)
@@ -188,31 +150,9 @@ class RunSession:
         if earlier is not None:
             self._put_back(earlier)
             self._restored = False
-        self._say_joined()
+        self._note_joined()
         self._look_up()
         self._preemption.begun = True
-
-    def _find_earlier(self, run: str) -> SavedPart | None:
-        if self._ranks is not None:
-            part = find_part_of_ranks(self._ranks, self._folder, run, self._fit_part)
-            same = part is not None and saved_boxes(part.snapshot) == self.shared.boxes
-            return part if part is None or same else replace(part, exact=False)
-        earlier = find_saved_part(self._folder, run)
-        if earlier is None or self._folder is None or not saved_boxes(earlier.snapshot):
-            return earlier
-        own = make_whole_boxes(self.shared.tensors)
-        root = Path(os.environ.get("ATOLL_STATE") or self._folder / earlier.file).parent
-        fitted = refit(earlier.snapshot, root, earlier.file, own, self.shared.tensors)
-        return replace(earlier, snapshot=fitted, exact=False)
-
-    def _fit_part(self, root: Path, file: str) -> Snapshot:
-        """A rank's own part where it was saved by as many ranks in the same layout, else what lies in its boxes."""
-        assert self._ranks is not None
-        path = part_of_rank(root, self._ranks.rank, file)
-        if path.exists() and saved_boxes(part := read(path)) == self.shared.boxes:
-            return part
-        own = self.shared.boxes[self._ranks.rank]
-        return refit(read(root / file), root, file, own, self.shared.tensors)
 
     def _put_back(self, earlier: SavedPart) -> None:
         if earlier.run and self._run and self._run != earlier.run:
@@ -233,20 +173,12 @@ class RunSession:
         """The run's name; empty until it is heard of."""
         return self.shared.box.run if self.shared.box is not None else ""
 
-    def _named_run(self) -> str:
-        """What the join link says; empty: nothing."""
-        return "" if self._courier.replays else parse_address(self._joining.url).run
-
-    def _ask_run(self) -> str:
-        """What the syncer at a plain address says: what was saved of its run is looked for before the run hears of
-        this learner. Empty: a folder was named, or nobody answers; then the courier goes on asking."""
-        if self._courier.replays or self._own_folder.runs is None:
-            return ""
-        while (run := ask_run(self._joining.url)) is None and not self._preemption.asked:
-            if time.monotonic() >= self._join_by:
-                break
-            time.sleep(0.25)
-        return run or ""
+    def _find_run(self) -> str:
+        """Empty: it is not known yet, or does not matter: a folder was named."""
+        run = ""
+        if not self._courier.replays:
+            run = self._join_wait.find_run(lambda: self._preemption.asked, asks=self._own_folder.runs is not None)
+        return run if self._ranks is None else self._ranks.share(run, str)
 
     def _use_folder_of(self, run: str) -> None:
         """Save into the folder of this run from now on. Nothing is being saved yet."""
@@ -259,25 +191,13 @@ class RunSession:
         elif run and (folder := self._own_folder.enter_run(run)) != self._folder:
             self._folder, self._saver = folder, Saver(folder)
 
-    def _say_connected(self, welcome: Welcomed) -> None:
-        """Once, where the run has not begun: the terminal would stay empty until the others are there."""
-        if self._connected or not self._leads or self._courier.replays or min(welcome.versions, default=0) >= 0:
-            return
-        self._connected = True
-        learners, wait_s = welcome.settings.learners, welcome.settings.wait_for_learners_s
-        begins = f"it begins once {learners} learners are here, or after {wait_s:g} s"
-        waits = begins if wait_s and learners > 1 else "it begins with the first parameters"
-        say(f"connected to run {welcome.run} as {self._joining.name}; {waits}")
-
-    def _say_joined(self) -> None:
+    def _note_joined(self) -> None:
         """Once: a learner that trains before it has the run's parameters joins later."""
         if not self._joined and not self._courier.replays and self.shared.has_parameters():
             self._joined = True
             self._use_folder_of(self._run)
             self._saver.enter_run(self._run)
-            if self._leads:
-                ranks = f", {self._ranks.size} ranks" if self._ranks is not None else ""
-                say(f"joined run {self._run} as {self._joining.name}{ranks}")
+            self._join_wait.say_joined(self._run, 1 if self._ranks is None else self._ranks.size)
 
     def _restore_exactly(self, saved: Snapshot) -> None:
         """The same incarnation goes on: the courier finds its place in shared memory, as after a courier's death."""
@@ -305,57 +225,32 @@ class RunSession:
         if self._ranks is None:
             self._courier.send(start)
         else:
-            self._introduce_rank(start, self._ranks)
+            self._session = introduce_rank(self._ranks, self._courier, start, self.shared.boxes)
         self.shared.hand_to_courier(self._counted(), sure=sure, waits=self._peers.waits)
         if self._feed.registered is not None:
             self._courier.send(self._feed.registered)
         self._tape.send_all_entries()
 
-    def _introduce_rank(self, start: Start, ranks: RankGroup) -> None:
-        """The couriers of the other ranks find rank 0's at a socket that is made here."""
-        listening, address = open_meeting_place() if ranks.rank == 0 else (None, "")
-        session, address, secret = ranks.share((self._session, address, secrets.token_hex(16)), tuple[str, str, str])
-        self._session = session
-        leader = address if ranks.rank else ""
-        told = structs.replace(
-            start, session=session, ranks=self.shared.boxes, rank=ranks.rank, leader=leader, secret=secret
-        )
-        self._courier.send(told, listening.fileno() if listening is not None else None)
-        if listening is not None:
-            listening.close()
-
     def _wait_until_joined(self) -> None:
-        """Wait for the run's parameters and a peer's state, at most until `_join_by`, or for `DIAL_S` where that is
-        later; then train without them, and take them when they come."""
-        deadline = max(self._join_by, time.monotonic() + min(self._joining.wait_s, DIAL_S))
+        """Wait for the run's parameters and a peer's state; where they do not come in time, train without them, and
+        take them when they do."""
+        self._join_wait.give_courier_time()
         while self._until is not None and self._until <= self._tally.t and not self._final:
             self.wait(0.5)
-        while self._agree(
+        while self._exchange.agree(
             self._until is None and not self._final and not self._is_current() and not self._preemption.asked
         ):
-            left = deadline - time.monotonic()
-            if self._agree(left <= 0):
-                self._check_reached()
-                self._say_unjoined()
+            left_s = self._join_wait.left_s
+            if self._exchange.agree(left_s <= 0):
+                if self.shared.boundary is None:
+                    self._join_wait.check_reached()
+                self._join_wait.say_unjoined(has_parameters=self.shared.has_parameters())
                 return
-            self.wait(min(left, 0.5))
+            self.wait(min(left_s, 0.5))
 
     def _is_current(self) -> bool:
         """It has the run's parameters and progress, and waits for no peer."""
         return self.shared.has_parameters() and not self._peers.waits and self._told is not None
-
-    def _check_reached(self) -> None:
-        """Unreachable: no syncer has ever answered this process. To train on would be to train alone."""
-        if self.shared.boundary is None and self._unreached:
-            raise Unreachable(
-                f"no syncer answers: {self._unreached}, tried for {self._joining.wait_s:g} s; "
-                "is the run over, or its address another now? atoll syncer prints it"
-            )
-
-    def _say_unjoined(self) -> None:
-        syncer = self._joining.url.rpartition("@")[2]  # what stands before it is a secret
-        what = "state of a peer's" if self.shared.has_parameters() else f"parameters from the syncer at {syncer}"
-        say(f"no {what} for {self._joining.wait_s:g} s: training begins without it, and joins when it can")
 
     def ask_for_leases(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int) -> None:
         boundary = self.shared.boundary
@@ -374,11 +269,11 @@ class RunSession:
             self._unmerged.look(tally.t)
         if shared.boundary is not None:
             shared.boundary.count_step(tally.t, 0 if self._ranks else tokens, tally.tokens, self._feed.position)
-        if self._ranks is not None:
-            self._exchange(self._ranks, tokens)
+        synchronous = shared.boundary is not None and shared.boundary.settings.synchronous
+        self._exchange.exchange_facts(tokens if self.data_share.counts else 0, wait=synchronous)
         self._listen()
-        if self._ranks is not None and self.done:
-            self._apply(self._ranks.finish_exchange())  # the last copies know of all tokens
+        if self.done:
+            self._exchange.finish()  # the last copies know of all tokens
         if shared.boundary is not None:
             shared.boundary.adopt_ready(tally.t)
             self._tape.tell()
@@ -386,7 +281,7 @@ class RunSession:
             self._report()
             self._make_room()
             self._hold()
-            self._say_joined()
+            self._note_joined()
             self._look_up()
 
     def _make_room(self) -> None:
@@ -398,8 +293,8 @@ class RunSession:
         t, shared = self._tally.t, self.shared
         assert shared.boundary is not None
         may_hold = self._ranks is None or shared.boundary.settings.synchronous  # to ask the others is to wait for them
-        while may_hold and self._agree(shared.boundary.is_held(t) and not self.done):
-            self._courier.wait(self._pause_s(0.5))
+        while may_hold and self._exchange.agree(shared.boundary.is_held(t) and not self.done):
+            self._courier.wait(self._exchange.pause_s(0.5))
             self._listen()
             shared.boundary.adopt_ready(t)
             shared.boundary.make_copies(t)  # ordered too late for this boundary: the round that it waits for needs it
@@ -410,75 +305,22 @@ class RunSession:
 
     def wait(self, seconds: float) -> None:
         """Not training: listen, and serve what is due. All ranks call it together."""
-        self._courier.wait(self._pause_s(seconds))
-        self._agree(False)
+        self._courier.wait(self._exchange.pause_s(seconds))
+        self._exchange.agree(False)
         self._listen()
         if self.shared.boundary is not None:
             self.shared.boundary.serve_orders()
 
-    # ---- together with the other ranks ----------------------------------------------------------------------------
+    # ---- how far the run is -----------------------------------------------------------------------------------------
 
-    def _exchange(self, ranks: RankGroup, tokens: int) -> None:
-        """After a step. What the last exchange said holds from now on; a synchronous run waits for this one."""
-        self._collect_frames()
-        self._apply(ranks.finish_exchange())
-        ranks.begin_exchange(self._facts(tokens if self.data_share.counts else 0))
-        if self.shared.boundary is not None and self.shared.boundary.settings.synchronous:
-            self._apply(ranks.finish_exchange())
-
-    def _agree(self, vote: bool) -> bool:
-        """What rank 0 says, on all ranks; and they all have the same frames to carry out. Not while training."""
-        if self._ranks is None:
-            return vote
-        self._collect_frames()
-        self._apply(self._ranks.finish_exchange())
-        self._ranks.begin_exchange(self._facts(vote=vote))
-        agreed = self._ranks.finish_exchange()
-        self._apply(agreed)
-        return agreed is not None and agreed.first.vote
-
-    def _facts(self, tokens: int = 0, *, vote: bool = False) -> RankFacts:
-        meeting = self._meeting
-        heard = meeting.heard or RunProgress(committed=-1)
-        told = (heard.committed, heard.progress, heard.global_step)
-        return RankFacts(meeting.received, tokens, self._preemption.asked, vote, *told)
-
-    def _apply(self, agreed: AgreedFacts | None) -> None:
-        if agreed is None:
-            return
-        self._meeting.agreed = agreed.frames
+    def _apply_agreed(self, agreed: AgreedFacts) -> None:
+        """What the ranks of this learner agreed on."""
         self._tally.tokens += agreed.tokens
         if self.shared.boundary is not None:
             self.shared.boundary.add_tokens(agreed.tokens)
-        if agreed.first.committed >= 0:
-            self._told = RunProgress(agreed.first.committed, agreed.first.progress, agreed.first.global_step)
+        self._told = agreed.progress or self._told
         if agreed.leaving:
-            self._meeting.leaving = True
             self._preemption.ask("another of its ranks was asked to leave")
-
-    def _collect_frames(self) -> None:
-        """Keep what the courier sent until all ranks have it. What is rank 0's alone, and what ends the learner, is
-        not waited with: the other ranks may be gone."""
-        for frame in self._courier.receive():
-            if isinstance(frame, RunProgress):
-                self._meeting.heard = frame
-            elif isinstance(frame, DialFailed) or (isinstance(frame, StopOrder) and frame.failed):
-                self._carry_out(frame)
-            else:
-                self._meeting.add(frame)
-
-    def _take_frames(self) -> list[ToTraining]:
-        """Those to be carried out now."""
-        if self._ranks is None:
-            return self._courier.receive()
-        self._collect_frames()
-        return self._meeting.take_agreed()
-
-    def _pause_s(self, seconds: float) -> float:
-        """Ranks wait for one another at every turn, so the turns are short."""
-        return seconds if self._ranks is None else min(seconds, RANKS_PAUSE_S)
-
-    # ---- how far the run is -----------------------------------------------------------------------------------------
 
     def _look_up(self) -> None:
         """How far the run is, as the next step is to know it. It does not change while that step is under way, whatever
@@ -521,7 +363,7 @@ class RunSession:
             self._peers.courier_died()
             self._introduce()
             self._report()
-        for frame in self._take_frames():
+        for frame in self._exchange.take_frames():
             self._carry_out(frame)
         for saved in self._saver.results():
             self._courier.send(saved)
@@ -536,7 +378,7 @@ class RunSession:
             return
         match frame:
             case Welcomed():
-                self._say_connected(frame)
+                self._join_wait.say_connected(frame)
                 self._unmerged.compare(frame.frozen)
                 if self.shared.apply_welcome(frame):
                     self.shared.hand_to_courier(self._counted())
@@ -546,7 +388,7 @@ class RunSession:
             case RunProgress():
                 self._told = frame
             case DialFailed(reason):
-                self._unreached = reason
+                self._join_wait.unreached = reason
             case GoOrder(until):
                 self._until = until
             case fx.AskToLeave(reason):
@@ -607,8 +449,7 @@ class RunSession:
 
     def finish(self) -> None:
         """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
-        if self._ranks is not None:
-            self._apply(self._ranks.finish_exchange())
+        self._exchange.finish()
         self._stopped = True
         self._saver.hurry()
         if self._preemption.asked:
@@ -628,12 +469,12 @@ class RunSession:
         """Wait until the run is over, or until nothing keeps this learner in it any more."""
         shared = self.shared
         leaving = LeaveWait(time.monotonic(), ending=self._done)
-        while self._agree(
+        while self._exchange.agree(
             not self._final
             and shared.boundary is not None
             and not leaving.may_go(time.monotonic(), self._patience_s(), replay=self._until is not None)
         ):
-            self._courier.wait(self._pause_s(0.2))
+            self._courier.wait(self._exchange.pause_s(0.2))
             self._listen()
             if shared.boundary is None:
                 break

@@ -1,0 +1,108 @@
+"""A learner on its way into a run: who comes, how long it waits, and what is said of that.
+
+It waits for the run's name, its parameters and a peer's state, all within `JoinRequest.wait_s`; then training begins
+without them. Where no syncer ever answered it ends instead: to train on would be to train alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atoll.fabric.address import parse_address
+from atoll.learner.folder import ask_run
+from atoll.learner.model import BufferRule
+from atoll.learner.placement import PlacementWish
+from atoll.learner.script import say
+from atoll.learner.unmerged import FrozenRule
+from atoll.mailbox.channel import Welcomed
+from atoll.protocol.errors import Unreachable
+
+DIAL_S = 5.0
+"""A courier has this long to dial, also where all other time was spent on asking which run it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """Who comes to which run."""
+
+    url: str
+    name: str
+    seed: int
+    data: str
+    """A digest of what it trains on."""
+    wait_s: float
+    """How long it waits for the run's parameters and a peer's state before training begins without them."""
+    tokens_per_step: int = 0
+    """The most that a step has, where the script says so."""
+    host: str = ""
+    pid: int = 0
+    proof: str = ""
+    """Where it is, and that it is the successor of whoever had its name (folder.py)."""
+    buffers: BufferRule = None
+    frozen: FrozenRule = "run"
+    placement: PlacementWish = "auto"
+
+
+class JoinWait:
+    def __init__(self, request: JoinRequest, *, speaks: bool) -> None:
+        """`speaks`: False for ranks that leave it to rank 0, and for replays."""
+        self._request, self._speaks = request, speaks
+        self._until = 0.0
+        """When it stops waiting and lets training begin."""
+        self._connected = False
+        """The line 'connected to run …' was printed."""
+        self.unreached = ""
+        """Why the syncer could not be reached, while it was not."""
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + self._request.wait_s
+
+    def find_run(self, is_asked_to_leave: Callable[[], bool], *, asks: bool) -> str:
+        """The run's name, as the join link has it; else, if it `asks`, what the syncer at a plain address says: what
+        was saved of its run is looked for before the run hears of this learner. Empty: nobody answers; then the courier
+        goes on asking."""
+        run: str | None = parse_address(self._request.url).run
+        if run or not asks:
+            return run or ""
+        while (run := ask_run(self._request.url)) is None and not is_asked_to_leave():
+            if time.monotonic() >= self._until:
+                break
+            time.sleep(0.25)
+        return run or ""
+
+    def give_courier_time(self) -> None:
+        """To dial: asking for the run may have used up the rest."""
+        self._until = max(self._until, time.monotonic() + min(self._request.wait_s, DIAL_S))
+
+    @property
+    def left_s(self) -> float:
+        return self._until - time.monotonic()
+
+    def check_reached(self) -> None:
+        """Unreachable: no syncer has ever answered this process."""
+        if self.unreached:
+            raise Unreachable(
+                f"no syncer answers: {self.unreached}, tried for {self._request.wait_s:g} s; "
+                "is the run over, or its address another now? atoll syncer prints it"
+            )
+
+    def say_connected(self, welcome: Welcomed) -> None:
+        """Once, where the run has not begun: the terminal would stay empty until the others are there."""
+        if self._connected or not self._speaks or min(welcome.versions, default=0) >= 0:
+            return
+        self._connected = True
+        learners, wait_s = welcome.settings.learners, welcome.settings.wait_for_learners_s
+        begins = f"it begins once {learners} learners are here, or after {wait_s:g} s"
+        waits = begins if wait_s and learners > 1 else "it begins with the first parameters"
+        say(f"connected to run {welcome.run} as {self._request.name}; {waits}")
+
+    def say_joined(self, run: str, ranks: int) -> None:
+        if self._speaks:
+            say(f"joined run {run} as {self._request.name}{f', {ranks} ranks' if ranks > 1 else ''}")
+
+    def say_unjoined(self, *, has_parameters: bool) -> None:
+        syncer = self._request.url.rpartition("@")[2]  # what stands before it is a secret
+        what = "state of a peer's" if has_parameters else f"parameters from the syncer at {syncer}"
+        say(f"no {what} for {self._request.wait_s:g} s: training begins without it, and joins when it can")
