@@ -24,9 +24,12 @@ from atoll.protocol.messages import Announce, Hello, Pull, Refused, TensorSpec, 
 from atoll.protocol.records import MergedRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.shard import Shard
+from atoll.store.cuts import folder_of, read_state
 from atoll.store.disk import LocalDisk
-from atoll.store.journal import read
+from atoll.store.journal import read, seal
 from atoll.store.rundir import RunDir
+from atoll.store.segments import follows, segment_path
+from atoll.store.shards import ShardCut
 from atoll.store.verify import verify_run
 from atoll.store.writer_lease import acquire
 from atoll.syncer.credentials import make_port_access
@@ -244,6 +247,57 @@ async def test_a_killed_shard_comes_back_with_everything_that_was_decided(tmp_pa
     report = verify_run(stage.out.path)
     assert report.ok, report.problem
     assert report.facts["rounds"] >= 8
+
+
+async def test_a_shard_reads_its_chain_from_its_newest_cut_on(tmp_path: Path) -> None:
+    """A byte before that cut is not what it was, and nobody looks at it."""
+    async with sharded(tmp_path, 2) as stage:
+        learners = await begin(stage)
+        await play(learners, 0, 5)
+        await stage.until("cut")
+        shard = stage.shards[2]
+        await shard.kill()
+        await stage.until("alarm")
+        first, *_ = rounds = [position for position, _ in read(shard.out.journal, disk=LocalDisk())]
+        _, cut = read_state(shard.out.cuts, 4, ShardCut)
+        assert first.offset < cut.position.offset - 40 and cut.position in rounds[:-1]
+        change_byte(segment_path(shard.out.journal, 1), cut.position.offset - 20)
+        await shard.start()
+        assert (await stage.until("alarm", 2))["replayed"] == 1
+        await play(learners, 5, 1)
+        await stage.end()
+    change_byte(segment_path(shard.out.journal, 1), cut.position.offset - 20)
+    report = verify_run(stage.out.path)
+    assert report.ok, report.problem
+
+
+async def test_a_shard_passes_over_a_cut_that_cannot_be_read(tmp_path: Path) -> None:
+    """To find the end of its chain; which cut it comes back from is for the lead to say."""
+    async with sharded(tmp_path, 2) as stage:
+        learners = await begin(stage)
+        await play(learners, 0, 5)
+        await stage.until("cut")
+        shard = stage.shards[2]
+        await shard.kill()
+        end = seal(shard.out.journal, disk=LocalDisk())
+        change_byte(folder_of(shard.out.cuts, 4) / "state.bin", 3)
+        lease = acquire(shard.out.journal)
+        store = ShardStore(shard.out, lease, 2)
+        assert follows(shard.out.journal, lease.term, LocalDisk()) == end
+        store.close()
+        change_byte(folder_of(shard.out.cuts, 4) / "state.bin", 3)
+        await shard.start()
+        await stage.until("alarm", 2)
+        await stage.end()
+
+
+def change_byte(path: Path, offset: int) -> None:
+    """Twice is as if never."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0xFF]))
 
 
 async def test_a_round_under_way_goes_on_when_its_shard_was_killed(tmp_path: Path) -> None:

@@ -7,21 +7,19 @@ steps, and the run with its rounds.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from tests.system.conftest import SCRIPTS, Event, Run, members
+from tests.system.conftest import SCRIPTS, Event, Run
 from tests.system.crashing import facts, victims
+from tests.system.crashing.course import check_outages, end, everybody, train_to_deaths
 from tests.system.crashing.facts import Outage
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 CrashAt = Callable[..., None]
-CRASHING = Path(__file__).parent / "crashing"
 DIARY = (SCRIPTS / "diary.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
 WIDE = ("--", "--width", "600")
 """Its larger fragment is decoded, merged and stepped beside the event loop."""
@@ -52,25 +50,9 @@ def crash_at(run: Run, monkeypatch: pytest.MonkeyPatch) -> CrashAt:
     """Starts the run with a syncer that dies at each of these points, one life after the other."""
 
     def start(points: tuple[str, ...], *options: str) -> None:
-        paths = [str(CRASHING), *filter(None, [os.environ.get("PYTHONPATH")])]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        monkeypatch.setenv("ATOLL_CRASH_AT", ",".join(points))
-        run.train(*DIARY, *options)
-        run.until(lambda events: len(facts.deaths(run)) == len(points))
+        train_to_deaths(run, monkeypatch, *DIARY, *options, of_syncer=points)
 
     return start
-
-
-def everybody(events: list[Event], since: float) -> bool:
-    """Whether both learners were in rounds since then."""
-    return {name for name, _ in members([e for e in events if e["at"] > since])} == {"learner-0", "learner-1"}
-
-
-def end(run: Run, since: float) -> None:
-    """Everybody takes part again, then the run ends in good order."""
-    run.until(lambda events: everybody(events, since))
-    run.interrupt()
-    run.ended()
 
 
 def check_nothing_lost(run: Run, points: tuple[str, ...], *, silent: int = 0) -> dict[str, int]:
@@ -85,11 +67,9 @@ def check_nothing_lost(run: Run, points: tuple[str, ...], *, silent: int = 0) ->
     return fates
 
 
-def check_outages(run: Run) -> None:
+def check_course(run: Run) -> None:
     outages = facts.outages(run, facts.deaths(run))
-    for outage in outages:
-        print(f"{outage.point}: rounds again after {outage.seconds:.2f} s")
-        assert outage.seconds < facts.SLOW * facts.AGAIN_S, outage
+    check_outages(outages)
     facts.check_kept_stepping(run, outages)
     assert facts.check_adopted(run) > 50
 
@@ -97,7 +77,7 @@ def check_outages(run: Run) -> None:
 def survive(run: Run, crash_at: CrashAt, points: tuple[str, ...], *options: str) -> None:
     crash_at(points, *options)
     end(run, since=facts.deaths(run)[-1]["at"])
-    check_outages(run)
+    check_course(run)
     assert check_nothing_lost(run, points)["lost"] == 0
 
 

@@ -7,19 +7,16 @@ dies too.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tests.system.conftest import SCRIPTS, Run
 from tests.system.crashing import facts
-from tests.system.test_crash_matrix import end
+from tests.system.crashing.course import check_outages, end, train_to_deaths
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 CrashShardAt = Callable[..., None]
-CRASHING = Path(__file__).parent / "crashing"
 WIDE = (SCRIPTS / "diary.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--set", "cut_every=24")
 ARGUMENTS = ("--learners", "2", "--syncer-shards", "2", "--", "--width", "700", "--pace", "0.02")
 """Wide enough that both shards hold some of the weight."""
@@ -44,27 +41,25 @@ def crash_at(run: Run, monkeypatch: pytest.MonkeyPatch) -> CrashShardAt:
     """Starts the run with a shard, and a lead, that die at each of these points, one life after the other."""
 
     def start(of_shard: tuple[str, ...], of_lead: tuple[str, ...] = ()) -> None:
-        paths = [str(CRASHING), *filter(None, [os.environ.get("PYTHONPATH")])]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        monkeypatch.setenv("ATOLL_CRASH_SHARD_AT", ",".join(of_shard))
-        monkeypatch.setenv("ATOLL_CRASH_AT", ",".join(of_lead))
-        run.train(*WIDE, *ARGUMENTS)
-        run.until(lambda events: len(facts.deaths(run, 2)) == len(of_shard) and len(facts.deaths(run)) == len(of_lead))
+        train_to_deaths(run, monkeypatch, *WIDE, *ARGUMENTS, of_syncer=of_lead, of_shard=of_shard)
 
     return start
 
 
 def check(run: Run, points: tuple[str, ...], of_lead: tuple[str, ...] = ()) -> None:
-    died = [*facts.deaths(run, 2), *facts.deaths(run)]
-    end(run, since=max(one["at"] for one in died))
-    assert [one["point"] for one in facts.deaths(run, 2)] == list(points)
+    died = facts.deaths(run, 2)
+    last = max(one["at"] for one in (*died, *facts.deaths(run)))
+    run.until(lambda _: facts.returns(run, 2)[-1:] > [(last, 0.0)])  # the life after the last death has staged
+    end(run, since=last)
+    assert [one["point"] for one in died] == list(points)
     facts.check_rounds(run, most_untold=len(of_lead))
     report = facts.check_files(run)
     assert report.facts["fragment_tokens"]["in_flight"] == 0
     began = run.events("round")[0]["at"]
-    for outage in facts.outages(run, [one for one in facts.deaths(run, 2) if one["at"] > began]):
-        print(f"{outage.point}: rounds again after {outage.seconds:.2f} s")
-        assert outage.seconds < facts.SLOW * facts.AGAIN_S, outage
+    check_outages(facts.outages(run, [one for one in died if one["at"] > began]))
+    for point, own_s in facts.own_starts(run, 2):
+        print(f"{point}: the next life staged a round {own_s:.2f} s after its start, waits for a core left out")
+        assert own_s < facts.AGAIN_S
     assert not [e for e in run.events("restarted") if e["process"].startswith("learner")], "no learner noticed"
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 import ssl
 from collections import Counter
@@ -260,6 +261,14 @@ def _say_plainly(sock: socket.socket) -> None:
         sock.send(head + PLAIN)
         sock.shutdown(socket.SHUT_WR)
     sock.close()
+
+
+def allow_files() -> None:
+    """Raise the limit of open files to the most allowed: every connection is one, and 1024 are soon used up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_port(host: str, port: int) -> None:

@@ -38,3 +38,8 @@ class Unreachable(AtollError):
 
 class RunFailed(AtollError):
     pass
+
+
+def first_error(errors: BaseExceptionGroup[AtollError]) -> AtollError:
+    first = errors.exceptions[0]
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

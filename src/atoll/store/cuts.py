@@ -196,13 +196,19 @@ class StoredCut:
 
 def open_cut(root: Path, number: int) -> StoredCut:
     """Read the table and the state, and no array. BadCut says why it cannot be read."""
+    part, state = read_state(root, number, CutState)
+    return StoredCut(number, folder_of(root, number), part, state)
+
+
+def read_state(root: Path, number: int, kind: type[T]) -> tuple[SyncerPart, T]:
+    """The table and the state of a cut, or of a shard's part of one (store/shards.py)."""
     folder = folder_of(root, number)
     part, path = _read_part(folder), folder / "state.bin"
     state = _bytes(path)
     if part.files.get("state.bin") != FileEntry(len(state), compute_digest(state)):
         raise BadCut(f"{path} is damaged: its digest is not the one in syncer.json")
     try:
-        return StoredCut(number, folder, part, msgspec.msgpack.decode(state, type=CutState))
+        return part, msgspec.msgpack.decode(state, type=kind)
     except (msgspec.MsgspecError, AtollError) as error:
         raise BadCut(f"{path} cannot be read by this version of Atoll: {error}") from error
 

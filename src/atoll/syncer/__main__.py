@@ -14,12 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.config import load, parse_shard
+from atoll.config import Config, load, parse_shard
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError
 from atoll.store.rundir import RunDir
-from atoll.syncer.process import import_named, serve
-from atoll.syncer.shard_process import serve_shard
 
 
 def _told_to_begin() -> bool:
@@ -43,21 +41,25 @@ def main() -> int:
     parser.add_argument("--shard", metavar="I/N", help="of a syncer of several processes, this one")
     parser.add_argument("--join", metavar="LEAD", help="the address of the first of them")
     said = parser.parse_args()
+    return _serve(said) if said.shard is None else _serve_shard(said)
+
+
+# A process has all that it needs in memory before it waits for its turn, and no more: a shard needs half of it.
+
+
+def _serve(said: argparse.Namespace) -> int:
+    from atoll.syncer.process import import_named, serve
+
     out = RunDir(said.out)
     if said.wait and not _told_to_begin():
         return 0
     try:
-        config = load(out.settings)
+        config = _load(said)
         pages = import_named("--pages", said.pages) if said.pages else None
         disk = import_named("--disk", said.disk)(out) if said.disk else None
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         return error.exit_code
-    if said.port is not None:
-        config = msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, port=said.port))
-    if said.shard is not None:
-        shard, count = parse_shard(said.shard)
-        return serve_shard(config.service, out, said.join, shard, count, supervised=True)
     return serve(
         config,
         out,
@@ -68,6 +70,27 @@ def main() -> int:
         pages=pages,
         disk=disk,
     )
+
+
+def _serve_shard(said: argparse.Namespace) -> int:
+    from atoll.syncer.shard_process import serve_shard
+
+    if said.wait and not _told_to_begin():
+        return 0
+    try:
+        config = _load(said)
+        shard, count = parse_shard(said.shard)
+    except AtollError as error:
+        print(f"atoll: {error}", file=sys.stderr)
+        return error.exit_code
+    return serve_shard(config.service, RunDir(said.out), said.join, shard, count, supervised=True)
+
+
+def _load(said: argparse.Namespace) -> Config:
+    config = load(RunDir(said.out).settings)
+    if said.port is None:
+        return config
+    return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, port=said.port))
 
 
 if __name__ == "__main__":

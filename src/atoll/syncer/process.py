@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn, Protocol
@@ -22,10 +20,11 @@ from typing import Any, NoReturn, Protocol
 from atoll.config import TAIL_CUTS, Config
 from atoll.fabric.address import host_port
 from atoll.fabric.handlers import ServedPages
+from atoll.fabric.listener import allow_files
 from atoll.fabric.tasks import VitalTasks, keep_showing
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
-from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.errors import AtollError, ConfigError, first_error
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import Disk
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
@@ -103,14 +102,6 @@ def serve(
         print(f"atoll: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     return code
-
-
-def allow_files() -> None:
-    """Raise the limit of open files to the most allowed: every connection is one, and 1024 are soon used up."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(ValueError, OSError):  # some systems allow less than they say
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def import_named(option: str, name: str) -> Any:
@@ -243,8 +234,3 @@ def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: VitalTasks) -> 
         loop.default_exception_handler(context)
 
     loop.set_exception_handler(fail)
-
-
-def first_error(errors: BaseExceptionGroup[AtollError]) -> AtollError:
-    first = errors.exceptions[0]
-    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

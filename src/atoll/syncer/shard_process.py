@@ -16,16 +16,16 @@ from collections.abc import Callable
 
 from atoll.config import Service
 from atoll.fabric.address import host_port
+from atoll.fabric.listener import allow_files
 from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.numerics import kernels
-from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.errors import AtollError, ConfigError, first_error
 from atoll.protocol.shard import Shard
 from atoll.store.atomic import write_atomic
 from atoll.store.disk import Disk
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire
 from atoll.syncer.credentials import make_port_access
-from atoll.syncer.process import allow_files, first_error
 from atoll.syncer.shard_service import ShardEnded, ShardService
 from atoll.syncer.shard_store import ShardStore
 

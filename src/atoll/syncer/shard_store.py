@@ -45,12 +45,13 @@ from atoll.store.cuts import (
     complete_cuts,
     folder_of,
     prune_before,
+    read_state,
     read_syncer_part,
     write_manifest,
     write_syncer_part,
 )
 from atoll.store.disk import Corrupt, Disk, LocalDisk, Rests, not_written
-from atoll.store.journal import Journal, payload, read
+from atoll.store.journal import Journal, payload, read, seal
 from atoll.store.removal import finish_removals
 from atoll.store.rundir import RunDir
 from atoll.store.segments import ORIGIN, Position
@@ -83,19 +84,37 @@ class ShardStore:
         self._out, self._lease, self._disk, self.shard = out, lease, disk or LocalDisk(), shard
         self._writing = threading.Lock()
         """Held while the chain is appended to or read."""
-        lines = read(out.journal, disk=self._disk) if out.journal.is_dir() else iter(())
-        end, first = next(lines, (ORIGIN, None))
-        end = next((position for position, _ in reversed(list(lines))), end)
-        if first is not None and not isinstance(first, BegunRecord):
-            raise Corrupt(f"the journal in {out.journal} does not begin with the beginning of a run: put back a copy")
-        self.begun: BegunRecord | None = first
+        self._newest: Position | None = None
+        """Where the newest cut begins in the chain: whatever is decided from now on lies behind it."""
+        self.begun: BegunRecord | None = self._read_begun()
+        end = self._find_end() if self.begun is not None else ORIGIN
         self._journal = Journal.begin(out.journal, lease.term, after=end, disk=self._disk)
-        if first is not None:
+        if self.begun is not None:
             self._journal.append([(TermRecord(lease.term, end.offset, end.hash, 0), None)])
         self._places: dict[int, tuple[int, int]] = {}
         """By cut, the term and file from which it needs payloads."""
         self._needless: tuple[int, int] | None = None
         self.outer: dict[str, str | float | bool] = {}
+
+    def _read_begun(self) -> BegunRecord | None:
+        """The first record of the chain; None: there is none yet."""
+        lines = read(self._out.journal, disk=self._disk) if self._out.journal.is_dir() else iter(())
+        _, first = next(lines, (ORIGIN, None))
+        if first is not None and not isinstance(first, BegunRecord):
+            where = self._out.journal
+            raise Corrupt(f"the journal in {where} does not begin with the beginning of a run: put back a copy")
+        return first
+
+    def _find_end(self) -> Position:
+        """Of the chain, which is read from the newest cut on: what a start takes does not grow with the run. A cut that
+        cannot be read is passed over for the one before it, and with no cut all of the chain is read."""
+        for cut in self.cuts:
+            with suppress(BadCut, Corrupt):
+                _, state = read_state(self._out.cuts, cut, ShardCut)
+                end = seal(self._out.journal, start=state.position, disk=self._disk)
+                self._newest = state.position
+                return end
+        return seal(self._out.journal, disk=self._disk)
 
     @property
     def run(self) -> str:
@@ -125,9 +144,9 @@ class ShardStore:
                 self._journal.trim(*before)
             return self._journal.position.hash
 
-    def read_round(self, decision: RoundDecided, start: Position | None = None) -> tuple[MergedRecord, bytes]:
-        """In a thread: the record that a decision names, and its payload. Corrupt: the chain does not hold it."""
-        for position, record in self._rounds(start):
+    def read_round(self, decision: RoundDecided) -> tuple[MergedRecord, bytes]:
+        """The record that a new decision names, and its payload. Corrupt: the chain does not hold it."""
+        for position, record in self._rounds(self._newest):
             if position.hash == decision.head:
                 return record, self._payload(position, record)
         raise self._behind(decision)
@@ -168,7 +187,7 @@ class ShardStore:
         start: Position | None = None
         if message.cut >= 0:
             state = self._load_cut(parameters, message.cut)
-            start = state.position
+            start = self._newest = state.position
             self._places[message.cut] = (state.position.term, state.file)
         return parameters, self._apply_all(parameters, message.decisions, start)
 

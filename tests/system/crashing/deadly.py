@@ -14,7 +14,8 @@ WHAT is one of
 Of a shard (docs/adr/0031), whose points are counted from the beginning: Say.Staged, Step, Write, Apply, CaptureCut, …
 are its effects, and its chain and its parts of cuts are written like the lead's.
 
-Every death is written to deaths.jsonl in the run's directory: when it was, and at which point.
+Every death is written to deaths.jsonl in the run's (or shard's) directory: when it was, and at which point. Of a shard
+the first round that each life staged is written to returns.jsonl: when that was, and how long it had waited for a core.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -91,14 +93,42 @@ class Fuse:
 def arm(points: str, out: str, *, of_shard: bool = False) -> None:
     """The point of this life, if one is left for it."""
     fuse = Fuse([Point.parse(text) for text in points.split(",")], Path(out) / "deaths.jsonl")
-    _lay_in_shard(fuse) if of_shard else _lay(fuse)
+    _lay_in_shard(fuse, out) if of_shard else _lay(fuse)
     _lay_on_disk(fuse)
 
 
-def _lay_in_shard(fuse: Fuse) -> None:
+def _lay_in_shard(fuse: Fuse, out: str) -> None:
     from atoll.syncer import shard_service
 
     _around(fuse, shard_service.ShardService, "_carry_out", lambda self, effect: _effect(effect))
+    _note_return(Path(out) / "returns.jsonl")
+
+
+def _note_return(path: Path) -> None:
+    """A successor that is kept ready begins when it is told to: what it waited for before does not count."""
+    from atoll.syncer import shard_process, shard_service
+
+    before_s = 0.0
+    begin, carry_out = shard_process.serve_shard, shard_service.ShardService._carry_out
+
+    def begun(*arguments: Any, **more: Any) -> int:
+        nonlocal before_s
+        before_s = _waited_s() if "--wait" in sys.orig_argv else 0.0
+        return begin(*arguments, **more)
+
+    def carried_out(self: Any, effect: Any) -> None:
+        carry_out(self, effect)
+        if _effect(effect) == "Say.Staged":
+            shard_service.ShardService._carry_out = carry_out
+            with path.open("a") as file:
+                file.write(json.dumps({"at": time.time(), "waited_s": _waited_s() - before_s}) + "\n")
+
+    shard_process.serve_shard, shard_service.ShardService._carry_out = begun, carried_out
+
+
+def _waited_s() -> float:
+    """Of the main thread, by the kernel's count: ready to run, while others had the cores."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _lay(fuse: Fuse) -> None:
