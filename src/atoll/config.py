@@ -4,6 +4,7 @@ seed, init   chance; pretrained weights to begin with; script, ranks: what learn
 [protocol]   the rules: protocol.settings.Settings
 [outer]      merge and outer optimizer
 [service]    where the syncer listens, how often the model is scored
+[[scavenge]] plans of hours: so many learners more from one time of day to another
 [workload]   what the built-in GPT trains; a script may read keys of its own from it
 
 On a command line every setting is a word `key=value`: `atoll train --set quorum=2`, `atoll set RUN quorum=2`. Keys are
@@ -17,6 +18,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
+from datetime import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_origin
 
@@ -113,6 +115,36 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ConfigError(f"evaluate_every = {self.evaluate_every} is below 0; 0 leaves the model unscored")
 
 
+class ScavengePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """So many learners more between two times of day, each day, by the clock of the run's controller."""
+
+    from_: str = msgspec.field(name="from")
+    """As in 22:00 …"""
+    to: str
+    """… and 06:00: what ends before it begins goes over midnight."""
+    learners: int
+
+    def __post_init__(self) -> None:
+        if self.begins == self.ends:
+            raise ConfigError(f"[[scavenge]] from {self.from_} to {self.to} is no time at all: name two times of day")
+        if self.learners < 1:
+            raise ConfigError(f"[[scavenge]] learners = {self.learners}: a plan adds at least 1")
+
+    @property
+    def begins(self) -> time:
+        return _time_of_day(self.from_)
+
+    @property
+    def ends(self) -> time:
+        return _time_of_day(self.to)
+
+
+def _time_of_day(text: str) -> time:
+    if re.fullmatch(r"([01]\d|2[0-3]):[0-5]\d", text) is None:
+        raise ConfigError(f"[[scavenge]] {text!r} is no time of day: write it as 22:00")
+    return time.fromisoformat(text)
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seed: int = 0
     init: str = ""
@@ -125,6 +157,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """`atoll train` refuses more learners than there are GPUs."""
     by_hand: bool = False
     """Learners are started by hand (`atoll syncer`): their script is known to nobody here."""
+    scavenge: tuple[ScavengePlan, ...] = ()
+    """When there are more learners, and how many."""
     protocol: Settings = Settings()
     outer: Outer = Outer()
     service: Service = Service()
@@ -254,7 +288,7 @@ PREFIXED = ("lr", "momentum", "optimizer")
 """Of [outer]: alone these words mean the learner's own optimizer."""
 WORKLOAD, ONE_WEIGHT = "workload.", "weight_limit."
 NESTED = ("weight_limits",)
-NO_WORDS = ("script", "by_hand", "protocol", "outer", "service", "workload")
+NO_WORDS = ("script", "by_hand", "scavenge", "protocol", "outer", "service", "workload")
 """Of a run's settings: what no word sets."""
 
 Changes = dict[str, dict[str, Any]]

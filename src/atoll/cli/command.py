@@ -176,7 +176,7 @@ def _parse(
             (for_script if command.script else loose).extend(rest)
         elif word in HELP:
             return None, []
-        elif not word.startswith("-") or word == "-":
+        elif not word.startswith("-") or word == "-" or word[1:].isdecimal():  # -3 is a number
             loose.append(word)
             if command.commands:  # the rest is that command's own
                 loose += rest

@@ -1,4 +1,4 @@
-"""Commands that look at a run, check it, or change it: status, dashboard, verify, export, set, drain, report."""
+"""Commands that look at a run, check it, or change it: status, dashboard, verify, export, set, scale, drain, report."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
 from atoll.launch.resume import describe_resume, describe_unspent
+from atoll.launch.scale import choose_leavers, parse_count
 from atoll.observe.figures import plain
 from atoll.observe.report import write_report
 from atoll.observe.report.reading import ReportedRun, read_run
@@ -26,7 +27,7 @@ from atoll.store.export import export_best, export_run
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.verify import verify_run
 from atoll.store.writer_lease import is_alive
-from atoll.telemetry.status import RunStatus
+from atoll.telemetry.status import AWAY, RunStatus
 
 
 def status(run: str, watch: bool, json_: bool) -> None:
@@ -201,6 +202,39 @@ def set_(run: str, words: list[str]) -> None:
             f"no syncer answers at {without_secrets(url)}: settings change while a run goes on, or with --resume"
         ) from error
     Console().print(f"changed: {changed}" if changed else "everything was like that already", highlight=False)
+
+
+def scale(run: str, number: str) -> None:
+    url = where(run)
+    try:
+        now = asyncio.run(_status(url))
+        if now.phase in ("ending", "finished"):
+            raise ConfigError(f"the run is ending at round {now.round}: its learners stay as they are")
+        wanted = parse_count(number, now.expected)
+        if wanted == now.expected:
+            print(f"the run has {wanted} learners already")
+            return
+        asyncio.run(post_settings(url, [f"learners={wanted}"]))
+    except Unreachable as error:
+        raise Unreachable(f"no syncer answers at {without_secrets(url)}: a run is scaled while it goes on") from error
+    print(f"{now.expected} learners become {wanted}")
+    if not now.supervised:
+        for line in _commands_by_hand(run, now, wanted):
+            print(line)
+
+
+def _commands_by_hand(run: str, status: RunStatus, wanted: int) -> list[str]:
+    """What whoever started the learners does now."""
+    here = [one.learner for one in status.learners if one.state not in AWAY]
+    place = f" --run {run}" if not is_address(run) else " --run LINK"
+    if wanted > status.expected:
+        first, last = status.expected, wanted - 1
+        return [
+            f"nobody starts them by itself. Each of them: atoll learn SCRIPT --join LINK --name learner-{first}",
+            f"under Slurm: sbatch --array={first}-{last} examples/deploy/slurm/learners.sbatch SCRIPT",
+        ]
+    leavers = choose_leavers(here, max(0, len(here) - wanted))
+    return ["nobody ends them by itself:", *(f"  atoll drain {name}{place}" for name in leavers)] if leavers else []
 
 
 def report(run: Path, out: Path | None, json_: bool) -> None:

@@ -38,6 +38,7 @@ from atoll.launch.children import (
 from atoll.launch.environment import VISIBLE, Assignment, LaunchEnvironment, capture_environment, write_environment
 from atoll.launch.ranks import RankProcesses
 from atoll.launch.resume import Resume
+from atoll.launch.scaling import Scaling
 from atoll.launch.supervision import Killed, Supervision, describe_process
 from atoll.protocol.errors import ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
@@ -125,6 +126,7 @@ class LocalRun:
             self._learners = self._processes.learners
             self._pending = list(self.kills)
             self._unshown = ""
+            self._scaling = Scaling(self)
             try:
                 await self._run_to_end()
             finally:
@@ -173,6 +175,7 @@ class LocalRun:
             self._prepare_successor(status)
             self._kill_as_planned(status)
             self._processes.restart_dead()
+            await self._scaling.follow(status)
             if self._processes.is_ending:
                 self._processes.kill_without_step()
             await asyncio.sleep(TICK_S)
@@ -320,6 +323,10 @@ class LocalRun:
     @property
     def url(self) -> str:
         return self._url
+
+    @property
+    def processes(self) -> Supervision:
+        return self._processes
 
     def find_learner(self, name: str) -> Child:
         """One that takes part; a new name joins."""

@@ -6,6 +6,7 @@
 - a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
   anybody made a step, the same mistake in the code on every learner after each was restarted, an exception of the
   scorer, or a return that is no score, before the first score;
+- a learner that was asked to leave (`atoll scale`) is gone for good, however it ended;
 - a learner of several ranks (ranks.py) is one process in all of this; what is said names the rank;
 - any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit. Once the
   run is ending, no learner is;
@@ -15,6 +16,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from math import inf
 
@@ -30,6 +32,8 @@ SAME_INTERRUPT_S = 0.5
 """Two interrupts so close to each other are one: nobody presses Ctrl-C so fast to have everything killed."""
 SAME_MISTAKE_S = 5.0
 """If no learner fails as the evaluator did within this time, the mistake is the evaluator's own."""
+LEAVE_S = 120.0
+"""A learner that was asked to leave and is still there after this is killed."""
 UNWRITABLE = 4
 """A syncer whose disk failed ends with this code: starting it again would not mend the disk."""
 
@@ -52,6 +56,10 @@ class Supervision:
         self.learners: dict[str, Child] = {}
         self.scorer: Child | None = None
         self.done: set[str] = set()
+        self._leaving: dict[str, float] = {}
+        """Learners that were asked to leave, and when they are killed if they have not."""
+        self._removed: set[str] = set()
+        """Those that have left."""
         self.interrupts, self._interrupted_at = 0, 0.0
         self._blame_scorer_at = inf
         self._orders: list[str] = []
@@ -99,7 +107,7 @@ class Supervision:
     def describe_absence(self, name: str, phase: str) -> str:
         child = self.learners.get(name)
         if child is None:
-            return "gone"
+            return "done" if name in self._removed else "gone"
         if name in self.done or (phase == "finished" and child.running):
             return "done"
         restarts = not self.is_ending and (child.waiting or (child.running and child.restarts > 0))
@@ -167,6 +175,7 @@ class Supervision:
                 self._handle_exit_of_learner(child, code)
         if self.scorer is not None and (self.interrupts or time.monotonic() >= self._blame_scorer_at):
             self._blame_scorer(self.scorer)
+        self._kill_late_leavers()
         # One that died since it was looked at above still has its process here: the next look says what becomes of it.
         if not any(child.process is not None or child.waiting for child in self.learners.values()):
             self._end_without_learners()
@@ -195,8 +204,36 @@ class Supervision:
 
     # ---- learners ---------------------------------------------------------------------------------------------------
 
+    def list_staying(self) -> list[str]:
+        """Learners that nobody asked to leave."""
+        return [name for name in self.learners if name not in self._leaving]
+
+    def ask_to_leave(self, name: str) -> bool:
+        """Whether it has to be told. One that does not run, or waits for its restart, is gone at once."""
+        child = self.learners[name]
+        if child.running:
+            self._leaving[name] = time.monotonic() + LEAVE_S
+            return True
+        child.cancel_restart()
+        self._remove_learner(name)
+        return False
+
+    def _remove_learner(self, name: str) -> None:
+        del self.learners[name]
+        self._leaving.pop(name, None)
+        self._errors.pop(name, None)
+        self._removed.add(name)
+
+    def _kill_late_leavers(self) -> None:
+        for name, kill_at in self._leaving.items():
+            if time.monotonic() >= kill_at and self.learners[name].running:
+                self._log_warning(self.learners[name], f"{name} did not leave within {LEAVE_S:g} s and is killed")
+                self.learners[name].signal_all(signal.SIGKILL)
+
     def _handle_exit_of_learner(self, child: Child, code: int) -> None:
-        if code == 0:
+        if child.name in self._leaving:
+            self._remove_learner(child.name)
+        elif code == 0:
             self.done.add(child.name)
         elif code == USAGE:
             self._fail_with_script(child, "the script calls Atoll wrongly")

@@ -35,7 +35,8 @@ is null where the last one was not finite |
 rounds made while it was there (recovered, and not gone) that it was in; muted_s; longest_absence_s also counts the time
 before its first round |
 
-M is the number of learners the run is meant for, or the most that were alive at once where more joined. Figures that
+M is the number of learners the run is meant for, or the most that were alive at once where more joined; where it was
+changed on the way (`atoll scale`), learner-seconds allocated are the sum over the times between. Figures that
 nothing in the events supports are null, never guessed.
 """
 
@@ -100,7 +101,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     paced = select_paced_rounds(timeline)
     fragments = int(settings.get("fragments") or 0) or 1 + max((int(r["fragment"]) for r in rounds), default=0)
     presence = Presence.of(timeline, part)
-    allocated = max(_learners_meant(header, settings), presence.most_at_once())
+    allocated_s = learner_seconds(timeline, part, presence, _learners_meant(header, settings))
     work = work_done(timeline, fragments)
     tokens = tokens_by_fate(timeline, work, fragments)
     gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
@@ -115,10 +116,10 @@ def summarise(events: Iterable[Event]) -> Summary:
         "data_digest": plan.get("data") or None,
         "parameters": plan.get("parameters"),
         "reason": closing.get("reason") or ending.get("reason") or ending.get("text"),
-        "goodput": _share(sum(w.busy_s for w in work.values()), allocated * wall),
+        "goodput": _share(sum(w.busy_s for w in work.values()), allocated_s),
         "merged_share": _ratio(_merged_fragment_tokens(rounds), fragments * tokens["computed"]),
         "uptime": _ratio(presence.stepping_s(), wall),
-        "liveness": _ratio(presence.alive_s(), allocated * wall),
+        "liveness": _share(presence.alive_s(), allocated_s),
         "participation": _round(_mean([participation(len(r["members"]), r["live"]) for r in rounds if r.get("live")])),
         "effective_h": steps.median,
         "effective_h_mean": _round(steps.mean),
@@ -150,6 +151,17 @@ def summarise(events: Iterable[Event]) -> Summary:
         "per_learner": per_learner(timeline, work, part, closing.get("fates") or {}),
         "settings": settings,
     }
+
+
+def learner_seconds(timeline: Sequence[Event], part: Span, presence: Presence, meant: int) -> float:
+    """Those allocated: M times the wall time, over the times in which M was the same."""
+    changes = [event for event in select_kinds(timeline, "changed") if "learners" in event]
+    if not changes:
+        return max(meant, presence.most_at_once()) * part.length
+    numbers = [meant, *(int(event["learners"]) for event in changes)]
+    moments = [part.start, *(float(event["at"]) for event in changes), part.end]
+    spans = [Span(a, max(a, b)).within(part) for a, b in pairwise(moments)]
+    return sum(number * span.length for number, span in zip(numbers, spans, strict=True))
 
 
 def _count_closed(timeline: Sequence[Event]) -> int:

@@ -110,6 +110,8 @@ NOTABLE = {
     "fresh": "yellow",
     "reigned": "bold cyan",
     "changed": "cyan",
+    "scaled": "cyan",
+    "planned": "cyan",
     "phase": "cyan",
     "renewed": "cyan",
     "score": "magenta",

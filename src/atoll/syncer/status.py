@@ -37,6 +37,10 @@ PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finish
 class Meter:
     def __init__(self, config: Config) -> None:
         self._learners = config.protocol.learners
+        self._allocated_s = 0.0
+        """Learner-seconds that the run was meant to have before M was changed last …"""
+        self._scaled_at: float | None = None
+        """… and when that was; None: never."""
         self._config = config
         self._began: float | None = None
         self._ended: float | None = None
@@ -87,6 +91,9 @@ class Meter:
                 of_fragment.append((data["rho"], data["outer_step"]))
         elif kind == "phase":
             self._outer.clear()
+        elif kind == "changed" and "learners" in data:
+            self._allocated_s = self._count_allocated(at)
+            self._learners, self._scaled_at = data["learners"], at
         elif kind in ("lost", "left"):
             self._count_busy(data["learner"], data["incarnation"], data["busy_s"])
         elif kind == "ending":
@@ -169,6 +176,7 @@ class Meter:
             alarm=self.alarm or next(reversed(self._rules_alarms.values()), ""),
             notice=self.notice() or self._nobody_here(phase, learners) or awaited_learners(machine),
             expected=settings.learners,
+            supervised=self.supervised,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
             bytes_in=traffic[0],
             bytes_out=traffic[1],
@@ -206,13 +214,24 @@ class Meter:
         return nobody_here(phase, learners)
 
     def _liveness(self, now: float, elapsed: float) -> float:
-        return min(1.0, (self._alive_s + self._alive_since(now)) / (max(self._learners, 1) * elapsed))
+        return min(1.0, (self._alive_s + self._alive_since(now)) / self._count_allocated(self._began_at + elapsed))
+
+    @property
+    def _began_at(self) -> float:
+        return self._began or 0.0
+
+    def _count_allocated(self, now: float) -> float:
+        """Learner-seconds that the run was meant to have until now."""
+        if self._began is None:
+            return 0.0
+        since = max(self._began, self._scaled_at or self._began)
+        return self._allocated_s + max(self._learners, 1) * max(0.0, now - since)
 
     def _goodput(self, machine: Syncer, elapsed: float) -> float:
         now = {(one.name, one.incarnation): one.busy_s for one in machine.members.learners.values()}
         past = {(name, incarnation): busy_s for name, (incarnation, busy_s) in self._busy.items()}
         busy_s = self._busy_before + sum({**past, **now}.values())
-        return min(1.0, busy_s / (max(self._learners, 1) * elapsed))
+        return min(1.0, busy_s / self._count_allocated(self._began_at + elapsed))
 
     def _learner(self, now: float, one: KnownLearner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
         assert machine is not None

@@ -20,7 +20,9 @@ rho and outer_step (docs/algorithm.md; null for the first of a fragment in a ter
 | helping, helped, fresh | syncer | learner: who takes whose inner optimizer's state, or why nobody's |
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
-| changed | syncer | what: settings that the operator changed |
+| changed | syncer | what: settings that the operator changed; learners, sync_every, … if these did |
+| scaled | supervisor | added, removed: learners, as `atoll scale` or a plan of hours asked |
+| planned | supervisor | planned, learners: how many learners a plan of hours has, of how many |
 | phase | syncer | training_phase, sync_every, overlap, adopt: another phase of training begins |
 | alarm | syncer | over: no commits, or again; the loss is bad (round, loss, best, good); the numbers of every learner
 are not finite (about: numbers); the dashboard failed |

@@ -77,6 +77,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the operator should see to before long; empty: nothing."""
     expected: int = 0
     """M: how many learners the run is meant for."""
+    supervised: bool = False
+    """Somebody starts and restarts its learners: `atoll train`, here or on Ray."""
     liveness: float | None = None
     """Mean share of those M that were alive, since this syncer has known of the first parameters."""
     bytes_in: int = 0

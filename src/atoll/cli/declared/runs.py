@@ -312,6 +312,24 @@ RUNS = (
         appendix=describe_choices,
     ),
     Command(
+        "scale",
+        JOIN,
+        """Give a run more or fewer learners while it goes on.
+
+        Its controller (atoll train) starts learners, or asks those with the highest numbers to leave: their last
+        steps are collected. Of a run whose learners were started by hand, what to do is printed.
+
+        Examples:
+          atoll scale atoll-runs/first 6
+          atoll scale atoll-runs/first +2
+        """,
+        "look:scale",
+        (
+            argument("run", "A run's folder, or the address of its syncer.", find_run_or_address, required=True),
+            argument("number", "How many learners; +2 for more, -3 for fewer.", metavar="N", required=True),
+        ),
+    ),
+    Command(
         "cert",
         JOIN,
         """Make what a run needs to leave this machine: a certificate and a first token.

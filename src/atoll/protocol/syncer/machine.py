@@ -21,6 +21,7 @@ Most messages of many learners change nothing yet: a heartbeat, a step before a 
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 from atoll.protocol import messages as msg
 from atoll.protocol import schedule
@@ -340,6 +341,7 @@ class Syncer:
             return
         self._asked = None
         differ = (asked.settings, asked.outer) != (self.state.settings, self.state.history.outer)
+        scaled = asked.settings.learners != self.settings.learners
         self._apply_change(ChangedRecord(asked.settings, asked.outer, asked.what, asked.reopen))
         if other_rounds:
             self._tell_changed_rounds()
@@ -347,7 +349,8 @@ class Syncer:
             self.end.reopen_run()
             self.assembly.expect_everybody()
         if differ or not asked.reopen:  # a run may be opened again as it is
-            named = self.settings.phased_values if other_rounds else {}
+            named: dict[str, Any] = dict(self.settings.phased_values) if other_rounds else {}
+            named |= {"learners": self.settings.learners} if scaled else {}
             self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what, **named)
 
     def _apply_change(self, record: ChangedRecord) -> None:

@@ -1,0 +1,30 @@
+"""Learners added to a run that goes on, and taken away, as a user does it with `atoll scale`."""
+
+from __future__ import annotations
+
+import pytest
+from tests.system.conftest import SCRIPTS, Run, members
+
+pytestmark = pytest.mark.system
+
+LINE = (SCRIPTS / "line.py", "--set", "evaluate_every=0", "--set", "overlap=1")
+
+
+def test_a_run_grows_and_shrinks_and_its_account_balances(run: Run) -> None:
+    run.train(*LINE, "--learners", "1")
+    run.until(lambda events: len(members(events)) == 1)
+    assert "1 learners become 3" in run.ask("scale", run.out, "+2").stdout
+    run.until(lambda events: {"learner-0", "learner-1", "learner-2"} <= {name for name, _ in members(events)})
+    run.ask("scale", run.out, "-2")
+    run.until(lambda events: {e["learner"] for e in events if e["kind"] == "left"} == {"learner-1", "learner-2"})
+    run.until(lambda events: {"learner-1", "learner-2"} <= {e["process"] for e in events if e["kind"] == "exited"})
+    run.ask("scale", run.out, "2")  # under the name that it had, from the state that it left
+    run.until(lambda events: ("learner-1", 2) in members(events))
+    refused = run.ask("scale", run.out, "-2")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "the least is 1" in refused.stderr
+    run.interrupt()
+    run.ended()
+    summary = run.summary
+    assert summary["failure"] is None and summary["restarts"] == 0 and summary["tokens"]["lost"] == 0
+    assert 0.2 < summary["liveness"] <= 1.0, "learners that were not asked for are not missed"
+    assert run.ask("verify", run.out).returncode == 0
