@@ -14,6 +14,7 @@ block of a GPT of 170M parameters). By what the syncer itself calls:
     in turn         what `all` does, one pass after the other over the whole fragment, on one thread
     torch           mean and the same outer step by torch in place, on all threads: of float32 and bf16 tensors as they
                     are, of the other codecs after learner/codecs.py has decoded them. No check, no digest
+    torch rda-row   the same by that rule, with norms in float32
 
 Every figure is the median over repetitions that take turns, so that all see the same machine.
 """
@@ -27,7 +28,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -142,20 +143,39 @@ class TorchRound:
 
     def __init__(self, ours: Round) -> None:
         self.codec, self.bodies = ours.codec, [torch.from_numpy(body) for body in ours.bodies]
-        self.rows, self.weights, size = row_lengths(ours.part.pieces), ours.weights, ours.part.size
-        self.theta, self.momentum, self.gradient, self.decoded = (torch.zeros(size) for _ in range(4))
+        self.part, self.rows, size = ours.part, row_lengths(ours.part.pieces), ours.part.size
+        self.shares = [weight / sum(ours.weights) for weight in ours.weights]
+        self.theta, self.momentum, self.gradient = (torch.zeros(size) for _ in range(3))
+        self.decoded = [torch.zeros(size) for _ in self.bodies]
 
-    def delta(self, body: torch.Tensor) -> torch.Tensor:
-        if self.codec.name in ("fp32", "bf16"):
-            return body.view(torch.float32 if self.codec.name == "fp32" else torch.bfloat16)
-        codecs.decode(self.codec, body, self.rows, self.decoded)
-        return self.decoded
+    def deltas(self) -> Iterator[torch.Tensor]:
+        for body, decoded in zip(self.bodies, self.decoded, strict=True):
+            if self.codec.name in ("fp32", "bf16"):
+                yield body.view(torch.float32 if self.codec.name == "fp32" else torch.bfloat16)
+            else:
+                codecs.decode(self.codec, body, self.rows, decoded)
+                yield decoded
 
-    def step(self) -> None:
-        lr, mu = Outer().lr, Outer().momentum
+    def step_by_mean(self) -> None:
         self.gradient.zero_()
-        for body, weight in zip(self.bodies, self.weights, strict=True):
-            self.gradient.add_(self.delta(body), alpha=weight / sum(self.weights))
+        for delta, share in zip(self.deltas(), self.shares, strict=True):
+            self.gradient.add_(delta, alpha=share)
+        self.take_outer_step()
+
+    def step_by_rda_row(self) -> None:
+        deltas = list(self.deltas())
+        for piece, at in self.part.parts:
+            given, out = [delta[at].view(piece.rows, -1) for delta in deltas], self.gradient[at].view(piece.rows, -1)
+            norms = [torch.linalg.vector_norm(delta, dim=1, keepdim=True, dtype=torch.float32) for delta in given]
+            radius = sum((share * norm for share, norm in zip(self.shares, norms, strict=True)), torch.zeros(1))
+            out.zero_()
+            for delta, share, norm in zip(given, self.shares, norms, strict=True):
+                out.addcmul_(delta, share * radius / norm)
+            out.mul_(radius / torch.linalg.vector_norm(out, dim=1, keepdim=True))
+        self.take_outer_step()
+
+    def take_outer_step(self) -> None:
+        lr, mu = Outer().lr, Outer().momentum
         self.momentum.mul_(mu).add_(self.gradient)
         self.theta.sub_(self.gradient, alpha=lr).sub_(self.momentum, alpha=lr * mu)
 
@@ -198,12 +218,14 @@ def measure_round(
     plan: FragmentPlan, name: str, threads: int, deltas: list[FloatArray], repetitions: int
 ) -> dict[str, Any]:
     mean, ours = (Round(plan, name, deltas, threads, rule) for rule in ("mean", "rda-row"))
+    torch_round = TorchRound(ours)
     works = {
         "mean": mean.merge,
         "rda-row": ours.merge,
         "all": ours.work,
         "in turn": RoundInTurn(plan, name, deltas, "rda-row").work,
-        "torch": TorchRound(ours).step,
+        "torch": torch_round.step_by_mean,
+        "torch rda-row": torch_round.step_by_rda_row,
     }
     times = in_turns(works, repetitions)
     return {
@@ -212,7 +234,8 @@ def measure_round(
         "parameters_mib": 4 * plan.size // 2**20,
         "ms": {work: round(1e3 * seconds, 1) for work, seconds in times.items()},
         "gb_per_s": {work: round(4e-9 * plan.size * len(deltas) / seconds, 2) for work, seconds in times.items()},
-        "times_torch": {work: round(times["torch"] / times[work], 2) for work in ("mean", "rda-row")},
+        "times_torch": {work: round(times["torch"] / times[work], 2) for work in ("mean", "rda-row")}
+        | {"rda-row, same rule": round(times["torch rda-row"] / times["rda-row"], 2)},
         "times_in_turn": round(times["in turn"] / times["all"], 2),
     }
 

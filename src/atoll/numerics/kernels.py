@@ -59,8 +59,17 @@ def square_norms(values: FloatArray, out: DoubleArray) -> None:
     lanes = np.empty(LANES, np.float64)
     for row in range(out.size):
         lanes[:] = 0.0
-        for start in range(row * width, (row + 1) * width, LANES):
-            part = values[start : min(start + LANES, (row + 1) * width)]
+        stop = (row + 1) * width
+        fours = stop - width % (4 * LANES)
+        # Four values of a lane at a time, in their order: it is loaded and stored once for them.
+        for start in range(row * width, fours, 4 * LANES):
+            part = values[start : start + 4 * LANES]
+            for j in range(LANES):
+                a, b = np.float64(part[j]), np.float64(part[j + LANES])
+                c, d = np.float64(part[j + 2 * LANES]), np.float64(part[j + 3 * LANES])
+                lanes[j] = (((lanes[j] + a * a) + b * b) + c * c) + d * d
+        for start in range(fours, stop, LANES):
+            part = values[start : min(start + LANES, stop)]
             for j in range(part.size):
                 value = np.float64(part[j])
                 lanes[j] += value * value
