@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import socket
@@ -10,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -18,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.learner.lone_rank import draw_alone
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_layouts
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,6 +46,7 @@ def pretended(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        clear_layouts()  # torch keeps them by mesh, and an equal mesh of another rank would get this one's
 
 
 def model() -> nn.Module:
@@ -54,31 +56,27 @@ def model() -> nn.Module:
 # ---- boxes -----------------------------------------------------------------------------------------------------------
 
 
-def find_layouts(rank: int, store: str) -> dict[str, list[Box]]:
-    """What one of four real ranks holds of the model in each layout."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    parallel = model()
-    for layer, dim in ((parallel[0], 0), (parallel[1], 1)):
-        made = distribute_tensor(layer.weight.detach(), init_device_mesh("cpu", (4,)), [Shard(dim)])
-        layer.weight = nn.Parameter(made)
-    both, two = model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(both, two["tp"], {"0": ColwiseParallel()})  # 1.weight is cut by FSDP alone
-    models = {"fsdp": fully_shard(model()), "hsdp": fully_shard(model(), mesh=mesh), "tp": parallel, "ddp": model()}
-    models["fsdp-tp"] = fully_shard(both, mesh=two["dp"])
-    found = {name: list(find_boxes(merged(one), rank)) for name, one in models.items()}
-    dist.destroy_process_group()
-    return found
+def find_layouts(rank: int) -> dict[str, tuple[Box, ...]]:
+    """What one of four ranks holds of the model in each layout. Layouts follow from the mesh alone, so the ranks may be
+    pretended: tests/system/test_ranks.py has real ones."""
+    with pretended(rank, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        parallel = model()
+        for layer, dim in ((parallel[0], 0), (parallel[1], 1)):
+            made = distribute_tensor(layer.weight.detach(), init_device_mesh("cpu", (4,)), [Shard(dim)])
+            layer.weight = nn.Parameter(made)
+        both, two = model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(both, two["tp"], {"0": ColwiseParallel()})  # 1.weight is cut by FSDP alone
+        models = {"fsdp": fully_shard(model()), "hsdp": fully_shard(model(), mesh=mesh), "tp": parallel, "ddp": model()}
+        models["fsdp-tp"] = fully_shard(both, mesh=two["dp"])
+        return {name: find_boxes(merged(one), rank) for name, one in models.items()}
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Box]]]:
+def layouts() -> list[dict[str, dict[str, Box]]]:
     """By rank, layout and tensor."""
-    store = str(tmp_path_factory.mktemp("ranks") / "store")
-    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as processes:
-        told = [processes.submit(find_layouts, rank, store) for rank in range(4)]
-        held = [one.result(WAIT_S) for one in told]
-    chosen = {name: choose_senders([tuple(one[name]) for one in held]) for name in held[0]}
+    held = [find_layouts(rank) for rank in range(4)]
+    chosen = {name: choose_senders([one[name] for one in held]) for name in held[0]}
     return [{name: {box.tensor: box for box in of[rank]} for name, of in chosen.items()} for rank in range(4)]
 
 
@@ -257,16 +255,6 @@ def test_a_learner_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
             stop(one)
     assert both[0].returncode == 2
     assert "atoll: rank 1 of 2 made no atoll.Learner within 2 s: every rank makes one, of its model" in said
-
-
-def draw_alone(rank: int, store: str) -> tuple[list[int], str]:
-    """The samples that a rank of a group without a run trains on, and what it says."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    told = io.StringIO()
-    with redirect_stderr(told), Learner(model()) as learner:
-        seen = [int(one) for batch in learner.batches(torch.arange(24), batch_size=4) for one in batch]
-    dist.destroy_process_group()
-    return seen, told.getvalue()
 
 
 def test_ranks_without_a_run_share_the_data_and_say_once_that_they_are_alone(tmp_path: Path) -> None:
