@@ -2,8 +2,9 @@
 
 Every optimizer of torch imports `torch._dynamo` (1.5 s), to call two functions of it that do nothing unless something
 is compiled; `import torch` loads `torch.export` (0.3 s) and, for tensors without values, `torch._meta_registrations`
-(0.5 s). Here these imports give stand-ins. Whoever asks one of them for anything else, or imports one of its
-submodules, gets the real package, and so does every later import.
+(0.5 s); DistributedDataParallel asks the compiler how to work with it (2 s). Here these imports give stand-ins. Whoever
+asks one of them for anything else, or imports one of its submodules, gets the real package, and so does every later
+import.
 
 While torch is imported nothing is garbage, and to look for some takes 0.3 s: so nobody looks, then or later.
 """
@@ -23,7 +24,21 @@ DYNAMO, EXPORT, METAS = "torch._dynamo", "torch.export", "torch._meta_registrati
 PACKAGES = (DYNAMO, EXPORT)
 
 
+class CompilerFacts:
+    """In place of `torch._dynamo.utils`."""
+
+    @staticmethod
+    def get_optimize_ddp_mode() -> str:
+        return "ddp_optimizer"  # what torch has where nobody chose
+
+    def __getattr__(self, name: str) -> Any:
+        remove_stand_ins()
+        return getattr(importlib.import_module(f"{DYNAMO}.utils"), name)
+
+
 class StandIn(ModuleType):
+    utils = CompilerFacts()
+
     @staticmethod
     def graph_break(*said: object) -> None:
         """Outside of compiled code there is no graph to break."""

@@ -67,6 +67,8 @@ def test_a_shard_that_is_killed_loses_nothing(run: Run, crash_at: CrashShardAt) 
     """Three points of the matrix below."""
     crash_at(SAMPLE)
     check(run, SAMPLE)
+    told = [event["text"] for event in run.events("alarm")]
+    assert told[0].startswith("shard 2 was lost") and told[-1].startswith("shard 2 is back")
 
 
 @pytest.mark.faults
