@@ -197,6 +197,18 @@ async def test_fetches_that_waited_for_the_network_get_slots_once_it_waits_for_n
     assert sorted(slots.landed.values()) == list(range(24))
 
 
+async def test_as_many_bodies_stay_on_their_way_while_versions_wait_to_be_adopted() -> None:
+    """Seed 1901 of the ranks' worlds: a learner whose slots waited for its ranks stayed a cycle behind the run."""
+    slots = IncomingSlots(2, reserve=lambda slot: True)
+    slots.note_landed(0, await slots.take_slot())
+    filling = [await slots.take_slot()]
+    async with asyncio.timeout(60):
+        filling.append(await slots.take_slot())
+    assert sorted(filling) == [1, 2]
+    slots.add_slot_if_held_up()
+    assert slots.take_free() is None, "two are on their way, as at first"
+
+
 async def test_a_failed_fetch_gives_its_slot_to_the_next() -> None:
     slots = IncomingSlots(1)
     slots.note_failed(await slots.take_slot())

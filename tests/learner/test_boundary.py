@@ -55,6 +55,16 @@ def test_at_first_the_base_is_the_model_and_no_version_is_held(place: Place) -> 
     assert not place.boundary.recovered
 
 
+def test_tokens_of_a_life_that_is_over_are_dropped(place: Place) -> None:
+    """Of several ranks they are known after their step."""
+    place.step(tokens=0)
+    place.boundary.carry_out(ForgetOrder(1, reset=False))
+    place.boundary.add_tokens(30, of_this_life=False)
+    place.step(tokens=0)
+    place.boundary.add_tokens(20, of_this_life=True)
+    assert place.box.tokens.tolist() == [20, 20] and place.box.dropped.tolist() == [30, 30]
+
+
 def test_steps_and_tokens_count_for_every_fragment(place: Place) -> None:
     place.step(tokens=10)
     place.step(tokens=5)

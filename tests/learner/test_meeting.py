@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.learner.meeting import AgreedFacts, Meeting, RankExchange, RankFacts, agree_on
-from atoll.mailbox.channel import DialFailed, RunProgress, StopOrder, ToTraining
+from atoll.mailbox.channel import DialFailed, ForgetOrder, RunProgress, StopOrder, ToTraining
 
 
 def orders(*names: str) -> list[ToTraining]:
@@ -39,9 +39,14 @@ class Rank:
         self.inbox: list[ToTraining] = []
         self.at_once: list[ToTraining] = []
         self.agreed: list[AgreedFacts] = []
+        self.of_this_life: list[bool] = []
         self.asked = self._begun = False
         group = self if pair is not None else None
-        self.exchange = RankExchange(group, self._receive, lambda: self.asked, self.at_once.append, self.agreed.append)
+        self.exchange = RankExchange(group, self._receive, lambda: self.asked, self.at_once.append, self._hear)
+
+    def _hear(self, agreed: AgreedFacts, of_this_life: bool) -> None:
+        self.agreed.append(agreed)
+        self.of_this_life.append(of_this_life)
 
     def _receive(self) -> list[ToTraining]:
         inbox, self.inbox = self.inbox, []
@@ -80,6 +85,20 @@ def test_a_frame_that_one_rank_lacks_waits_in_all(ranks: list[Rank]) -> None:
     assert ranks[1].exchange.take_frames() == [], "the other one does not know yet that it is here"
     step(ranks)
     assert [rank.exchange.take_frames() for rank in ranks] == [first[1:], second[1:]]
+
+
+def test_tokens_of_a_step_before_all_was_forgotten_are_of_a_life_that_is_over(ranks: list[Rank]) -> None:
+    """Seed 1258 of the ranks' worlds: they were counted in the next life, and a drained learner lost them."""
+    for rank in ranks:
+        rank.inbox = [ForgetOrder(1, reset=False)]
+    step(ranks)
+    for rank in ranks:
+        rank.exchange.exchange_facts(5, wait=False)
+    assert [len(rank.exchange.take_frames()) for rank in ranks] == [1, 1], "it forgets after the step of these tokens"
+    for rank in ranks:
+        rank.exchange.finish()
+    step(ranks, tokens=(5, 5))
+    assert [rank.of_this_life for rank in ranks] == [[True, False, True]] * 2
 
 
 def test_what_ends_the_learner_waits_for_no_other_rank(ranks: list[Rank]) -> None:

@@ -131,14 +131,16 @@ class OutgoingSlots:
 class IncomingSlots:
     """Slots for versions on their way into the model; a fetch waits for one.
 
-    More are reserved where versions wait for the training process, in a long step. Where they wait for the network none
-    are: a newcomer fetches every fragment, and memory for all of them at once would make nothing faster.
+    As many bodies may be on their way as there are slots at first: more are reserved in place of those whose version
+    waits for the training process, in a long step or until all ranks have agreed on it. A learner whose slots wait
+    would stay a cycle behind the run. Where they wait for the network none are reserved: a newcomer fetches every
+    fragment, and memory for all of them at once would make nothing faster.
     """
 
     def __init__(self, count: int, reserve: Callable[[int], bool] = lambda slot: False) -> None:
         """`reserve`: make memory for one more slot, of this number."""
         self._free: asyncio.Queue[int] = asyncio.Queue()
-        self._count, self._reserve = count, reserve
+        self._count, self._first, self._reserve = count, count, reserve
         self._filling = 0
         """Slots into which a body is on its way."""
         self.landed: dict[int, int] = {}
@@ -153,7 +155,7 @@ class IncomingSlots:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SLOT_S):
                     return self._fill_slot(await self._free.get())
-            self.add_slot_if_idle()
+            self.add_slot_if_held_up()
 
     def take_free(self) -> int | None:
         """Without a wait; None: all are in use."""
@@ -163,9 +165,9 @@ class IncomingSlots:
         self._filling += 1
         return slot
 
-    def add_slot_if_idle(self) -> None:
-        """One more, where somebody has waited for one and none is being filled."""
-        if self._free.empty() and self._filling == 0 and self._reserve(self._count):
+    def add_slot_if_held_up(self) -> None:
+        """One more, where somebody has waited for one and fewer are being filled than there were at first."""
+        if self._free.empty() and self._filling < self._first and self._reserve(self._count):
             self._free.put_nowait(self._count)
             self._count += 1
 

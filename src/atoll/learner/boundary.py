@@ -170,10 +170,14 @@ class Boundary:
         self._steps += 1
         self._tokens += tokens
 
-    def add_tokens(self, tokens: int) -> None:
-        """Of other ranks' steps, which are known later than the own."""
+    def add_tokens(self, tokens: int, *, of_this_life: bool) -> None:
+        """Of all ranks' last step, which are known later than the step. The step of a life that is over was made before
+        this one has the run's parameters: its tokens are dropped."""
         self._total += tokens
-        self._tokens += tokens
+        if of_this_life:
+            self._tokens += tokens
+        else:
+            self._box.dropped[:] += tokens
 
     def _read(self, order: ReadOrder) -> None:
         self._cancel_read(order.round)

@@ -5,6 +5,7 @@ Rules kept here:
 - frames are carried out in the order in which they came, each once, and only those that all ranks have. What is rank
   0's alone, and what ends the learner, is not waited with: the other ranks may be gone;
 - what rank 0 says of the run counts for all;
+- a step's tokens are known after it: where all was forgotten meanwhile, they are of a life that is over;
 - once some rank was asked to leave, all leave, at the same step.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from atoll.mailbox.channel import DialFailed, RunProgress, StopOrder, ToTraining
+from atoll.mailbox.channel import DialFailed, ForgetOrder, RunProgress, StopOrder, ToTraining
 
 RANKS_PAUSE_S = 0.05
 """Between two exchanges of ranks that do not train."""
@@ -77,6 +78,8 @@ class Meeting:
     """The newest that the courier said of the run."""
     leaving: bool = False
     """All ranks know that some rank was asked to leave."""
+    _forgot: bool = False
+    """It was told to forget since the last exchange was begun."""
 
     def add(self, frame: ToTraining) -> None:
         self.waiting.append(frame)
@@ -85,9 +88,19 @@ class Meeting:
     def take_agreed(self) -> list[ToTraining]:
         count = self.agreed - self.carried_out
         self.carried_out = self.agreed
-        return [self.waiting.popleft() for _ in range(count)]
+        frames = [self.waiting.popleft() for _ in range(count)]
+        self._forgot |= any(isinstance(frame, ForgetOrder) for frame in frames)
+        return frames
 
-    def make_facts(self, tokens: int, *, leaving: bool, vote: bool) -> RankFacts:
+    def take_facts(self, agreed: AgreedFacts) -> bool:
+        """What an exchange said. Whether its tokens are of the life that goes on."""
+        self.agreed = agreed.frames
+        self.leaving |= agreed.leaving
+        return not self._forgot
+
+    def make_facts(self, tokens: int, *, leaving: bool = False, vote: bool = False) -> RankFacts:
+        """An exchange begins."""
+        self._forgot = False
         heard = self.heard or RunProgress(committed=-1)
         return RankFacts(self.received, tokens, leaving, vote, heard.committed, heard.progress, heard.global_step)
 
@@ -110,10 +123,10 @@ class RankExchange:
         receive: Callable[[], list[ToTraining]],
         is_asked_to_leave: Callable[[], bool],
         carry_out_now: Callable[[ToTraining], None],
-        on_agreed: Callable[[AgreedFacts], None],
+        on_agreed: Callable[[AgreedFacts, bool], None],
     ) -> None:
         """`receive`: what the courier has sent since; `carry_out_now`: takes the frames that do not wait for the other
-        ranks; `on_agreed`: hears what every exchange said."""
+        ranks; `on_agreed`: hears what every exchange said, and whether its tokens are of the life that goes on."""
         self._group, self._receive, self._is_asked_to_leave = group, receive, is_asked_to_leave
         self._carry_out_now, self._on_agreed = carry_out_now, on_agreed
         self._meeting = Meeting()
@@ -142,9 +155,7 @@ class RankExchange:
         """What the exchange that was begun last says; None: none was."""
         agreed = self._group.finish_exchange() if self._group is not None else None
         if agreed is not None:
-            self._meeting.agreed = agreed.frames
-            self._meeting.leaving |= agreed.leaving
-            self._on_agreed(agreed)
+            self._on_agreed(agreed, self._meeting.take_facts(agreed))
         return agreed
 
     def take_frames(self) -> list[ToTraining]:

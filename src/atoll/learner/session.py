@@ -313,11 +313,11 @@ class RunSession:
 
     # ---- how far the run is -----------------------------------------------------------------------------------------
 
-    def _apply_agreed(self, agreed: AgreedFacts) -> None:
-        """What the ranks of this learner agreed on."""
+    def _apply_agreed(self, agreed: AgreedFacts, of_this_life: bool) -> None:
+        """What the ranks of this learner agreed on; `of_this_life`: their tokens are."""
         self._tally.tokens += agreed.tokens
         if self.shared.boundary is not None:
-            self.shared.boundary.add_tokens(agreed.tokens)
+            self.shared.boundary.add_tokens(agreed.tokens, of_this_life=of_this_life)
         self._told = agreed.progress or self._told
         if agreed.leaving:
             self._preemption.ask("another of its ranks was asked to leave")

@@ -190,8 +190,7 @@ class RankedLearner(SimulatedLearner):
         if agreed is not None:
             self.tokens_total += agreed.tokens
             for rank in self.ranks:
-                rank.meeting.agreed = agreed.frames
-                rank.add_tokens(agreed.tokens)
+                rank.add_tokens(agreed.tokens, of_this_life=rank.meeting.take_facts(agreed))
             self.world.rank_checks.watch_tokens(self)
 
     def _stop_if_done(self) -> bool:
@@ -314,7 +313,7 @@ class RankedLearner(SimulatedLearner):
         queue, key = self.world.queue, (rank, way)
         at = queue.now + self.ranks[rank].lag_s + self.world.draw_delay(self.layout.delay_s)
         self._arrive_at[key] = at = max(at, self._arrive_at.get(key, 0.0))
-        queue.call_later(at - queue.now, action, *arguments)
+        queue.call_at(at, action, *arguments)
 
     def _hear(self, rank: int, said: Said) -> object:
         if not self.alive or self.gone_rank == rank:
@@ -509,7 +508,7 @@ class RankedLearner(SimulatedLearner):
         self._wants_slot = False
         if not self.alive or not self._fetching:
             return False
-        self.incoming.add_slot_if_idle()
+        self.incoming.add_slot_if_held_up()
         self._fetch_waiting()
         return None
 

@@ -95,16 +95,17 @@ class SimulatedRank:
         """By slot."""
 
     def make_facts(self, stepped: bool) -> RankFacts:
-        return RankFacts(self.meeting.received, self.tokens_per_step if stepped else 0)
+        return self.meeting.make_facts(self.tokens_per_step if stepped else 0)
 
     def count_step(self, down: Cells) -> None:
         for f, value in enumerate(self.theta):
             self.theta[f] = value - take_part(self.plan, f, down)
             self.steps[f] += 1
 
-    def add_tokens(self, tokens: int) -> None:
-        for f in range(len(self.tokens)):
-            self.tokens[f] += tokens
+    def add_tokens(self, tokens: int, *, of_this_life: bool) -> None:
+        row = self.tokens if of_this_life else self.dropped
+        for f in range(len(row)):
+            row[f] += tokens
 
     # ---- its courier --------------------------------------------------------------------------------------------
 

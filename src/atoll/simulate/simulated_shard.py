@@ -169,7 +169,7 @@ class SimulatedShard:
         queue = self.world.queue
         at = max(queue.now + self.world.shard_delay(), link.arrives.get(way, 0.0))
         link.arrives[way] = at
-        queue.call_later(at - queue.now, self._arrive, link, action, arguments)
+        queue.call_at(at, self._arrive, link, action, arguments)
 
     def _arrive(self, link: ShardLink, action: Callable[..., object], arguments: tuple[object, ...]) -> object:
         if self.blocked:

@@ -23,8 +23,11 @@ class EventQueue:
         return len(self.heap)
 
     def call_later(self, delay: float, action: Action, *arguments: Any) -> None:
+        self.call_at(self.now + delay if delay > 0.0 else self.now, action, *arguments)
+
+    def call_at(self, at: float, action: Action, *arguments: Any) -> None:
+        """For channels that keep their order: a delay is rounded, and now + (at - now) may lie before `at`."""
         self._order += 1
-        at = self.now + delay if delay > 0.0 else self.now
         heapq.heappush(self.heap, (at, self._order, action, arguments))
 
     @property
