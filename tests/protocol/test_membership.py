@@ -7,7 +7,18 @@ import pytest
 from msgspec.structs import replace
 from tests.protocol.world import World
 
-from atoll.protocol.learner.effects import Adopted, Arrived, Disconnected, Fetched, Registered, Say, Stepped
+from atoll.protocol.boxes import Box
+from atoll.protocol.learner.effects import (
+    Adopted,
+    Arrived,
+    Disconnected,
+    Fetch,
+    Fetched,
+    Own,
+    Registered,
+    Say,
+    Stepped,
+)
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.messages import (
@@ -20,6 +31,7 @@ from atoll.protocol.messages import (
     Progress,
     Recover,
     Refused,
+    Started,
     Welcome,
 )
 from atoll.protocol.records import OwnedRecord
@@ -415,6 +427,24 @@ def test_a_life_that_begins_in_the_middle_of_a_step_is_told_of_once_the_step_is_
     said = learner.handle(1.4, Stepped(t=4, steps=(0,), tokens=(0,), tokens_total=40, dropped=(0,)))
     told = [one.message for one in said if isinstance(one, Say) and isinstance(one.message, Progress)]
     assert [(one.incarnation, one.tokens_total) for one in told] == [(2, 40)]
+
+
+@pytest.mark.parametrize(("ranks", "adopted"), [(0, False), (0, True), (2, False), (2, True)])
+def test_ranks_that_may_hold_two_versions_fetch_the_first_parameters_that_they_gave(ranks: int, adopted: bool) -> None:
+    """Seed 1103 of the ranks' worlds: the disk had lost the run, and one rank had adopted a version that another had
+    not when all was forgotten. Replicas would have gone on from different bases."""
+    boxes = tuple((Box("w", (rank,), (1,)),) for rank in range(ranks))
+    learner = LearnerMachine("learner-0", "session", (), ranks=boxes)
+    settings = Settings(learners=2, fragments=1, sync_every=4)
+    welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(0,), gathering=0, term=1)
+    if adopted:
+        learner.handle(0.0, Arrived(welcome))
+        learner.handle(0.1, Fetched(0, 0))
+        learner.handle(0.2, Disconnected("the machine went down"))
+    learner.handle(1.0, Arrived(replace(welcome, incarnation=2, versions=(-1,), upload=True, term=2)))
+    did = learner.handle(1.1, Arrived(Started(uploader="learner-0", gathering=0, term=2)))
+    fetches = ranks > 0 and adopted
+    assert [one for one in did if isinstance(one, Own | Fetch)] == [Fetch(0, 0) if fetches else Own()]
 
 
 def test_a_new_life_has_taken_none_of_its_samples() -> None:

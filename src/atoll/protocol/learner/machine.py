@@ -69,6 +69,8 @@ class LearnerMachine:
         self._tensors, self._data, self._restored, self._declared = tensors, data, restored, tokens_per_step
         self._frozen, self._takes_frozen, self._run_frozen = frozen, takes_frozen, ""
         self._ranks = ranks
+        self._may_be_torn = False
+        """Of several ranks: some may have adopted a version that others have not when all was forgotten."""
         self._data_of: fx.Registered | None = None
         self._effects: list[fx.LearnerEffect] = []
         self._counters = Counters()
@@ -347,7 +349,7 @@ class LearnerMachine:
 
     def _take_start(self, now: float, uploader: str) -> None:
         self._versions.newest = [max(version, 0) for version in self.newest]
-        if uploader != self.name:
+        if uploader != self.name or self._may_be_torn:
             self._fetch_missing()
             return
         self._versions.held, self._versions.counted = [0] * len(self.newest), [0] * len(self.newest)
@@ -425,6 +427,7 @@ class LearnerMachine:
             copy_t=self._versions.copy_in(fragment, version),
             held_tokens=self._versions.tokens_in(fragment, version),
         )
+        self._may_be_torn = bool(self._ranks)
         self._do(adopt)
 
     def _rule_of(self, number: int) -> str:
