@@ -17,12 +17,14 @@ from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution, Decline
 from atoll.protocol.records import MergedRecord, ResetRecord, TermRecord
 from atoll.protocol.shard_messages import (
+    AskInitial,
     BodyHere,
     CutDone,
     CutHere,
     Expect,
     FromLead,
     FromShard,
+    InitialHere,
     RoundDecided,
     Stage,
     Staged,
@@ -245,6 +247,17 @@ def test_a_shard_that_holds_nothing_of_a_fragment_is_not_asked() -> None:
     world.play(1, version=1)
     assert world.combined()[0].heads(3) == ("own", "", "head-3-0")
     assert world.shards[2].chain == [] and world.shards[3].versions == [0, 1]
+
+
+def test_first_parameters_of_who_is_not_asked_any_more_count_for_nothing() -> None:
+    """What a shard says of them may be on its way while another learner, or another process of it, is asked."""
+    world = World()
+    world.lead.ask_initial(AskInitial(learner="a", session="a/2"))
+    for learner, session in (("a", "a/1"), ("b", "a/2"), ("a", "a/2")):
+        world.lead.hear(world.now, 2, InitialHere(learner=learner, session=session, complete=True))
+    world.run()
+    told = [one.message for one in world.done if isinstance(one, lead.InitialParts)]
+    assert [(one.learner, one.session) for one in told] == [("a", "a/2")]
 
 
 def test_a_contribution_waits_for_the_body_of_every_holder() -> None:

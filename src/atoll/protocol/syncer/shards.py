@@ -403,8 +403,10 @@ class LeadShards:
                     self._note_ready(now, shard, replayed)
             case BodyHere():
                 self._note_body(shard, message)
-            case InitialHere():
-                self._out.append(InitialParts(shard, message))
+            case InitialHere(learner=learner, session=session):
+                asked = self._asked
+                if asked is not None and (asked.learner, asked.session) == (learner, session):
+                    self._out.append(InitialParts(shard, message))
             case Values():
                 self._out.append(ValuesHere(shard, message))
             case Staged() | Unstaged():
