@@ -17,6 +17,7 @@ from atoll.protocol.records import (
 )
 from atoll.protocol.settings import Settings
 from atoll.simulate.disk import Entry, SimulatedDisk
+from atoll.simulate.virtual_time import EventQueue
 
 BEGUN = BegunRecord("run", Settings(learners=1, fragments=1, sync_every=1, overlap=0).resolved(1), {}, (), "plan")
 
@@ -82,3 +83,26 @@ def test_recovery_gives_the_values_that_the_gradients_make() -> None:
     one.append([(JoinedRecord("learner-0", 1, "session", 0), None), (StartedRecord("learner-0"), None), (merged, 2.0)])
     history, theta = one.recover(0.5)
     assert history.versions == [1] and theta == [0.0]
+
+
+def test_no_cut_counts_before_the_run_has_begun() -> None:
+    """A lead that died between cut 0 and the record of it: others take the place of those parameters."""
+    one = disk()
+    one.append(entries(1))
+    one.keep_cut(0, History(BEGUN).state(), [1.0], 1)
+    assert one.read_decisions() == one.journal
+    one.append([(StartedRecord("a"), None)])
+    assert one.read_decisions() == [0, StartedRecord("a")]
+
+
+def test_things_that_are_due_together_happen_in_the_order_in_which_they_were_sent() -> None:
+    """Seed 1360 of the ranks' worlds: what was sent last came first, by the rounding of its delay."""
+    now, at = 1.257, 3.44
+    assert now + (at - now) < at
+    queue, happened = EventQueue(), list[str]()
+    queue.call_at(at, happened.append, "first")
+    queue.now = now
+    queue.call_at(at, happened.append, "second")
+    while len(queue):
+        queue.step()
+    assert happened == ["first", "second"]

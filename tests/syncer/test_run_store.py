@@ -76,7 +76,7 @@ class Reigning:
             self.history.apply(record)
         self.run_store.append([(record, None) for record in records])
 
-    def start(self) -> Reigning:
+    def start(self, *, begin: bool = True) -> Reigning:
         self.write(JoinedRecord("learner-0", 1, "session", 0))
         for part in plan().fragments:
             np.frombuffer(self.parameters.initial_bytes(part.index), np.float32)[:] = self.dice.standard_normal(
@@ -85,7 +85,8 @@ class Reigning:
         self.parameters.commit_initial()
         self.cut(0)
         self.run_store.complete_cut("r1", CompleteCut(0, (), ()))
-        self.write(StartedRecord("learner-0"))
+        if begin:
+            self.write(StartedRecord("learner-0"))
         return self
 
     def round(self, times: int = 1) -> Reigning:
@@ -157,6 +158,15 @@ def test_a_run_that_was_written_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert two.history.began == [(2, 8, (4, 4))]
     assert msgspec.structs.replace(two.history.state(), term=1, began=[]) == one.history.state()
     assert two.run_store.found_on_disk is not None and two.run_store.found_on_disk.cut == 5
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_shards_are_told_of_cut_0_once_the_run_has_begun(tmp_path: Path, begun: bool) -> None:
+    """A lead that dies between the two: the first parameters are asked for anew, and shards hold none before that."""
+    Reigning(tmp_path / "run").start(begin=begun).run_store.close()
+    found = Reigning(tmp_path / "run").run_store.read_decisions()
+    assert [one for one in found if isinstance(one, int)] == ([0] if begun else [])
+    assert any(isinstance(one, JoinedRecord) for one in found) != begun, "without a cut, all records count"
 
 
 def test_many_terms_of_a_few_rounds_are_one_run(tmp_path: Path) -> None:

@@ -121,8 +121,10 @@ class SimulatedDisk:
         self.cuts = {number: kept for number, kept in self.cuts.items() if number >= self.complete[0]}
 
     def read_decisions(self) -> list[AnyRecord | int]:
-        """All records behind the oldest cut, and at their places the numbers of the cuts."""
-        places = {kept.place: cut for cut, kept in self.cuts.items()}
+        """All records behind the oldest cut, and at their places the numbers of the cuts. Before the run has its first
+        parameters no cut counts: others take the place of those in cut 0."""
+        begun = any(isinstance(record, StartedRecord) for record in self.journal)
+        places = {kept.place: cut for cut, kept in self.cuts.items()} if begun else {}
         found: list[AnyRecord | int] = []
         for place in range(min(places, default=0), len(self.journal) + 1):
             found += [places[place]] if place in places else []

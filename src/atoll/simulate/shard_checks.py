@@ -3,12 +3,13 @@
 decisions name existing heads     before anybody is told of a round, every shard that holds a part of it has written it
                                   down: the record of the round names a record of that shard's chain
 a shard holds what was decided    after every decision, and when it has come back, its part of a fragment is that of the
-                                  committed version; so no void record is ever read
+                                  committed version; so no void record is ever read. Before version 0 is decided, it
+                                  holds nothing, or what a lead that lives is about to decide
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from atoll.protocol.records import AnyRecord, MergedRecord
 from atoll.protocol.shard_messages import RoundDecided
@@ -19,8 +20,15 @@ from atoll.simulate.simulated_shard import SimulatedShard
 
 
 class ShardInvariants:
-    def __init__(self, oracle: Oracle, shards: Sequence[SimulatedShard], holders: Sequence[tuple[int, ...]]) -> None:
-        self._oracle, self._shards, self._holders = oracle, shards, holders
+    def __init__(
+        self,
+        oracle: Oracle,
+        shards: Sequence[SimulatedShard],
+        holders: Sequence[tuple[int, ...]],
+        read_initial: Callable[[], list[list[float]]],
+    ) -> None:
+        """`read_initial`: the first parameters that leads hold which may be about to decide them."""
+        self._oracle, self._shards, self._holders, self._read_initial = oracle, shards, holders, read_initial
 
     def watch_decision(self, record: MergedRecord) -> None:
         """It is durable in the lead's journal, and nobody was told of it yet."""
@@ -41,6 +49,8 @@ class ShardInvariants:
         version, oracle = shard.versions[fragment], self._oracle
         lost = [value for (f, v, value) in oracle.never_were if (f, v) == (fragment, version)]
         committed = [oracle.values.get((fragment, version)), *lost]
+        if not oracle.theta and version == 0:
+            committed += [initial[fragment] for initial in self._read_initial() if initial]
         held = shard.theta[fragment]
         if not any(isinstance(one, Cells) and shard.cut_out(one, fragment) == held for one in committed):
             said = f"shard {shard.number} holds {held} as version {version} of fragment {fragment}"

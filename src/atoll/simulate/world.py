@@ -114,7 +114,7 @@ class World:
         self.invariants = self.make_invariants()
         self.rank_checks = RankInvariants(self.invariants.oracle)
         holders = shards.holders if shards is not None else ()
-        self.shard_checks = ShardInvariants(self.invariants.oracle, self.shards, holders)
+        self.shard_checks = ShardInvariants(self.invariants.oracle, self.shards, holders, self._read_initial)
 
     def make_invariants(self) -> Invariants:
         return Invariants(
@@ -294,6 +294,9 @@ class World:
             decisions = self.disk.read_decisions()
             holders = list(drawn.holders)
             syncer.lead = SimulatedLead(syncer, drawn.shards, self.begun, holders, decisions, self.merge_s)
+
+    def _read_initial(self) -> list[list[float]]:
+        return [syncer.initial for syncer in self.simulated_syncers]
 
     def find_holders(self, fragment: int) -> tuple[int, ...]:
         assert self._drawn_shards is not None

@@ -247,9 +247,12 @@ class RunStore:
 
     def read_decisions(self) -> list[AnyRecord | int]:
         """All records behind the oldest cut, in order, and at their places the numbers of the cuts: for shards that
-        come back (docs/adr/0031)."""
+        come back (docs/adr/0031). A cut 0 whose run did not begin counts for nothing: others take the place of the
+        first parameters in it."""
         cuts: dict[Position, int] = {}
-        for number in known_cuts(self._out.cuts):
+        found_on_disk = self.found_on_disk
+        begun = found_on_disk is not None and found_on_disk.history.started
+        for number in known_cuts(self._out.cuts) if begun else ():
             with suppress(BadCut):
                 cuts[open_cut(self._out.cuts, number).state.position] = number
         start = min(cuts, key=lambda one: (one.term, one.offset), default=None)
