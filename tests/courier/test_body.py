@@ -13,6 +13,7 @@ import pytest
 from atoll.courier import body as module
 from atoll.courier.body import FragmentTransfers
 from atoll.digests import compute_digest
+from atoll.fabric.bodies import BodyConnection
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
@@ -25,11 +26,13 @@ from atoll.protocol.settings import Settings
 TENSORS = (TensorSpec("a", (1, 4), "float32"), TensorSpec("b", (2,), "bfloat16"), TensorSpec("c", (2,), "float16"))
 
 
-class FakeLink:
+class FakeLink(BodyConnection):
     """Answers with `errors` first, then with success."""
 
+    up = True  # type: ignore[assignment]
+
     def __init__(self) -> None:
-        self.up = True
+        super().__init__("http://127.0.0.1:9")
         self.errors: list[AtollError] = []
         self.contributions: dict[tuple[int, int], bytes] = {}
         self.initial: list[int] = []
@@ -42,25 +45,13 @@ class FakeLink:
         if self.errors:
             raise self.errors.pop(0)
 
-    async def put_contribution(
-        self,
-        learner: str,
-        session: str,
-        round: int,
-        attempt: int,
-        data: memoryview,
-        digest: str,
-        deadline_s: float,
-        rank: int = 0,
-    ) -> None:
+    async def _put(self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float) -> None:
         await self._through()
-        self.contributions[round, attempt] = bytes(data)
-
-    async def put_initial(
-        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float, rank: int = 0
-    ) -> None:
-        await self._through()
-        self.initial.append(fragment)
+        match path.split("/"):
+            case ["contributions", _, round, attempt]:
+                self.contributions[int(round), int(attempt)] = bytes(data)
+            case ["initial", _, fragment]:
+                self.initial.append(int(fragment))
 
     async def get_fragment(
         self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
@@ -78,7 +69,7 @@ class Place:
         self.events: asyncio.Queue[fx.LearnerEvent] = asyncio.Queue()
         self.takes = True
         start = Start("learner-0", "session", "", TENSORS)
-        self.bodies = FragmentTransfers(self.box, self.link, settings, start, self._tell, tasks)  # type: ignore[arg-type]
+        self.bodies = FragmentTransfers(self.box, self.link, settings, start, self._tell, tasks)
 
     def _tell(self, event: fx.LearnerEvent) -> None:
         self.events.put_nowait(event)

@@ -94,7 +94,7 @@ async def test_whoever_skipped_a_version_does_not_ask(stage: Stage, monkeypatch:
 
     monkeypatch.setattr(run.service, "moments", note)
     assert one.box is not None
-    fetch = one.courier._bodies._fetch_moments  # type: ignore[union-attr]
+    fetch = one.courier._memory.bodies._fetch_moments  # type: ignore[union-attr]
     part = one.box.plan.fragments[0]
     assert not await fetch(part, 2, 0), "it holds version 0"
     assert asked == []

@@ -20,8 +20,7 @@ from atoll.learner.boundary import Boundary
 from atoll.mailbox.channel import Goodbye, Start, ToCourier, ToTraining, is_counted
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.rank_plan import make_rank_plan
-from atoll.protocol.boxes import Box
-from atoll.protocol.messages import Recover, TensorSpec
+from atoll.protocol.messages import Box, Recover, TensorSpec
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (4,), "c": (1, 2), "d": (3,)}
 FRAGMENTS = 3

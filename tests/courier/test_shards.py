@@ -48,7 +48,6 @@ class ShardLink(SyncerLink):
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__(parameters)
-        self.url = "http://127.0.0.1:1"
         self.others: dict[str, ShardLink] = {}
         self.values: dict[int, bytes] = {}
 
@@ -218,7 +217,7 @@ async def test_a_part_that_is_older_is_fetched_again(late: int) -> None:
 async def test_a_shard_that_does_not_answer_is_asked_again_and_named(capfd: pytest.CaptureFixture[str]) -> None:
     async with place(count=2) as here:
         fragment = next(n for n in range(FRAGMENTS) if here.shards.holders(n) == (1, 2))
-        here.links[1].url = "http://127.0.0.1:2222"
+        here.links[1]._urls = ["http://127.0.0.1:2222"]
         here.links[1].errors = [Unreachable("nobody is there")] * 3
         await here.fetch(fragment)
         here.links[1].errors = [Unreachable("nobody is there")] * 3

@@ -20,12 +20,12 @@ from atoll.fabric.wire import (
     encode,
     one_line,
 )
-from atoll.protocol.boxes import Box
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.messages import (
     OLDEST,
     PROTOCOL,
     Announce,
+    Box,
     Contribution,
     Decline,
     Ending,

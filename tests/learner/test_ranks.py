@@ -31,8 +31,8 @@ from atoll.learner.learner import Learner
 from atoll.learner.model import describe, merged, merged_here, refuse_old_shards
 from atoll.learner.ranks import DataShare, find_boxes, find_ranks, make_like, take_local
 from atoll.numerics.rank_plan import check_tiling, choose_senders
-from atoll.protocol.boxes import Box
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.messages import Box
 
 WAIT_S = 240.0
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}

@@ -15,9 +15,8 @@ from atoll.learner.packing import Packing
 from atoll.learner.ranks import RankGroup
 from atoll.learner.resharding import PLACE, make_whole_boxes, part_of_rank, refit, saved_boxes
 from atoll.learner.snapshot import Snapshot, write
-from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import Box, RankBoxes, TensorSpec
 
 SPEC = TensorSpec("0.weight", (5, 4), "float32")
 WHOLE = torch.arange(20.0).reshape(5, 4)

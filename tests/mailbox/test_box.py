@@ -12,9 +12,8 @@ from atoll.mailbox import box as module
 from atoll.mailbox.box import PAGE, SPARE_BYTES, Layout, Mailbox
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.rank_plan import make_rank_plan
-from atoll.protocol.boxes import Box
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import Box, TensorSpec
 from atoll.protocol.settings import Settings
 
 

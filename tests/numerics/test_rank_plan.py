@@ -14,9 +14,8 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan, most_fragments
 from atoll.numerics.rank_plan import RankPlan, check_tiling, make_rank_plan
-from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import PlanError
-from atoll.protocol.messages import TensorSpec, buffer_name
+from atoll.protocol.messages import Box, RankBoxes, TensorSpec, buffer_name
 
 Ranks = list[RankBoxes]
 

@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 from tests.protocol.world import World
 
-from atoll.protocol.boxes import Box
 from atoll.protocol.learner.effects import (
     Adopted,
     Arrived,
@@ -23,6 +22,7 @@ from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.messages import (
     Announce,
+    Box,
     Ending,
     Fresh,
     Heartbeat,

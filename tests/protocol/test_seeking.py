@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.protocol.boxes import Box
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.peer_state import Seeking
 from atoll.protocol.messages import (
+    Box,
     Fresh,
     FromLearner,
     Help,

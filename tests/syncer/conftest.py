@@ -19,7 +19,6 @@ from atoll.fabric.wire import FabricLimits
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.messages import (
     PROTOCOL,
     Announce,
@@ -28,6 +27,7 @@ from atoll.protocol.messages import (
     Hello,
     Progress,
     Pull,
+    RankBoxes,
     Started,
     TensorSpec,
     Welcome,

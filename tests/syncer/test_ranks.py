@@ -18,9 +18,20 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.rank_plan import RankPlan, make_rank_plan
-from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import PeerError, Unreachable
-from atoll.protocol.messages import PROTOCOL, Announce, Contribution, Hello, Pull, Refused, Started, TensorSpec, Welcome
+from atoll.protocol.messages import (
+    PROTOCOL,
+    Announce,
+    Box,
+    Contribution,
+    Hello,
+    Pull,
+    RankBoxes,
+    Refused,
+    Started,
+    TensorSpec,
+    Welcome,
+)
 from atoll.protocol.settings import Settings
 from atoll.syncer import ranks as ranks_module
 from atoll.syncer.contributions import Inbox

@@ -32,12 +32,11 @@ from atoll.courier.held import HeldVersions
 from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
 from atoll.courier.shards import BODY_S, ShardBody, ShardConnections
 from atoll.courier.slots import COPY_GONE, IncomingSlots, OutgoingSlots
-from atoll.fabric.bodies import BodyConnection
-from atoll.fabric.parts import fetch_one_version, run_together
+from atoll.fabric.bodies import BodyConnection, fetch_one_version, run_together
 from atoll.fabric.transfer import FetchedVersion
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
 from atoll.mailbox.box import Layout, Mailbox, can_spare
-from atoll.mailbox.channel import MailboxReady, Start
+from atoll.mailbox.channel import MailboxReady, Start, VersionTaken
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec, round_to_dtype
 from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan
@@ -166,9 +165,32 @@ class FragmentTransfers:
         else:
             self.outgoing.free.append(slot)
 
+    def replace_base(
+        self, taken: VersionTaken, is_forgotten: Callable[[], bool], tell_later: Callable[[VersionTaken], None]
+    ) -> bool:
+        """What the model has adopted is the base from now on. False: once it is copied, which `tell_later` hears of.
+        `is_forgotten`: nothing that was adopted counts any more; nor does it where that happens while it is copied."""
+        if is_forgotten():
+            return True
+        copying = self.into_base(taken.slot, taken.adopted.fragment, taken.adopted.version)
+        if copying is not None:
+            self._group.create_task(self._await_base(copying, taken, is_forgotten, tell_later))
+        return copying is None
+
+    async def _await_base(
+        self,
+        copying: asyncio.Task[None],
+        taken: VersionTaken,
+        is_forgotten: Callable[[], bool],
+        tell: Callable[[VersionTaken], None],
+    ) -> None:
+        await copying
+        if is_forgotten():
+            self._box.base_version[taken.adopted.fragment] = -1
+        tell(taken)
+
     def into_base(self, slot: int, fragment: int, version: int) -> asyncio.Task[None] | None:
-        """What the model has adopted is the base from now on, or once the task is done. A base half written has no
-        version."""
+        """It is the base from now on, or once the task is done. A base half written has no version."""
         if not is_small(self._box.plan.fragments[fragment]):
             self._replacing.add(fragment)
             return self._spawn(self._copy_into_base(slot, fragment, version))

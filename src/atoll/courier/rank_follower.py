@@ -113,20 +113,8 @@ class RankFollower:
 
     def _take_adoption(self, frame: VersionTaken) -> None:
         assert self._bodies is not None
-        if frame.epoch != self._epoch:
+        if self._bodies.replace_base(frame, lambda: frame.epoch != self._epoch, self._say):
             self._say(frame)
-            return
-        copying = self._bodies.into_base(frame.slot, frame.adopted.fragment, frame.adopted.version)
-        if copying is None:
-            self._say(frame)
-        else:
-            self._tasks.create_task(self._await_base(copying, frame))
-
-    async def _await_base(self, copying: asyncio.Task[None], frame: VersionTaken) -> None:
-        await copying
-        if frame.epoch != self._epoch and self._box is not None:
-            self._box.base_version[frame.adopted.fragment] = -1  # all was forgotten meanwhile
-        self._say(frame)
 
     # ---- from the leader ----------------------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """The courier: runs the learner's state machine between the training process and the syncer.
 
 It takes frames from the training process over a local socket and messages from the syncer over the fabric, hands both
-to `protocol.learner`, and carries out what comes back. Everything but the work on large fragments (body.py) is done on
-one event loop. While an adopted version is copied into the base, further frames of the training process wait: the state
-machine hears of them in their order. When the training process is gone, so is the courier, and the syncer is told
-why. A courier whose state is inconsistent exits: the training process starts another.
+to `protocol.learner`, and carries out what comes back; what concerns the shared memory is in memory.py. Everything but
+the work on large fragments (body.py) is done on one event loop. While an adopted version is copied into the base,
+further frames of the training process wait: the state machine hears of them in their order. When the training process
+is gone, so is the courier, and the syncer is told why. A courier whose state is inconsistent exits: the training
+process starts another.
 
 A learner of several ranks has a courier beside each (docs/adr/0030). Rank 0's is this one, with the state machine; what
 it does it has the others do (rank_leader.py), and its state machine hears of what all have done. The others follow it
@@ -22,25 +23,20 @@ from collections.abc import Callable
 from functools import partial
 
 from atoll.courier.body import FragmentTransfers, OpenBox, load_kernels, open_box, say
-from atoll.courier.rank_channel import BoxReady, RunKnown
+from atoll.courier.memory import LearnerMemory
+from atoll.courier.rank_channel import BoxReady
 from atoll.courier.rank_events import SaidByAll
 from atoll.courier.rank_follower import RankFollower
 from atoll.courier.rank_leader import RankLeader
-from atoll.courier.slots import make_adopt_order
 from atoll.courier.states import StateEffect, StateTransfers
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.tasks import lasting
-from atoll.mailbox.box import Mailbox, serves
 from atoll.mailbox.channel import (
-    AdoptOrder,
     CopyMade,
     CourierChannel,
     DialFailed,
-    ForgetOrder,
     Goodbye,
-    HoldOrder,
     MailboxReady,
-    ReadOrder,
     RunProgress,
     SettingsTold,
     SlotFreed,
@@ -56,14 +52,11 @@ from atoll.mailbox.channel import (
     is_counted,
 )
 from atoll.numerics.codec import make_codec
-from atoll.numerics.fragments import FragmentPlan
-from atoll.protocol import schedule
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, SettingsChanged, Welcome
-from atoll.protocol.settings import Settings
 from atoll.protocol.succession import Holder
 
 PARENT_CHECK_S = 1.0
@@ -81,25 +74,18 @@ class Courier:
         self._start: Start | None = None
         self._machine: LearnerMachine | None = None
         self._link: SyncerConnection | None = None
-        self._box: Mailbox | None = None
-        self._bodies: FragmentTransfers | None = None
+        self._memory: LearnerMemory | None = None
         self._states: StateTransfers | None = None
         self._shards: tuple[str, ...] = ()
         """Where the other shards of the syncer are, as its last welcome said."""
-        self._plan: FragmentPlan | None = None
-        self._made_for: Settings | None = None
-        """The settings that the shared memory was made for."""
         self._held: deque[FromSyncer] = deque(maxlen=4096)
         """Messages that wait for the shared memory."""
         self._frames: deque[bytes] = deque()
         """Read and not handled yet."""
         self._adopting: VersionTaken | None = None
         """Frames wait until an adopted version is the base, in all ranks."""
-        self._epoch = 0
         self._wake: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._unsure: set[int] = set()
-        """Fragments whose next adoption is an overwrite: the courier before this one died, and may have known more."""
         self._unsent_progress: RunProgress | None = None
         self._kernels: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
@@ -130,8 +116,8 @@ class Courier:
             await self._close_ranks()
             if self._link is not None:
                 await self._link.close()
-            if self._bodies is not None:
-                self._bodies.close()
+            if self._memory is not None:
+                self._memory.bodies.close()
             if self._states is not None:
                 await self._states.close()
         if self._broken is not None:
@@ -181,7 +167,7 @@ class Courier:
             case MailboxReady():
                 self._open_box(frame)
             case StepReport(stepped, epoch):
-                if epoch == self._epoch:
+                if epoch == (self._memory.epoch if self._memory is not None else 0):
                     self._handle(stepped)
             case fx.Told() | fx.Registered() | fx.Taken():
                 self._handle(frame)
@@ -205,13 +191,14 @@ class Courier:
                 assert self._opened is not None
                 self._use_box(*self._opened, event)
             case CopyMade():
-                self._copied(event)
+                assert self._memory is not None
+                self._memory.take_copy(event)
             case VersionTaken():
                 self._finish_adoption(event)
                 self._loop.call_soon(self._resume_reading)
-            case SlotFreed(slot, incoming):
-                assert self._bodies is not None
-                self._bodies.freed(slot, incoming)
+            case SlotFreed():
+                assert self._memory is not None
+                self._memory.free_slot(event)
             case fx.Saved() | fx.Fetched() | fx.FetchFailed() | fx.Uploaded() | fx.UploadFailed():
                 self._handle(event)
 
@@ -284,12 +271,13 @@ class Courier:
         assert self._start is not None
         assert self._machine is not None
         assert self._tasks is not None
-        if self._bodies is not None:
-            self._bodies.retire()
-        self._made_for, self._plan, self._box, box = frame.settings, opened.plan, opened.box, opened.box
+        box, before = opened.box, self._memory
+        epoch, unsure = (before.epoch, before.unsure) if before is not None else (0, set())
+        if before is not None:
+            before.bodies.retire()
         self._machine.keeps_feedback = make_codec(frame.settings.codec).needs_feedback
         if self._link is None:
-            self._unsure = set() if frame.sure else set(range(len(self._plan.fragments)))
+            unsure = set() if frame.sure else set(range(len(opened.plan.fragments)))
             whole = [v if v == b else -1 for v, b in zip(ready.adopted, ready.base, strict=True)]
             counted = list(ready.adopted)
             incarnation = box.count("incarnation")
@@ -299,41 +287,25 @@ class Courier:
         assert self._link is not None
         tell = self._handle if self._ranks is None else partial(self._ranks.hear, 0)
         about = (self._start, tell, self._tasks, opened.rank_plan)
-        self._bodies = FragmentTransfers(box, self._link, frame.settings, *about)
-        self._use_shards(self._bodies)
+        bodies = FragmentTransfers(box, self._link, frame.settings, *about)
+        using = (self._machine, self._ranks, self._send, self._handle)
+        self._memory = LearnerMemory(opened, frame.settings, bodies, *using, epoch=epoch, unsure=unsure)
+        self._use_shards(bodies)
         if self._ranks is not None:
-            self._ranks.use_bodies(self._bodies)
+            self._ranks.use_bodies(bodies)
         self._handle(frame.stepped)  # its counters are those of this memory
         while self._held:
             self._deliver(self._held.popleft())
 
-    def _copied(self, frame: CopyMade) -> None:
-        assert self._bodies is not None
-        if frame.epoch != self._epoch:
-            self._bodies.freed(frame.slot, incoming=False)
-            return
-        self._bodies.encoded_with[frame.slot] = frame.feedback
-        self._bodies.outgoing.add_copy(frame.fragment, frame.t, frame.slot, frame.steps, frame.tokens)
-        counters = (frame.t, frame.steps, frame.tokens, frame.base, frame.total, frame.position)
-        self._handle(fx.Copied(frame.round, frame.fragment, *counters))
-
     def _take_adoption(self, frame: VersionTaken) -> None:
-        assert self._bodies is not None
-        assert self._tasks is not None
-        if frame.epoch != self._epoch:
+        memory = self._memory
+        assert memory is not None
+        if frame.epoch == memory.epoch:
+            self._adopting = frame
+        if memory.bodies.replace_base(frame, lambda: frame.epoch != memory.epoch, self._resume_after):
             self._note_base(frame)
-            return
-        self._adopting = frame
-        copying = self._bodies.into_base(frame.slot, frame.adopted.fragment, frame.adopted.version)
-        if copying is None:
-            self._note_base(frame)
-        else:
-            self._tasks.create_task(self._await_base(copying, frame))
 
-    async def _await_base(self, copying: asyncio.Task[None], frame: VersionTaken) -> None:
-        await copying
-        if frame.epoch != self._epoch and self._box is not None:
-            self._box.base_version[frame.adopted.fragment] = -1  # all was forgotten meanwhile
+    def _resume_after(self, frame: VersionTaken) -> None:
         self._run_callback(self._note_base, frame)
         self._resume_reading()
 
@@ -346,15 +318,10 @@ class Courier:
 
     def _finish_adoption(self, frame: VersionTaken) -> None:
         """It is the base, in all ranks."""
-        assert self._bodies is not None
+        assert self._memory is not None
         if frame is self._adopting:
             self._adopting = None
-        if frame.epoch != self._epoch:
-            self._bodies.freed(frame.slot, incoming=True)
-            return
-        self._bodies.finish_adoption(frame.slot, frame.adopted.fragment)
-        self._unsure.discard(frame.adopted.fragment)
-        self._handle(frame.adopted)
+        self._memory.finish_adoption(frame)
 
     def _resume_reading(self) -> None:
         if not self._over.is_set():
@@ -376,33 +343,32 @@ class Courier:
                 message.frozen,
                 message.run,
             )
-            fits = self._fits(message)
             self._shards = message.shards
-            if self._ranks is not None and self._box is not None and not fits:
+            outdated = self._serving is not None and not self._serving.fits(message)
+            if self._ranks is not None and outdated:
                 self._end_learner("the run has another plan or codec than before: the learner starts over")
                 return
             self._send(Welcomed(message.settings, *known))
-            if not fits:
-                self._box = None
-        if self._box is None and not isinstance(message, Refused):
+            if self._serving is not None and outdated:
+                self._serving.in_use = False
+        if self._serving is None and not isinstance(message, Refused):
             self._held.append(message)
         else:
             self._deliver(message)
 
     def _deliver(self, message: FromSyncer) -> None:
-        if isinstance(message, Welcome) and self._bodies is not None and not self._use_shards(self._bodies):
+        if isinstance(message, Welcome) and self._memory is not None and not self._use_shards(self._memory.bodies):
             return
         self._handle(fx.Arrived(message))
-        if isinstance(message, Welcome) and self._box is not None:
-            self._box.run = message.run
-            self._box.set_count("incarnation", message.incarnation)
-            self._box.set_count("term", message.term)
-            self._tell_run(self._box)
-        elif isinstance(message, Recover) and self._box is not None:
-            self._box.set_count("incarnation", message.incarnation)
-            self._tell_run(self._box)
+        if isinstance(message, Welcome | Recover) and self._serving is not None:
+            self._serving.note_run(message)
         elif isinstance(message, SettingsChanged):
             self._send(SettingsTold(message.settings))
+
+    @property
+    def _serving(self) -> LearnerMemory | None:
+        """The shared memory, where it serves this run. If not, the training process makes it anew."""
+        return self._memory if self._memory is not None and self._memory.in_use else None
 
     def _use_shards(self, bodies: FragmentTransfers) -> bool:
         """Whether the addresses that the syncer named can be dialled."""
@@ -414,21 +380,9 @@ class Courier:
             return False
         return True
 
-    def _tell_run(self, box: Mailbox) -> None:
-        """To the other ranks, for the heads of their memory."""
-        if self._ranks is not None:
-            self._ranks.send(RunKnown(box.run, box.count("incarnation"), box.count("term")))
-
-    def _fits(self, welcome: Welcome) -> bool:
-        """Whether the shared memory serves this run. If not, the training process makes it anew."""
-        if self._box is None or self._plan is None or self._made_for is None:
-            return False
-        same_plan = self._plan.fingerprint == welcome.fingerprint
-        return same_plan and serves(self._made_for, welcome.settings)
-
     def _lost(self, reason: str) -> None:
         self._held.clear()
-        if self._box is not None:
+        if self._serving is not None:
             self._handle(fx.Disconnected(reason))
             return
         self._channel.send(DialFailed(reason))
@@ -471,56 +425,14 @@ class Courier:
             case fx.Stop(reason, final, failed):
                 self._send(StopOrder(reason, final, failed, mistake=failed))
             case _:
-                if self._box is not None and self._bodies is not None:
-                    self._order(effect, self._box, self._bodies)
+                if self._serving is not None:
+                    self._serving.carry_out(effect)
 
     def _say_note(self, text: str) -> None:
         """The same words, such as those of a syncer that lets nobody in yet, once in a while."""
         if text != self._said or self._loop.time() - self._said_at >= SAY_S:
             self._said, self._said_at = text, self._loop.time()
             say(text)
-
-    def _order(self, effect: fx.LearnerEffect, box: Mailbox, bodies: FragmentTransfers) -> None:
-        """Effects that concern the shared memory."""
-        assert self._machine is not None
-        send, settings = self._send, self._machine.settings
-        if self._ranks is not None and isinstance(effect, fx.Settle | fx.DropRests | fx.UploadAll):
-            self._ranks.send(effect)
-        match effect:
-            case fx.Read(number, fragment, step):
-                urgent = settings.synchronous or step <= self._machine.t
-                if (slot := bodies.outgoing.take_slot(urgent=urgent)) is not None:
-                    send(ReadOrder(slot, number, fragment, step))
-            case fx.CancelRead() | fx.LetGo():
-                send(effect)
-            case fx.Hold(number, step):
-                send(HoldOrder(number, schedule.fragment_of(number, settings), step))
-            case fx.Adopt():
-                send(self._adopt_order(effect, bodies))
-            case fx.Own():
-                box.base_version[:] = 0
-                send(effect)
-            case fx.Forget(_, reset):
-                self._epoch += 1
-                box.base_version[:] = -1
-                bodies.outgoing.clear()
-                bodies.feedback.forget_all()
-                send(ForgetOrder(self._epoch, reset))
-            case fx.Fetch(fragment, _):
-                (bodies if self._ranks is None else self._ranks).fetch(fragment)
-            case fx.Upload(number, attempt, fragment):
-                if self._ranks is None:
-                    bodies.upload(number, attempt, fragment)
-                else:
-                    self._ranks.upload(number, attempt, fragment, base=self._machine.versions[fragment])
-            case fx.Settle(fragment, version, t):
-                bodies.feedback.settle(fragment, version, t)
-            case fx.DropRests(fragment):
-                bodies.feedback.drop_rests(fragment)
-            case fx.UploadAll():
-                bodies.upload_all()
-            case fx.Drop(fragment, t):
-                bodies.outgoing.drop(fragment, t)
 
     def _send(self, frame: ToTraining) -> None:
         """To the training process; what all ranks carry out, to the others too."""
@@ -534,14 +446,6 @@ class Courier:
         if self._unsent_progress is not None and not self._channel.clogged:
             self._channel.send(self._unsent_progress)
             self._unsent_progress = None
-
-    def _adopt_order(self, adopt: fx.Adopt, bodies: FragmentTransfers) -> AdoptOrder:
-        assert self._machine is not None
-        unsure, blend = adopt.fragment in self._unsure, self._machine.settings.blend
-        order = make_adopt_order(adopt, bodies.outgoing, bodies.incoming, blend=blend, unsure=unsure)
-        if order.rule != adopt.rule and not unsure:
-            say(f"the copy to carry on from is gone: fragment {adopt.fragment} is overwritten this once")
-        return order
 
     # ---- leaving ------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from atoll.courier.rank_channel import UploadPart
 from atoll.digests import combine_digests, compute_digest
-from atoll.fabric.bodies import BodyConnection
-from atoll.fabric.parts import keep_asking, run_together
+from atoll.fabric.bodies import BodyConnection, keep_asking, run_together
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray
 from atoll.numerics.codec import Codec

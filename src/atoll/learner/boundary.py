@@ -55,11 +55,10 @@ from atoll.mailbox.channel import (
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan
 from atoll.numerics.rank_plan import choose_senders, make_rank_plan
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Adopted, Stepped
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import RankBoxes, TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import after_adoption
 from atoll.protocol.tape import AdoptedEntry, MomentsEntry, OwnedEntry, shorten_rule

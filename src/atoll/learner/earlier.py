@@ -28,10 +28,9 @@ from atoll.learner.resharding import make_whole_boxes, part_of_rank, refit, save
 from atoll.learner.saved_state import list_parts
 from atoll.learner.script import FILE, say
 from atoll.learner.snapshot import Snapshot, read
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.limits import is_name
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import RankBoxes, TensorSpec
 
 FitPart: TypeAlias = Callable[[Path, str], Snapshot]
 """Reads a rank's own part: of the folder of rank 0, a file."""

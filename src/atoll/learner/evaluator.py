@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from atoll.fabric.address import parse_address
-from atoll.fabric.parts import fetch_one_version
+from atoll.fabric.bodies import fetch_one_version
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
 from atoll.learner.model import BufferRule, describe, merged, view_piece

@@ -36,8 +36,8 @@ from torch import nn
 from atoll.learner.courier_process import CourierProcess
 from atoll.learner.meeting import AgreedFacts, RankFacts, agree_on
 from atoll.mailbox.channel import Start
-from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.protocol.messages import Box, RankBoxes
 
 MEET_S = 600.0
 """How long a rank waits for the others before it takes them for dead."""

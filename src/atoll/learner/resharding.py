@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from atoll.learner.packing import Unpacking
 from atoll.learner.snapshot import Snapshot
-from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import Box, RankBoxes, TensorSpec
 
 PLACE = "extra/atoll"
 """Where in a snapshot a learner's place in its run is."""

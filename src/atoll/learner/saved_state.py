@@ -41,11 +41,10 @@ from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, write
 from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, begin_capture, large_tensors, restore
 from atoll.mailbox.box import Mailbox
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner.effects import Saved
 from atoll.protocol.limits import is_name
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import RankBoxes, TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.store.atomic import make_folder, write_atomic
 from atoll.store.disk import Rests

@@ -29,11 +29,10 @@ from typing import Any, get_args
 
 import msgspec
 
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.errors import PeerError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Adopted, Stepped
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import RankBoxes, TensorSpec
 from atoll.protocol.settings import Settings
 
 FRAME_LIMIT = 16 * 2**20

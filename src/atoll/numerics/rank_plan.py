@@ -1,7 +1,7 @@
 """What one rank of a learner holds of each fragment, and where that lies in the whole fragment's array.
 
-A rank holds boxes of tensors (protocol/boxes.py). Its plan is a `FragmentPlan` of the boxes: fragment f has the parts
-of the whole plan's fragment f that lie in them, as pieces of tensors of the boxes' shapes. Rules kept here:
+A rank holds boxes of tensors (`protocol.messages.Box`). Its plan is a `FragmentPlan` of the boxes: fragment f has the
+parts of the whole plan's fragment f that lie in them, as pieces of tensors of the boxes' shapes. Rules kept here:
 
 - the boxes that all ranks of a learner send tile every tensor exactly once (`check_tiling`);
 - in a fragment's array, pieces that the rank sends come first, so that what it sends is the front of the array; then in
@@ -30,9 +30,8 @@ from atoll.numerics.fragments import (
     elements,
     lay_out_plan,
 )
-from atoll.protocol.boxes import Box, RankBoxes
 from atoll.protocol.errors import PlanError
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import Box, RankBoxes, TensorSpec
 
 
 class Place(NamedTuple):

@@ -28,7 +28,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.clock import Clock
 from atoll.protocol.limits import MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
 from atoll.protocol.settings import Settings
@@ -77,6 +76,22 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     @property
     def name_in_model(self) -> str:
         return self.name.removeprefix(buffer_name(self.buffer_rule, "")) if self.buffer_rule else self.name
+
+
+class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A rectangle of a tensor: what a rank holds of it. A learner of several ranks declares the boxes of all of them
+    when it joins (`Hello.ranks`); of a plain learner, the one rank holds everything."""
+
+    tensor: Annotated[str, Meta(max_length=1024)]
+    offsets: Annotated[tuple[Count, ...], Meta(max_length=64)]
+    sizes: Annotated[tuple[Count, ...], Meta(max_length=64)]
+    """Zero: the rank holds nothing of this tensor."""
+    sends: bool = True
+    """Of equal boxes of several ranks, one is sent."""
+
+
+RankBoxes = Annotated[tuple[Box, ...], Meta(max_length=1 << 16)]
+"""Of one rank, by names of tensors."""
 
 
 def buffer_name(rule: str, name: str) -> str:

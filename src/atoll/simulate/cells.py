@@ -14,8 +14,7 @@ import numpy as np
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan, Piece, lay_out_plan
 from atoll.numerics.rank_plan import RankPlan, check_tiling, make_rank_plans
-from atoll.protocol.boxes import Box, RankBoxes
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import Box, RankBoxes, TensorSpec
 
 ROWS, COLUMNS = 4, 3
 SIZE = ROWS * COLUMNS

@@ -33,8 +33,8 @@ from atoll.mailbox.channel import (
     is_counted,
 )
 from atoll.protocol import schedule
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.learner import effects as fx
+from atoll.protocol.messages import RankBoxes
 from atoll.simulate.cells import CellModel, Cells, front_of, join_parts
 from atoll.simulate.simulated_learner import MUTE_S, LearnerWorld, SimulatedLearner
 from atoll.simulate.simulated_rank import FromRank, SentPart, SimulatedRank

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
-from atoll.protocol.messages import Contribution, FromLearner, TensorSpec
+from atoll.protocol.messages import Contribution, FromLearner, RankBoxes, TensorSpec
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
 from atoll.simulate.training import Leased, Payload, Training, TrainingWorld

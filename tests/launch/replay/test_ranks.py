@@ -15,8 +15,7 @@ from atoll.mailbox.channel import CourierChannel, Start
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.boxes import Box
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import Box, TensorSpec
 from atoll.protocol.settings import Settings
 
 TENSORS = (TensorSpec("a", (5, 4), "float32"), TensorSpec("b", (4,), "float32"))

@@ -21,7 +21,6 @@ from typing import Literal
 import msgspec
 
 from atoll.protocol import messages as msg
-from atoll.protocol.boxes import RankBoxes
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as fx
@@ -29,6 +28,7 @@ from atoll.protocol.learner.connection import ConnectionState, Counters, Marker,
 from atoll.protocol.learner.copies import Copies, Orders, Pulls, Standing
 from atoll.protocol.learner.peer_state import Helping, Seeking
 from atoll.protocol.learner.versions import Versions
+from atoll.protocol.messages import RankBoxes
 from atoll.protocol.settings import Settings
 from atoll.protocol.succession import Holder
 from atoll.protocol.tape import Spoken
