@@ -68,7 +68,6 @@ def test_a_wrong_type_is_named_with_its_place(text: str, said: str) -> None:
         ("[outer]\nlr = -1.0", "outer learning rate -1.0 must be a number above 0"),
         ("[service]\nport = 70000", "port = 70000 is not between 0 and 65535"),
         ("[service]\nevaluate_every = -1", "evaluate_every = -1 is below 0"),
-        ('[outer]\nmerge = "rda"\n[service]\nshards = 2', 'merge = "rda" is for a syncer of one process'),
         ("[outer]\nrobust = true\n[service]\nshards = 2", "robust is for a syncer of one process, and shards = 2"),
         ("ranks = 2\n[service]\nshards = 3", "ranks is for a syncer of one process, and shards = 3"),
         ('[protocol]\nguard = "rollback"\n[service]\nshards = 2', 'guard = "rollback" is for a syncer of one process'),

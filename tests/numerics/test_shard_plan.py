@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -12,15 +15,15 @@ from hypothesis import strategies as st
 
 from atoll.choices import CODEC
 from atoll.numerics import merge as merging
-from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan, most_fragments
 from atoll.numerics.merge import cut_fragment, merge
 from atoll.numerics.outer import make_outer, take_outer_step
-from atoll.numerics.shard_plan import locate_bodies, make_shard_plan
+from atoll.numerics.shard_plan import PartPlace, ShardPlan, exchange_of, locate_bodies, make_shard_plan
 from atoll.protocol.messages import TensorSpec, buffer_name
 
-RULES = ("mean", "rda-row", "rda-row-embeddings")
+RULES = ("mean", "rda", "rda-row", "rda-row-embeddings")
 
 
 @st.composite
@@ -106,6 +109,38 @@ def test_one_shard_holds_the_plan_of_the_run() -> None:
     assert make_shard_plan(plan, 1).plans == (plan,)
 
 
+class Table:
+    """Where the threads of a test tell each other their norms, turn by turn."""
+
+    def __init__(self, holders: tuple[int, ...]) -> None:
+        self._holders, self._turns = holders, threading.Barrier(len(holders))
+        self._told: dict[int, DoubleArray] = {}
+
+    def gather(self, shard: int, squares: DoubleArray) -> list[DoubleArray]:
+        self._told[shard] = squares
+        self._turns.wait(10)
+        found = [self._told[n] for n in self._holders]
+        self._turns.wait(10)
+        return found
+
+
+def merge_in_shards(
+    shards: ShardPlan, fragment: Fragment, deltas: list[FloatArray], weights: list[float], rule: str
+) -> dict[int, FloatArray]:
+    """Each shard in a thread of its own: they wait for each other's norms."""
+    table, places = Table(shards.holders(fragment.index)), shards.places(fragment.index)
+
+    def work(place: PartPlace) -> FloatArray:
+        out = np.empty(place.part.size, np.float32)
+        exchange = exchange_of(shards, place.shard, fragment.index, rule, partial(table.gather, place.shard))
+        given = [np.ascontiguousarray(delta[place.values]) for delta in deltas]
+        merge(place.part, given, weights, out, rule, exchange=exchange)
+        return out
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        return dict(zip((place.shard for place in places), threads.map(work, places), strict=True))
+
+
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -124,9 +159,9 @@ def test_merging_and_stepping_in_parts_gives_the_bits_of_the_whole(
         whole, stepped = np.empty_like(theta), np.empty_like(theta)
         merge(fragment, deltas, weights, whole, rule)
         take_outer_step(optimizer, fragment, theta, stepped, state, whole)
-        for _, part, values in shards.places(fragment.index):
-            out, new = np.empty(part.size, np.float32), np.empty(part.size, np.float32)
-            merge(part, [delta[values] for delta in deltas], weights, out, rule)
+        merged = merge_in_shards(shards, fragment, deltas, weights, rule)
+        for shard, part, values in shards.places(fragment.index):
+            out, new = merged[shard], np.empty(part.size, np.float32)
             own = {slot: held[values].copy() for slot, held in kept.items()}
             take_outer_step(optimizer, part, theta[values], new, own, out)
             assert out.tobytes() == whole[values].tobytes()

@@ -25,9 +25,12 @@ from atoll.protocol.shard_messages import (
     FromLead,
     FromShard,
     InitialHere,
+    NormsHere,
+    NormsOfAll,
     RoundDecided,
     Stage,
     Staged,
+    TakenUp,
     TakeUp,
     Unstage,
     Unstaged,
@@ -300,10 +303,46 @@ def test_orders_wait_while_a_thread_works_on_what_is_void() -> None:
     one.handle(sh.TookUp("a-run"))
     stage = Stage(order=1, round=0, attempt=1, fragment=0, given=(), term=1)
     assert one.handle(sh.LeadSaid(stage)) == [sh.Step(stage)]
-    assert one.handle(sh.LeadSaid(Unstage(order=1, fragment=0, term=1))) == []
+    assert one.handle(sh.LeadSaid(Unstage(order=1, fragment=0, term=1))) == [sh.Abandon(1)]
     again = Stage(order=2, round=0, attempt=2, fragment=0, given=(), term=1)
     assert one.handle(sh.LeadSaid(again)) == []
     assert one.handle(sh.Stepped(1, "digest", b"", 0.1)) == [sh.Undo(0), sh.Step(again)]
+
+
+def test_norms_go_from_every_holder_to_all_of_them() -> None:
+    one = lead.LeadShards(2, 1)
+    one.begin_run("a-run", b"", [(1, 2)])
+    one.open_shard(0.0, sh.Shard(2, 2, "p").hello("http://2", ()))
+    one.hear(0.0, 2, TakenUp())
+    expect = Expect(learner="a", session="s", round=0, attempt=1, fragment=0)
+    one.expect_body(expect)
+    for shard in (1, 2):
+        one.hear(0.0, shard, BodyHere(learner="a", round=0, attempt=1, digest="d"))
+    one.merge(fx.Merge(0, 0, (fx.Part("a", 1, 1.0, 0),)))
+    one.take_effects()
+    one.hear(0.0, 2, NormsHere(order=1, turn=0, squares=b"2"))
+    assert one.take_effects() == []
+    one.hear(0.0, 1, NormsHere(order=7, turn=0, squares=b"x"))
+    assert one.take_effects() == [], "of another order"
+    one.hear(0.0, 1, NormsHere(order=1, turn=0, squares=b"1"))
+    all_of = NormsOfAll(order=1, turn=0, squares=(b"1", b"2"), fragment=0, term=1)
+    assert one.take_effects() == [lead.Order(1, all_of), lead.Order(2, all_of)]
+
+
+def test_a_merge_that_waits_for_norms_ends_with_its_order_or_its_lead() -> None:
+    one = sh.Shard(2, 2, "p")
+    one.handle(sh.LeadSaid(TakeUp(begun=b"", term=1)))
+    one.handle(sh.TookUp("a-run"))
+    stage = Stage(order=1, round=0, attempt=1, fragment=0, given=(), term=1)
+    one.handle(sh.LeadSaid(stage))
+    assert one.handle(sh.Measured(1, 0, b"2")) == [sh.Say(NormsHere(order=1, turn=0, squares=b"2"))]
+    norms = NormsOfAll(order=1, turn=0, squares=(b"1", b"2"), fragment=0, term=1)
+    assert one.handle(sh.LeadSaid(norms)) == [sh.UseNorms(norms)]
+    assert one.handle(sh.LeadLost()) == [sh.Abandon(1)]
+    again = TakeUp(begun=b"", term=1)
+    assert one.handle(sh.LeadSaid(again)) == [sh.Abandon(1)]
+    assert one.handle(sh.Measured(1, 1, b"2")) == [sh.Abandon(1)], "it was not waiting when it was made void"
+    assert one.handle(sh.StepFailed(1, "taken back")) == [sh.Recover(again)]
 
 
 def test_a_killed_shard_takes_up_what_was_decided_while_it_was_away() -> None:

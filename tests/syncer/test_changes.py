@@ -34,7 +34,7 @@ def test_words_become_settings_and_the_rest_stays() -> None:
     assert asked.what == "quorum=2 outer_lr=0.5 quorum_policy=minimum" and not asked.reopen
 
 
-@pytest.mark.parametrize("word", ["merge=rda", "robust=true", "guard=rollback"])
+@pytest.mark.parametrize("word", ["robust=true", "guard=rollback"])
 def test_what_needs_whole_tensors_is_refused_while_the_syncer_has_several_shards(word: str) -> None:
     before = history()
     before.begun = msgspec.structs.replace(before.begun, shards=2)

@@ -16,6 +16,7 @@ from tests.syncer.conftest import WAIT_S, FakeLearner, Stage, plan
 from atoll.digests import combine_digests, compute_digest
 from atoll.fabric.bodies import BodyConnection
 from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
+from atoll.numerics import merge as merging
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.shard_plan import ShardPlan, locate_bodies, make_shard_plan
@@ -228,6 +229,57 @@ async def test_no_bit_depends_on_the_number_of_shards(tmp_path: Path, codecs: tu
     assert all(r.heads == () for r in records[0])
 
 
+async def test_no_bit_depends_on_them_where_a_merge_needs_norms_of_whole_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a tensor lie in several shards, which tell each other their norms."""
+    monkeypatch.setattr(merging, "PART", 60)
+    found: list[dict[str, Any]] = []
+    for count in (1, 2, 3):
+        async with sharded(tmp_path / str(count), count, merge="rda") as stage:
+            learners = await begin(stage)
+            await play(learners, 0, 5)
+            await stage.end()
+            assert stage.saved is not None
+            found.append(stage.saved)
+            split = make_shard_plan(plan(TENSORS, FRAGMENTS), count)
+            assert all(len(split.holders(n)) == count for n in range(FRAGMENTS))
+        report = verify_run(stage.out.path)
+        assert report.ok, report.problem
+    for other in found[1:]:
+        assert all(np.array_equal(other[name].view(np.uint8), found[0][name].view(np.uint8)) for name in other)
+
+
+async def test_a_shard_that_dies_while_norms_are_waited_for_costs_one_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "PART", 60)
+    async with sharded(tmp_path, 2, merge="rda") as stage:
+        learners = await begin(stage)
+        await play(learners, 0, 2)
+        silent, waits = stage.shards[2].service, asyncio.Event()
+        monkeypatch.setattr(silent, "_tell_norms", lambda *norms: waits.set())
+        for one in learners:
+            one.step()
+        for one in learners:
+            await one.contribute(await one.until(Pull, lambda pull: pull.round == 2), 0.01)
+        async with asyncio.timeout(WAIT_S):
+            await waits.wait()
+        for gathering in silent._gatherings.values():
+            gathering.abandon()  # as the end of its process does
+        await stage.shards[2].kill()
+        await stage.until("alarm")
+        await stage.shards[2].start()
+        await stage.until("alarm", 2)
+        for one in learners:
+            await one.contribute(await one.until(Pull, lambda pull: pull.round == 2 and pull.attempt == 2), 0.01)
+        for one in learners:
+            await one.until(Announce, lambda said: said.round == 2)
+        await stage.end()
+    report = verify_run(stage.out.path)
+    assert report.ok, report.problem
+
+
 async def test_a_killed_shard_comes_back_with_everything_that_was_decided(tmp_path: Path) -> None:
     async with sharded(tmp_path, 2) as stage:
         learners = await begin(stage)
@@ -404,7 +456,7 @@ def test_learners_of_several_ranks_are_refused_in_one_line() -> None:
         check_ranks(hello, Settings(), 2)
 
 
-@pytest.mark.parametrize("words", [["merge=rda"], ["robust=true"], ["guard=rollback"]], ids=str)
+@pytest.mark.parametrize("words", [["robust=true"], ["guard=rollback"]], ids=str)
 async def test_what_needs_whole_tensors_cannot_be_asked_for_later(tmp_path: Path, words: list[str]) -> None:
     async with sharded(tmp_path, 2) as stage:
         learner = stage.join_sharded("a")

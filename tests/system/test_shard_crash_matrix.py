@@ -49,7 +49,7 @@ def crash_at(run: Run, monkeypatch: pytest.MonkeyPatch) -> CrashShardAt:
 def check(run: Run, points: tuple[str, ...], of_lead: tuple[str, ...] = ()) -> None:
     died = facts.deaths(run, 2)
     last = max(one["at"] for one in (*died, *facts.deaths(run)))
-    run.until(lambda _: facts.returns(run, 2)[-1:] > [(last, 0.0)])  # the life after the last death has staged
+    run.until(lambda _: any(one["at"] > last for one in facts.returns(run, 2)))
     end(run, since=last)
     assert [one["point"] for one in died] == list(points)
     facts.check_rounds(run, most_untold=len(of_lead))
@@ -57,9 +57,10 @@ def check(run: Run, points: tuple[str, ...], of_lead: tuple[str, ...] = ()) -> N
     assert report.facts["fragment_tokens"]["in_flight"] == 0
     began = run.events("round")[0]["at"]
     check_outages(facts.outages(run, [one for one in died if one["at"] > began]))
-    for point, own_s in facts.own_starts(run, 2):
-        print(f"{point}: the next life staged a round {own_s:.2f} s after its start, waits for a core left out")
-        assert own_s < facts.AGAIN_S
+    again = [one for one in facts.returns(run, 2) if one["at"] > died[0]["at"]]  # its first life waits for a learner
+    for one in again:
+        print(f"of its own time: back after {one['back_s']:.2f} s, a round staged in {one['staged_s']:.2f} s")
+        assert one["back_s"] + one["staged_s"] < facts.AGAIN_S
     assert not [e for e in run.events("restarted") if e["process"].startswith("learner")], "no learner noticed"
 
 

@@ -77,6 +77,13 @@ class Fragment(msgspec.Struct, frozen=True):
         both = zip(self.pieces, self.offsets, strict=True)
         return [(piece, slice(start, start + piece.size)) for piece, start in both]
 
+    def find_piece(self, rows: Piece) -> int:
+        """The number of the piece that these rows are of."""
+        for number, piece in enumerate(self.pieces):
+            if piece.tensor.name == rows.tensor.name and piece.first <= rows.first < piece.first + piece.rows:
+                return number
+        raise AssertionError(f"fragment {self.index} holds no such rows of {rows.tensor.name}")
+
     @property
     def buffers(self) -> slice:
         """The elements that are buffers: by their names they lie side by side. Empty for most fragments."""

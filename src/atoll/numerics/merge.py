@@ -6,7 +6,9 @@ The rules are the modules of merges/. All of them keep this:
 - what the filter leaves out of a piece is as if it had not been given there; factors of 1 change no bit;
 - one contribution comes out as itself, bit for bit; one of weight 0 is as if it were not there;
 - sums run in float32 in the order given (the caller's: by learner id), norms in float64: equal inputs, equal bits;
-- pieces are cut by rows where the rule allows it, and threads share the cuts: no bit depends on that.
+- pieces are cut by rows, and threads share the cuts: no bit depends on that. A rule that needs the norm of a whole
+  piece ("rda") has it as the exact sum of the squares of its cuts, so shards of a syncer that hold a piece together
+  (docs/adr/0031) tell each other these and come to the same (`NormExchange`).
 """
 
 from __future__ import annotations
@@ -42,6 +44,20 @@ class Cut(NamedTuple):
     values: slice
 
 
+Gather = Callable[[DoubleArray], Sequence[DoubleArray]]
+
+
+class NormExchange(NamedTuple):
+    """Of a part of a fragment, whose pieces may go on in other shards: how to learn the squares of their cuts."""
+
+    whole: Fragment
+    parts: Sequence[Fragment]
+    """Of all shards that hold any of it, in order; the merged fragment is one of them."""
+    gather: Gather
+    """What every one of them gave to this call, in order. ValueError: one of them gave nothing, so the round is
+    void."""
+
+
 def merge(
     fragment: Fragment,
     deltas: Sequence[FloatArray],
@@ -51,12 +67,14 @@ def merge(
     factors: Sequence[FloatArray] = (),
     threads: int = 1,
     then: Callable[[Cut], None] | None = None,
+    exchange: NormExchange | None = None,
 ) -> None:
     """The outer gradient of one fragment into `out`, which is none of the deltas. ValueError where Σ w = 0; then
     nothing was changed.
 
     `factors`: of each contribution, per piece, what the filter (filter.py) makes of it; empty: nothing.
     `then` is called for each part of `out` that is done, while it is in the cache of that thread.
+    `exchange`: the fragment is a shard's part of a larger one.
     """
     by = MERGE.load(rule)
     assert all(array.shape == (fragment.size,) for array in (out, *deltas)), "every array is one whole fragment"
@@ -64,16 +82,122 @@ def merge(
         terms = _filtered_terms(fragment, deltas, weights, factors)
     else:
         terms = [_terms(deltas, weights)] * len(fragment.pieces)
-    pairs = zip(fragment.pieces, terms, strict=True)
-    cuts = cut_fragment(fragment, [len(one.deltas) <= 1 or _merges_rows_apart(piece, by) for piece, one in pairs])
+    pairs = [(piece, len(one.deltas) > 1) for piece, one in zip(fragment.pieces, terms, strict=True)]
+    by_norms = [several and _merges_by_norms(piece, by) for piece, several in pairs]
+    apart = [not several or _merges_rows_apart(piece, by) for piece, several in pairs]
+    cuts = cut_fragment(fragment, [one or other for one, other in zip(apart, by_norms, strict=True)])
+    sums = _sum_by_norms(fragment, cuts, by_norms, terms, out, by, threads, exchange)
 
     def work(first: int, last: int) -> None:
         for cut in cuts[first:last]:
-            _merge_cut(cut, terms[cut.number], out[cut.values], by)
+            if (of := sums.get(cut.number)) is not None:
+                given = _given(cut, terms[cut.number])
+                by.lengthen_sum(given, terms[cut.number].shares, of.coefficients, of.radius, of.length, out[cut.values])
+            else:
+                _merge_cut(cut, terms[cut.number], out[cut.values], by)
             if then is not None:
                 then(cut)
 
     in_parts(work, len(cuts), 1, threads)
+
+
+# ---- rules that need the norm of a whole piece ----------------------------------------------------------------------
+
+
+class SumByNorms(NamedTuple):
+    """Of a piece: the mean norm, each contribution's coefficient, and the norm of the sum that these gave."""
+
+    radius: DoubleArray
+    coefficients: DoubleArray
+    length: DoubleArray
+
+
+def _sum_by_norms(
+    fragment: Fragment,
+    cuts: Sequence[Cut],
+    by_norms: Sequence[bool],
+    terms: Sequence[Terms],
+    out: FloatArray,
+    by: Any,
+    threads: int,
+    exchange: NormExchange | None,
+) -> dict[int, SumByNorms]:
+    """By number of the piece; `out` holds the sums of these. Two norms are told to the other shards: of each
+    contribution, and of the sum."""
+    few = all(len(one.deltas) < 2 for one in terms)
+    if exchange is not None and (few or not any(_merges_by_norms(piece, by) for piece in exchange.whole.pieces)):
+        exchange = None  # as in every shard
+    cuts = [cut for cut in cuts if by_norms[cut.number]]
+    squares = [np.zeros(len(terms[cut.number].deltas)) for cut in cuts]
+
+    def measure(first: int, last: int) -> None:
+        for at, cut in enumerate(cuts[first:last], start=first):
+            squares[at][:] = [square_cuts(cut.piece, one)[0] for one in _given(cut, terms[cut.number])]
+
+    in_parts(measure, len(cuts), 1, threads)
+    norms = _find_norms(fragment, cuts, squares, by, exchange)
+    weighed = {n: by.weigh_directions(norm[:, np.newaxis], terms[n].shares) for n, norm in norms.items()}
+    lengths = [np.zeros(1) for _ in cuts]
+
+    def add(first: int, last: int) -> None:
+        for at, cut in enumerate(cuts[first:last], start=first):
+            add_scaled(_given(cut, terms[cut.number]), weighed[cut.number][1], out[cut.values])
+            lengths[at][:] = square_cuts(cut.piece, out[cut.values])
+
+    in_parts(add, len(cuts), 1, threads)
+    length = _find_norms(fragment, cuts, lengths, by, exchange)
+    return {n: SumByNorms(radius, coefficients, length[n]) for n, (radius, coefficients) in weighed.items()}
+
+
+def _find_norms(
+    fragment: Fragment,
+    cuts: Sequence[Cut],
+    squares: Sequence[DoubleArray],
+    by: Any,
+    exchange: NormExchange | None,
+) -> dict[int, DoubleArray]:
+    """`squares`: of each cut, some figures. Of each piece that is cut here, by its number, the roots of their sums over
+    all cuts that it has in any shard."""
+    of_piece: dict[int, list[DoubleArray]] = {}
+    if exchange is None:
+        for cut, own in zip(cuts, squares, strict=True):
+            of_piece.setdefault(cut.number, []).append(own)
+        return {number: _roots(found) for number, found in of_piece.items()}
+    gathered = exchange.gather(np.concatenate([np.empty(0), *squares]))
+    for part, told in zip(exchange.parts, gathered, strict=True):
+        theirs = [cut for cut in cut_fragment(part) if _merges_by_norms(cut.piece, by)]
+        for cut, figures in zip(theirs, np.split(told, max(1, len(theirs))), strict=False):
+            of_piece.setdefault(exchange.whole.find_piece(cut.piece), []).append(figures)
+    return {
+        number: _roots(of_piece[exchange.whole.find_piece(fragment.pieces[number])])
+        for number in {cut.number for cut in cuts}
+    }
+
+
+def _roots(squares: Sequence[DoubleArray]) -> DoubleArray:
+    return np.array([norm_of_cuts(column) for column in np.stack(squares).T])
+
+
+def _merges_by_norms(piece: Piece, by: Any) -> bool:
+    return hasattr(by, "weigh_directions") and not _merges_rows_apart(piece, by)
+
+
+def square_cuts(piece: Piece, values: FloatArray) -> DoubleArray:
+    """‖cut‖² of each cut of it; finite exactly when every value is."""
+    each = rows_of_cut(piece)
+    full, rest = divmod(piece.rows, each)
+    whole = values.size // piece.rows * each * full
+    found = np.empty(full + (rest > 0), np.float64)
+    if full:
+        kernels.square_norms(read_only(values[:whole]), found[:full])
+    if rest:
+        kernels.square_norms(read_only(values[whole:]), found[full:])
+    return found
+
+
+def norm_of_cuts(squares: DoubleArray) -> float:
+    """The exact sum, rounded once: it does not depend on how the cuts are grouped."""
+    return math.sqrt(math.fsum(squares))
 
 
 def cut_fragment(fragment: Fragment, apart: Sequence[bool] = ()) -> list[Cut]:
@@ -144,9 +268,13 @@ def _terms(
     return Terms([delta for delta, _, _ in weighed], [factor for _, _, factor in weighed], shares)
 
 
-def _merge_cut(cut: Cut, terms: Terms, out: FloatArray, by: Any) -> None:
+def _given(cut: Cut, terms: Terms) -> list[FloatArray]:
     pairs = zip(terms.deltas, terms.factors, strict=True)
-    given = [read_only(_scaled(delta[cut.values], factor)) for delta, factor in pairs]
+    return [read_only(_scaled(delta[cut.values], factor)) for delta, factor in pairs]
+
+
+def _merge_cut(cut: Cut, terms: Terms, out: FloatArray, by: Any) -> None:
+    given = _given(cut, terms)
     if not given:
         out[:] = 0.0
     elif len(given) == 1:
@@ -169,9 +297,15 @@ def _merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, ou
 
 
 def merges_in_parts(rule: str) -> bool:
-    """Whether runs of a tensor's rows, merged each for itself, have the bits of the whole (docs/adr/0031)."""
-    rows = Piece(TensorSpec("rows", (2, 2), "float32"), 0, 2)
-    return _merges_rows_apart(rows, MERGE.load(rule))
+    """Whether shards that hold rows of a tensor each come to the bits of the whole (docs/adr/0031)."""
+    rows, by = Piece(TensorSpec("rows", (2, 2), "float32"), 0, 2), MERGE.load(rule)
+    return _merges_rows_apart(rows, by) or _merges_by_norms(rows, by)
+
+
+def merges_by_norms(rule: str, fragment: Fragment) -> bool:
+    """Whether shards tell each other norms for it."""
+    by = MERGE.load(rule)
+    return any(_merges_by_norms(piece, by) for piece in fragment.pieces)
 
 
 def subtracts_from_newest(rule: str) -> bool:

@@ -36,8 +36,8 @@ import numpy as np
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import read_only
-from atoll.numerics.fragments import Fragment, FragmentPlan, Piece, whole
-from atoll.numerics.merge import rows_of_cut
+from atoll.numerics.fragments import Fragment, FragmentPlan, whole
+from atoll.numerics.merge import square_cuts
 from atoll.protocol.messages import TensorSpec
 
 EARLY = 4
@@ -84,26 +84,13 @@ def measure_part(part: Fragment, delta: FloatArray, committed: FloatArray | None
     """`committed`: the values that it was made on; None: others, so its buffers are not merged."""
     squares, of_buffers, held, moved = [_NO_SQUARES], [_NO_SQUARES], [_NO_SQUARES], [_NO_SQUARES]
     for piece, at in part.parts:
-        (of_buffers if piece.tensor.buffer_rule else squares).append(_cut_squares(piece, delta[at]))
+        (of_buffers if piece.tensor.buffer_rule else squares).append(square_cuts(piece, delta[at]))
         if piece.tensor.buffer_rule and committed is not None:
-            held.append(_cut_squares(piece, committed[at]))
-            moved.append(_cut_squares(piece, committed[at] - delta[at]))
+            held.append(square_cuts(piece, committed[at]))
+            moved.append(square_cuts(piece, committed[at] - delta[at]))
     finite = all(np.isfinite(one).all() for one in (*squares, *of_buffers))
     known = (np.concatenate(held), np.concatenate(moved)) if committed is not None else (None, None)
     return MeasuredPart(delta.size, np.concatenate(squares), 0 if finite else _broken(delta), *known)
-
-
-def _cut_squares(piece: Piece, values: FloatArray) -> DoubleArray:
-    """Of each cut (`merge.cut_fragment`); finite exactly when every value is."""
-    each = rows_of_cut(piece)
-    full, rest = divmod(piece.rows, each)
-    whole = values.size // piece.rows * each * full
-    found = np.empty(full + (rest > 0), np.float64)
-    if full:
-        kernels.square_norms(read_only(values[:whole]), found[:full])
-    if rest:
-        kernels.square_norms(read_only(values[whole:]), found[full:])
-    return found
 
 
 class NormScreen:

@@ -5,8 +5,8 @@ the pieces in its ranges, so what works on a plan works on a shard's. Rules kept
 
 - ranges tile the array. They begin where `merge.cut_fragment` cuts, so a shard's cuts are cuts of the whole fragment,
   and where codecs' blocks begin anew. So merge, outer step, codecs and squares per cut give the bits of the whole;
-- a tensor without rows (one dimension) is not cut: row-wise rules merge it as a whole. A rule that needs more than rows
-  (merge "rda") has other bits in parts: it is refused with several shards;
+- a tensor without rows (one dimension) is not cut: row-wise rules merge it as a whole. A rule that needs the norms of
+  whole tensors (merge "rda") adds up those of the cuts (`exchange_of`);
 - parts are equally large within one such cut, and so are the shares of the whole model: what a shard lacks of one
   fragment it gets of the next. Of a small fragment a shard may have nothing;
 - the answer follows from the plan, the number of shards and the codecs alone, so both sides come to the same.
@@ -24,7 +24,7 @@ import msgspec
 from atoll.choices import CODEC
 from atoll.numerics.codec import Codec, body_parts
 from atoll.numerics.fragments import Fragment, FragmentPlan, Piece, lay_out_plan, row_lengths
-from atoll.numerics.merge import Cut, cut_fragment
+from atoll.numerics.merge import Cut, Gather, NormExchange, cut_fragment, merges_by_norms
 
 
 class PartPlace(NamedTuple):
@@ -37,6 +37,7 @@ class PartPlace(NamedTuple):
 
 
 class ShardPlan(msgspec.Struct, frozen=True):
+    whole: FragmentPlan
     plans: tuple[FragmentPlan, ...]
     """In order of shard: of what it holds. Fragments may be empty."""
     ranges: tuple[tuple[slice, ...], ...]
@@ -86,7 +87,7 @@ def make_shard_plan(plan: FragmentPlan, count: int, codecs: Sequence[str] = ()) 
         ranges.append(parts)
         pieces.append([_join_cuts(cuts, part) for part in parts])
     plans = (lay_out_plan(plan.strategy, [of[shard] for of in pieces]) for shard in range(count))
-    return ShardPlan(tuple(plans), tuple(ranges))
+    return ShardPlan(plan, tuple(plans), tuple(ranges))
 
 
 def _find_borders(fragment: Fragment, cuts: list[Cut], block: int) -> list[int]:
@@ -114,6 +115,14 @@ def _join_cuts(cuts: list[Cut], part: slice) -> list[Piece]:
             joined = cut.piece if held is None else Piece(held.tensor, held.first, held.rows + cut.piece.rows)
             found[cut.number] = joined
     return list(found.values())
+
+
+def exchange_of(plan: ShardPlan, shard: int, fragment: int, rule: str, gather: Gather) -> NormExchange | None:
+    """What a shard needs to merge its part by norms of whole pieces; None: others do not matter for its bits."""
+    whole, holders = plan.whole.fragments[fragment], plan.holders(fragment)
+    if len(holders) < 2 or shard not in holders or not merges_by_norms(rule, whole):
+        return None
+    return NormExchange(whole, [plan.part(n, fragment) for n in holders], gather)
 
 
 # ---- bodies ---------------------------------------------------------------------------------------------------------

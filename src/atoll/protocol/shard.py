@@ -6,6 +6,8 @@ Rules kept here, each with its test:
 - it follows the highest term it has heard of: what a lead of a lower one says counts for nothing;
 - after every connection it takes up what the lead has decided, from its disk; whatever it had staged and was not
   decided is void. Orders that come meanwhile wait;
+- while it merges it may need norms of the others' parts: it tells its own and waits for all (Measured, UseNorms). An
+  order that is made void meanwhile, or whose lead is lost, waits no longer (Abandon);
 - a part is staged, then written to its chain, then told. An order that is made void meanwhile is undone when that is
   over;
 - what is decided is committed from memory where it is staged there under the same head, and otherwise read from the
@@ -35,6 +37,8 @@ from atoll.protocol.shard_messages import (
     FromLead,
     FromShard,
     InitialHere,
+    NormsHere,
+    NormsOfAll,
     RoundDecided,
     ShardHello,
     Stage,
@@ -68,6 +72,14 @@ class TookUp(Fact, frozen=True):
     reason: str = ""
 
 
+class Measured(Fact, frozen=True):
+    """Event: a merge under way needs the norms of all, and has its own."""
+
+    order: int
+    turn: int
+    squares: bytes
+
+
 class Stepped(Fact, frozen=True):
     """Event: the new version of a part lies beside the committed one."""
 
@@ -98,7 +110,7 @@ class Came(Fact, frozen=True):
     message: BodyHere | InitialHere | CutHere | CutDone
 
 
-ShardEvent = LeadSaid | LeadLost | TookUp | Stepped | StepFailed | Written | Came
+ShardEvent = LeadSaid | LeadLost | TookUp | Measured | Stepped | StepFailed | Written | Came
 
 # ---- effects --------------------------------------------------------------------------------------------------------
 
@@ -133,6 +145,18 @@ class Step(Fact, frozen=True):
     """Effect: merge and step beside the committed version; answer Stepped or StepFailed."""
 
     stage: Stage
+
+
+class UseNorms(Fact, frozen=True):
+    """Effect: a merge under way goes on with the norms of all."""
+
+    norms: NormsOfAll
+
+
+class Abandon(Fact, frozen=True):
+    """Effect: nothing comes of this order: if its merge waits for norms, it fails."""
+
+    order: int
 
 
 class Write(Fact, frozen=True):
@@ -193,6 +217,8 @@ ShardEffect = (
     | FreeBody
     | AskFor
     | Step
+    | UseNorms
+    | Abandon
     | Write
     | Undo
     | Apply
@@ -255,9 +281,13 @@ class Shard:
             case LeadLost():
                 self._waiting.clear()
                 self._again = None
-                return []
+                return self._abandon_steps()
             case TookUp():
                 return self._took_up(event)
+            case Measured(order, turn, squares):
+                if self._find_staged(order).void:
+                    return [Abandon(order)]
+                return [Say(NormsHere(order=order, turn=turn, squares=squares))]
             case Stepped(order):
                 return self._note_stepped(order, event)
             case StepFailed(order, reason, reset):
@@ -288,10 +318,14 @@ class Shard:
             self._again = message
             for staged in self._staged.values():
                 staged.void = True
-            return []
+            return self._abandon_steps()
         self._taking_up = True
         self._staged.clear()
         return [Recover(message)]
+
+    def _abandon_steps(self) -> list[ShardEffect]:
+        """Of what a thread steps: nobody will tell the norms that it may wait for."""
+        return [Abandon(one.stage.order) for one in self._staged.values() if one.stepped is None]
 
     def _is_busy(self) -> bool:
         return any(not staged.head for staged in self._staged.values())
@@ -324,6 +358,9 @@ class Shard:
             case Stage():
                 self._staged[message.fragment] = StagedRound(message)
                 return [Step(message)]
+            case NormsOfAll(order=order, fragment=fragment):
+                staged = self._staged.get(fragment)
+                return [UseNorms(message)] if staged is not None and staged.stage.order == order else []
             case Unstage(order=order, fragment=fragment):
                 return self._unstage(order, fragment)
             case Decide(decision=decision):
@@ -345,7 +382,7 @@ class Shard:
             return []
         if not staged.head:
             staged.void = True  # a thread works on it
-            return []
+            return [Abandon(order)] if staged.stepped is None else []
         del self._staged[fragment]
         return [Undo(fragment)]
 

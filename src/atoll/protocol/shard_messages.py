@@ -1,8 +1,9 @@
 """What the lead of a syncer and its other shards say to each other (docs/adr/0031): `GET /v1/shard`, one WebSocket for
 each shard, which dials the lead. Small messages: bodies travel between learners and shards.
 
-    shard → lead   ShardHello  TakenUp  BodyHere  InitialHere  Staged  Unstaged  CutHere  CutDone  Values
-    lead → shard   TakeUp  Expect  Forget  AskInitial  Stage  Unstage  Decide  WriteCut  FinishCut  AskValues  EndShard
+    shard → lead   ShardHello  TakenUp  BodyHere  InitialHere  NormsHere  Staged  Unstaged  CutHere  CutDone  Values
+    lead → shard   TakeUp  Expect  Forget  AskInitial  Stage  NormsOfAll  Unstage  Decide  WriteCut  FinishCut
+                   AskValues  EndShard
 
 Both directions keep their order, so a shard stages, decides and writes cuts in the order of the lead's effects.
 """
@@ -15,8 +16,9 @@ import msgspec
 from msgspec import Meta
 
 from atoll.protocol.limits import LINE, MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
+from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, ResetRecord, TermRecord
 
-SHARD_PROTOCOL = 1
+SHARD_PROTOCOL = 2
 """The version of these messages; checked at hello."""
 
 Digest = Annotated[str, Meta(max_length=64)]
@@ -65,6 +67,22 @@ class TermBegun(Decision, frozen=True):
 
 AnyDecision = RoundDecided | StateReset | OuterChanged | TermBegun
 Decisions = Annotated[tuple[AnyDecision, ...], Meta(max_length=1 << 22)]
+
+
+def decision_of(record: AnyRecord, shard: int) -> AnyDecision | None:
+    """As this shard is told it; None: it does not concern it."""
+    match record:
+        case MergedRecord(round=number, fragment=fragment, version=version, heads=heads):
+            head = heads[shard - 1]
+            return RoundDecided(number, fragment, version, head) if head else None
+        case ResetRecord(fragment=fragment):
+            return StateReset(fragment)
+        case ChangedRecord(outer=outer):
+            return OuterChanged(outer)
+        case TermRecord():
+            return TermBegun()
+        case _:
+            return None
 
 
 # ---- from a shard ---------------------------------------------------------------------------------------------------
@@ -127,6 +145,15 @@ class InitialHere(ShardMessage, frozen=True):
     """All its parts are whole."""
     reason: Words = ""
     """They are not finite."""
+
+
+class NormsHere(ShardMessage, frozen=True):
+    """What the other shards need of its part to merge theirs: ‖cut‖² of cuts of pieces that are merged as a whole."""
+
+    order: Count
+    turn: Count
+    """The how many-th time in this order."""
+    squares: Squares
 
 
 class Staged(ShardMessage, frozen=True):
@@ -243,6 +270,15 @@ class Stage(ShardMessage, frozen=True):
     given: Annotated[tuple[Given, ...], Meta(max_length=MANY)]
 
 
+class NormsOfAll(ShardMessage, frozen=True):
+    """What every holder of the fragment gave in this turn, in order of shard."""
+
+    order: Count
+    turn: Count
+    squares: Annotated[tuple[Squares, ...], Meta(max_length=MANY)]
+    fragment: Number
+
+
 class Unstage(ShardMessage, frozen=True):
     """Nothing comes of this order: all is as before it."""
 
@@ -292,9 +328,20 @@ class EndShard(ShardMessage, frozen=True):
     refused: bool = False
 
 
-FromShard = ShardHello | TakenUp | BodyHere | InitialHere | Staged | Unstaged | CutHere | CutDone | Values
+FromShard = ShardHello | TakenUp | BodyHere | InitialHere | NormsHere | Staged | Unstaged | CutHere | CutDone | Values
 FromLead = (
-    TakeUp | Expect | Forget | AskInitial | Stage | Unstage | Decide | WriteCut | FinishCut | AskValues | EndShard
+    TakeUp
+    | Expect
+    | Forget
+    | AskInitial
+    | Stage
+    | NormsOfAll
+    | Unstage
+    | Decide
+    | WriteCut
+    | FinishCut
+    | AskValues
+    | EndShard
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,6 +28,7 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, largest_body
 from atoll.numerics.filter import Filter, FilterVerdict
 from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.merge import NormExchange
 from atoll.numerics.moments import check_moments, most_bytes
 from atoll.numerics.rank_plan import RankPlan
 from atoll.numerics.screen import NormScreen
@@ -430,7 +431,7 @@ class Merging:
         marks = self._parameters.piece_marks(merge.fragment)
         return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, groups=groups)
 
-    def merge_and_step(self, merge: fx.Merge) -> fx.Merged | fx.Unmergeable:
+    def merge_and_step(self, merge: fx.Merge, exchange: NormExchange | None = None) -> fx.Merged | fx.Unmergeable:
         began = time.perf_counter()
         keys = [(part.learner, merge.round, part.attempt) for part in merge.parts]
         held = self._fragments[merge.fragment].size > 0  # else no body of it comes here
@@ -442,7 +443,7 @@ class Merging:
             judged = self._judge_deltas(merge, deltas) if self._fragments[merge.fragment].size else []
             factors = [one.factors for one in judged] if self.robust else []
             weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
-            mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases, moments)
+            mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases, moments, exchange)
             self._outer_figures[merge.fragment] = self._measure_gradient(merge.fragment)
         except Overflow as error:
             return fx.Unmergeable(merge.round, str(error), reset=True)

@@ -22,7 +22,7 @@ from atoll.fabric.wire import MIB, one_line
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan
 from atoll.numerics.screen import NormScreen, measure_part
-from atoll.numerics.shard_plan import ShardPlan
+from atoll.numerics.shard_plan import ShardPlan, exchange_of
 from atoll.protocol import records
 from atoll.protocol.effects import Note
 from atoll.protocol.errors import AtollError, PeerError, RunFailed
@@ -36,6 +36,8 @@ from atoll.protocol.shard_messages import (
     FromLead,
     FromShard,
     InitialHere,
+    NormsHere,
+    NormsOfAll,
     ShardHello,
     Stage,
     Staged,
@@ -46,6 +48,7 @@ from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer import shards as pure
 from atoll.syncer.contributions import LARGE, Inbox, Merging, PendingContribution
 from atoll.syncer.model import Model
+from atoll.syncer.norm_exchange import NormGathering
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import CapturedCut, CutWriter, RunStore
 from atoll.syncer.shard_service import body_here, measured_of
@@ -97,6 +100,8 @@ class ShardLead:
         self._own_merges: dict[int, fx.Merged] = {}
         """By order: of the lead's own part, until all have staged theirs."""
         self._own_turn = asyncio.Lock()
+        self._gatherings: dict[int, NormGathering] = {}
+        """By order, of the lead's own merge in a thread."""
         self._void: set[int] = set()
         """Orders that were taken back while a thread carried them out."""
         self._cut_parts: dict[int, asyncio.Future[pure.CutPartsKept]] = {}
@@ -303,7 +308,12 @@ class ShardLead:
         match message:
             case Stage():
                 self._spawn(self._stage_own(message))
+            case NormsOfAll(order=order, turn=turn, squares=squares):
+                if (waits := self._gatherings.get(order)) is not None:
+                    waits.give(turn, squares)
             case Unstage(order=order, fragment=fragment):
+                if (waits := self._gatherings.get(order)) is not None:
+                    waits.abandon()
                 if order in self._own_merges:
                     del self._own_merges[order]
                     self._parameters.drop_staged(fragment)
@@ -315,7 +325,13 @@ class ShardLead:
         parts = tuple(fx.Part(one.learner, one.attempt, one.weight, one.base) for one in stage.given)
         merge = fx.Merge(stage.round, stage.fragment, parts)
         async with self._own_turn:
-            done = await asyncio.to_thread(self._merging.merge_and_step, merge)
+            gathering = NormGathering(partial(self._tell_own_norms, stage.order))
+            exchange = exchange_of(self.plan, LEAD, stage.fragment, self._parameters.rule, gathering.gather)
+            if stage.order in self._void:
+                gathering.abandon()
+            self._gatherings[stage.order] = gathering
+            done = await asyncio.to_thread(self._merging.merge_and_step, merge, exchange)
+            del self._gatherings[stage.order]
             void = stage.order in self._void
             self._void.discard(stage.order)
             if isinstance(done, fx.Unmergeable):
@@ -326,6 +342,9 @@ class ShardLead:
             else:
                 self._own_merges[stage.order] = done
                 self._hear_own(Staged(order=stage.order, digest=done.digest, marks=done.marks, seconds=done.merge_s))
+
+    def _tell_own_norms(self, order: int, turn: int, squares: bytes) -> None:
+        self._hear_own(NormsHere(order=order, turn=turn, squares=squares))
 
     def _combine(self, effect: pure.Combine, merge: fx.Merge, staged: dict[int, Staged]) -> fx.Merged:
         own = self._own_merges.pop(staged[LEAD].order)
@@ -433,14 +452,11 @@ class ShardLead:
 
 def combine_marks(whole: FragmentPlan, plan: ShardPlan, fragment: int, marks: dict[int, bytes]) -> bytes:
     """A checksum of each piece of the whole fragment, of those of its parts (`VersionCheck.piece_marks`)."""
-    numbers = {(piece.tensor.name, piece.first): n for n, piece in enumerate(whole.fragments[fragment].pieces)}
-    firsts = sorted(numbers)
-    found = np.zeros(len(firsts), np.uint32)
+    fragment_of_all = whole.fragments[fragment]
+    found = np.zeros(len(fragment_of_all.pieces), np.uint32)
     for shard, own in marks.items():
         for piece, mark in zip(plan.part(shard, fragment).pieces, np.frombuffer(own, np.uint32), strict=True):
-            name, first = max(one for one in firsts if one <= (piece.tensor.name, piece.first))
-            assert name == piece.tensor.name, "a part has rows of the fragment's pieces"
-            found[numbers[name, first]] ^= mark
+            found[fragment_of_all.find_piece(piece)] ^= mark
     return found.tobytes()
 
 

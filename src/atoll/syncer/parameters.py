@@ -23,7 +23,7 @@ from atoll.fabric.handlers import ServedFragment
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.compiled import PART, in_parts, thread_count
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors
-from atoll.numerics.merge import Cut, cut_fragment, merge, subtracts_from_newest
+from atoll.numerics.merge import Cut, NormExchange, cut_fragment, merge, subtracts_from_newest
 from atoll.numerics.moments import average_moments
 from atoll.numerics.outer import cut_state, lacks_momentum, starts_momentum, take_piece_step
 from atoll.numerics.updates import (
@@ -71,6 +71,11 @@ class Parameters:
         self._updates: dict[int, StagedUpdate] = {}
 
     @property
+    def rule(self) -> str:
+        """By which the next round is merged."""
+        return self._rule
+
+    @property
     def has_feedback(self) -> bool:
         return self._codec is not None and self._codec.needs_feedback
 
@@ -100,6 +105,7 @@ class Parameters:
         factors: Sequence[FloatArray] = (),
         bases: Sequence[int] = (),
         moments: Sequence[ByteArray] = (),
+        exchange: NormExchange | None = None,
     ) -> str:
         """Merge and take the outer step into a spare buffer. Returns the digest; ValueError: the round is void.
 
@@ -107,6 +113,7 @@ class Parameters:
         buffers do not: a variance that two learners saw fall from the same version must not fall twice. A rule that
         takes Δ = Θ − θ changes the deltas in place.
         `moments`: where they are shared, what came with each contribution. Their mean goes with the new version.
+        `exchange`: how to learn the norms of pieces that go on in other shards.
         """
         part = self.plan.fragments[fragment]
         if part.size == 0:
@@ -119,7 +126,7 @@ class Parameters:
             current = self._versions[fragment].committed.version
             paired = zip(deltas, bases, strict=True)
             deltas = [delta if base == current else _without(delta, part.buffers) for delta, base in paired]
-        mark = self._stage_step(fragment, deltas, weights, factors)
+        mark = self._stage_step(fragment, deltas, weights, factors, exchange)
         if moments:
             averaged = average_moments(part, moments, weights, factors, self.threads)
             self._staged[fragment].moments = AveragedMoments(averaged, compute_digest(averaged.data))
@@ -176,11 +183,12 @@ class Parameters:
         deltas: Sequence[FloatArray],
         weights: Sequence[float],
         factors: Sequence[FloatArray] = (),
+        exchange: NormExchange | None = None,
     ) -> str:
         """Each part of the fragment is merged, stepped, checked and hashed while it is in cache."""
         part, gradient = self.plan.fragments[fragment], self.outer_gradient(fragment)
         if self._codec is not None:
-            merge(part, deltas, weights, gradient, self._rule, factors, self.threads)
+            merge(part, deltas, weights, gradient, self._rule, factors, self.threads, exchange=exchange)
             return self._stage_update(fragment)
         versions, state = self._versions[fragment], self._state[fragment].own_arrays()
         old, new = versions.committed.values, versions.take_buffer()
@@ -193,7 +201,7 @@ class Parameters:
             check.add_part(cut)
 
         try:
-            merge(part, deltas, weights, gradient, self._rule, factors, self.threads, step)
+            merge(part, deltas, weights, gradient, self._rule, factors, self.threads, step, exchange)
         except ValueError:
             versions.return_buffer(new)
             raise

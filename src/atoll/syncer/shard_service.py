@@ -21,7 +21,9 @@ from atoll.fabric.shard_channel import LeadConnection
 from atoll.fabric.shard_server import ShardServer
 from atoll.fabric.wire import SMALL_BYTES, one_line
 from atoll.numerics.codec import make_codec
+from atoll.numerics.merge import NormExchange
 from atoll.numerics.screen import MeasuredPart, measure_part
+from atoll.numerics.shard_plan import exchange_of
 from atoll.protocol import shard as sh
 from atoll.protocol.errors import AtollError, PeerError
 from atoll.protocol.shard_messages import (
@@ -44,6 +46,7 @@ from atoll.store.disk import NoRoom, Rests
 from atoll.store.writer_lease import Deposed
 from atoll.syncer.contributions import LARGE, Inbox, PendingContribution
 from atoll.syncer.credentials import PortAccess
+from atoll.syncer.norm_exchange import NormGathering
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.shard_store import CapturedPart, ShardStore
@@ -84,6 +87,8 @@ class ShardService:
         self._expected: dict[Body, Expect] = {}
         self._asked: AskInitial | None = None
         self._initial_here: set[int] = set()
+        self._gatherings: dict[int, NormGathering] = {}
+        """By order, of merges in threads."""
         self._tasks: asyncio.TaskGroup | None = None
         self._ended: asyncio.Future[ShardEnded] = asyncio.get_running_loop().create_future()
         self.url = ""
@@ -126,6 +131,8 @@ class ShardService:
                 tasks.create_task(self._send_heartbeats()),
             ]
             ended = await self._ended
+            for waits in self._gatherings.values():
+                waits.abandon()
             await self.server.stop()
             for task in lasting:
                 task.cancel()
@@ -161,6 +168,12 @@ class ShardService:
                 self._ask_for(asked)
             case sh.Step(stage):
                 self._spawn(self._step(stage))
+            case sh.UseNorms(norms):
+                if (waits := self._gatherings.get(norms.order)) is not None:
+                    waits.give(norms.turn, norms.squares)
+            case sh.Abandon(order):
+                if (waits := self._gatherings.get(order)) is not None:
+                    waits.abandon()
             case sh.Write(stage, digest):
                 self._spawn(self._write(stage, digest))
             case sh.Undo(fragment):
@@ -219,10 +232,24 @@ class ShardService:
     # ---- rounds -------------------------------------------------------------------------------------------------
 
     async def _step(self, stage: Stage) -> None:
-        small = self._model.plan.fragments[stage.fragment].size <= LARGE
-        self._handle(self._merge(stage) if small else await asyncio.to_thread(self._merge, stage))
+        model, gathering = self._model, NormGathering(partial(self._tell_norms, stage.order))
+        assert self._store.plan is not None
+        exchange = exchange_of(self._store.plan, self._machine.shard, stage.fragment, model.rule, gathering.gather)
+        if exchange is None and model.plan.fragments[stage.fragment].size <= LARGE:
+            self._handle(self._merge(stage, None))
+            return
+        self._gatherings[stage.order] = gathering
+        try:
+            done = await asyncio.to_thread(self._merge, stage, exchange)
+        finally:
+            del self._gatherings[stage.order]
+        self._handle(done)
 
-    def _merge(self, stage: Stage) -> sh.Stepped | sh.StepFailed:
+    def _tell_norms(self, order: int, turn: int, squares: bytes) -> None:
+        if order in self._gatherings:
+            self._handle(sh.Measured(order, turn, squares))
+
+    def _merge(self, stage: Stage, exchange: NormExchange | None) -> sh.Stepped | sh.StepFailed:
         began, model, fragment = time.perf_counter(), self._model, stage.fragment
         try:
             deltas = [self._room.get_delta((one.learner, stage.round, one.attempt)) for one in stage.given]
@@ -232,7 +259,7 @@ class ShardService:
             )
         weights, bases = [one.weight for one in stage.given], [one.base for one in stage.given]
         try:
-            digest = model.stage_merge(fragment, deltas, weights, bases=bases)
+            digest = model.stage_merge(fragment, deltas, weights, bases=bases, exchange=exchange)
         except Overflow as error:
             return sh.StepFailed(stage.order, str(error), reset=True)
         except ValueError as error:

@@ -95,6 +95,8 @@ class ShardStore:
         """By cut, the term and file from which it needs payloads."""
         self._needless: tuple[int, int] | None = None
         self.outer: dict[str, str | float | bool] = {}
+        self.plan: ShardPlan | None = None
+        """Known once it was told what to take up."""
 
     def _read_begun(self) -> BegunRecord | None:
         """The first record of the chain; None: there is none yet."""
@@ -180,7 +182,8 @@ class ShardStore:
             self.begun = begun
         elif self.begun != begun:
             raise ConfigError(f"{self._out.path} holds shard {self.shard} of another run ({self.run}), not {begun.run}")
-        plan = shard_plan_of(begun).plan_of(self.shard)
+        self.plan = shard_plan_of(begun)
+        plan = self.plan.plan_of(self.shard)
         outer = msgspec.convert(begun.outer, Outer) if begun.outer else Outer()
         parameters = Parameters(plan, outer, begun.settings.version_codec, may_drop=True)
         self.outer = dict(begun.outer)

@@ -15,7 +15,7 @@ Of a shard (docs/adr/0031), whose points are counted from the beginning: Say.Sta
 are its effects, and its chain and its parts of cuts are written like the lead's.
 
 Every death is written to deaths.jsonl in the run's (or shard's) directory: when it was, and at which point. Of a shard
-the first round that each life staged is written to returns.jsonl: when that was, and how long it had waited for a core.
+the first round that each life staged is written to returns.jsonl: when that was, and what of its own time it took.
 """
 
 from __future__ import annotations
@@ -105,29 +105,50 @@ def _lay_in_shard(fuse: Fuse, out: str) -> None:
 
 
 def _note_return(path: Path) -> None:
-    """A successor that is kept ready begins when it is told to: what it waited for before does not count."""
-    from atoll.syncer import shard_process, shard_service
+    """What the first round that a life staged took of its own time: from the start of its process until it was back
+    (TakenUp), and from the order to the answer (Staged). Between these it waits for learners."""
+    from atoll.syncer.shard_service import ShardService
 
-    before_s = 0.0
-    begin, carry_out = shard_process.serve_shard, shard_service.ShardService._carry_out
-
-    def begun(*arguments: Any, **more: Any) -> int:
-        nonlocal before_s
-        before_s = _waited_s() if "--wait" in sys.orig_argv else 0.0
-        return begin(*arguments, **more)
+    clock, carry_out, back_s, ordered_s = OwnClock(), ShardService._carry_out, 0.0, 0.0
 
     def carried_out(self: Any, effect: Any) -> None:
+        nonlocal back_s, ordered_s
+        if (what := _effect(effect)) == "Step":
+            ordered_s = clock.own_s()
         carry_out(self, effect)
-        if _effect(effect) == "Say.Staged":
-            shard_service.ShardService._carry_out = carry_out
+        if what == "Say.TakenUp":
+            back_s = clock.own_s()
+        elif what == "Say.Staged":
+            ShardService._carry_out = carry_out  # type: ignore[method-assign]
+            took_s = clock.own_s() - ordered_s
             with path.open("a") as file:
-                file.write(json.dumps({"at": time.time(), "waited_s": _waited_s() - before_s}) + "\n")
+                file.write(json.dumps({"at": time.time(), "back_s": back_s, "staged_s": took_s}) + "\n")
 
-    shard_process.serve_shard, shard_service.ShardService._carry_out = begun, carried_out
+    ShardService._carry_out = carried_out  # type: ignore[method-assign]
+
+
+class OwnClock:
+    """Seconds since this process started, without those in which it waited to be told to begin, as a successor does
+    that is kept ready, or its main thread for a core that others had, by the kernel's count."""
+
+    def __init__(self) -> None:
+        self._started, self._idle_s, self._waited_s = time.monotonic(), 0.0, _waited_s()
+        read = os.read
+
+        def timed(descriptor: int, size: int) -> bytes:
+            began = time.monotonic()
+            try:
+                return read(descriptor, size)
+            finally:
+                self._idle_s += (time.monotonic() - began) * (descriptor == sys.stdin.fileno())
+
+        os.read = timed
+
+    def own_s(self) -> float:
+        return time.monotonic() - self._started - self._idle_s - (_waited_s() - self._waited_s)
 
 
 def _waited_s() -> float:
-    """Of the main thread, by the kernel's count: ready to run, while others had the cores."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 

@@ -49,23 +49,9 @@ def deaths(run: Run, shard: int = 1) -> list[dict[str, Any]]:
     return _lines((run.out if shard == 1 else run.out / "shards" / str(shard)) / "deaths.jsonl")
 
 
-def returns(run: Run, shard: int) -> list[tuple[float, float]]:
-    """Of every life of a shard that staged a round: when it first did, and how long it had waited for a core until
-    then."""
-    return [(one["at"], one["waited_s"]) for one in _lines(run.out / "shards" / str(shard) / "returns.jsonl")]
-
-
-def own_starts(run: Run, shard: int) -> list[tuple[str, float]]:
-    """After each death, the seconds from the start of the next life to the first round that it staged. What it waited
-    for a core that others had is left out: that is this machine's, and not the shard's. A life that died before it
-    staged anything is not among them."""
-    died, restarts = deaths(run, shard), [e["at"] for e in run.events("restarted") if e["process"] == f"shard-{shard}"]
-    found = []
-    for at, waited_s in returns(run, shard):
-        if before := [one for one in died if one["at"] < at]:
-            started = min(again for again in restarts if again > before[-1]["at"])
-            found.append((before[-1]["point"], at - started - waited_s))
-    return found
+def returns(run: Run, shard: int) -> list[dict[str, float]]:
+    """Of every life of a shard that staged a round: when it first did, and how long it took (deadly.py)."""
+    return _lines(run.out / "shards" / str(shard) / "returns.jsonl")
 
 
 def diaries(run: Run) -> dict[str, list[dict[str, Any]]]:

@@ -5,6 +5,8 @@ becomes orders to all shards, and their answers become one event. The lead is sh
 answers like the others'. Rules kept here, each with its test:
 
 - a contribution is complete once its message and the bodies of all holders of the fragment have come;
+- where a merge needs norms of pieces that several shards hold, each tells its own, and once all are there each hears
+  of all;
 - a round may be decided once every holder has staged it, durably, by the same order. What one of them cannot stage is
   void in all;
 - a record of the lead's journal that concerns parameters is told to every shard, in the order of the journal;
@@ -28,7 +30,6 @@ from atoll.protocol.messages import Contribution, Decline
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, ResetRecord, TermRecord
 from atoll.protocol.shard_messages import (
     SHARD_PROTOCOL,
-    AnyDecision,
     AskInitial,
     AskValues,
     Body,
@@ -44,19 +45,18 @@ from atoll.protocol.shard_messages import (
     FromShard,
     Given,
     InitialHere,
-    OuterChanged,
-    RoundDecided,
+    NormsHere,
+    NormsOfAll,
     ShardHello,
     Stage,
     Staged,
-    StateReset,
     TakenUp,
     TakeUp,
-    TermBegun,
     Unstage,
     Unstaged,
     Values,
     WriteCut,
+    decision_of,
 )
 from atoll.protocol.syncer import effects as fx
 
@@ -66,7 +66,7 @@ CUTS = 4
 
 
 class Order(Fact, frozen=True):
-    """Effect: a message to a shard. To shard 1, the lead itself: Stage and Unstage only."""
+    """Effect: a message to a shard. To shard 1, the lead itself: Stage, NormsOfAll and Unstage only."""
 
     shard: int
     message: FromLead
@@ -183,6 +183,8 @@ class ExpectedBody:
 class PendingMerge:
     order: int
     merge: fx.Merge
+    norms: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    """By turn and shard."""
     staged: dict[int, Staged] = field(default_factory=dict)
 
 
@@ -271,7 +273,7 @@ class LeadShards:
         if not self._keep_record(record):
             return
         for shard, seat in sorted(self.seats.items()):
-            if seat.told and (decision := _decision(record, shard)) is not None:
+            if seat.told and (decision := decision_of(record, shard)) is not None:
                 self._order(shard, Decide(decision=decision))
 
     def _keep_record(self, record: AnyRecord) -> bool:
@@ -328,7 +330,7 @@ class LeadShards:
             return
         seat.told = True
         since = self._decisions[self._decisions.index(max(common)) + 1 :] if common else self._decisions
-        found = [_decision(one, shard) for one in since if not isinstance(one, int)]
+        found = [decision_of(one, shard) for one in since if not isinstance(one, int)]
         decisions = tuple(one for one in found if one is not None)
         self._order(shard, TakeUp(begun=self._begun, cut=max(common, default=-1), decisions=decisions))
 
@@ -409,6 +411,8 @@ class LeadShards:
                     self._out.append(InitialParts(shard, message))
             case Values():
                 self._out.append(ValuesHere(shard, message))
+            case NormsHere():
+                self._note_norms(shard, message)
             case Staged() | Unstaged():
                 self._note_staged(shard, message)
             case CutHere(cut=cut):
@@ -487,6 +491,18 @@ class LeadShards:
             if body is None or any(n not in body.here for n in holders):
                 return f"the contribution of {part.learner} was lost with a shard"
         return ""
+
+    def _note_norms(self, shard: int, given: NormsHere) -> None:
+        pending = self._merge
+        if pending is None or given.order != pending.order:
+            return  # of a round that is void by now
+        norms, fragment = pending.norms.setdefault(given.turn, {}), pending.merge.fragment
+        norms[shard] = given.squares
+        holders = self.holders(fragment)
+        if all(n in norms for n in holders):
+            squares = tuple(norms[n] for n in holders)
+            for n in holders:
+                self._order(n, NormsOfAll(order=given.order, turn=given.turn, squares=squares, fragment=fragment))
 
     def _note_staged(self, shard: int, answer: Staged | Unstaged) -> None:
         pending = self._merge
@@ -575,19 +591,3 @@ class LeadShards:
 
     def _order(self, shard: int, message: FromLead) -> None:
         self._out.append(Order(shard, msgspec.structs.replace(message, term=self.term)))
-
-
-def _decision(record: AnyRecord, shard: int) -> AnyDecision | None:
-    """As this shard is told it; None: it does not concern it."""
-    match record:
-        case MergedRecord(round=number, fragment=fragment, version=version, heads=heads):
-            head = heads[shard - LEAD]
-            return RoundDecided(number, fragment, version, head) if head else None
-        case ResetRecord(fragment=fragment):
-            return StateReset(fragment)
-        case ChangedRecord(outer=outer):
-            return OuterChanged(outer)
-        case TermRecord():
-            return TermBegun()
-        case _:
-            return None
