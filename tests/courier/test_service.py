@@ -228,6 +228,22 @@ async def test_at_the_end_the_last_steps_are_merged_and_the_model_is_the_runs(st
     assert {name: values.reshape(-1).tolist() for name, values in run.theta().items()} == flat(training.parameters)
 
 
+async def test_it_hangs_up_for_good_once_the_run_is_over_whatever_its_training_process_still_does(stage: Stage) -> None:
+    """A loop may take its time to end: a courier that is still connected, loses its connection and dials again comes
+    back to a run that it has left."""
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    run.service.end("asked to")
+    training.stop()
+    await training.until(lambda: any(stop.final for stop in training.stops))
+    link = training.courier._link
+    assert link is not None and not training.task.done()
+    async with asyncio.timeout(WAIT_S):
+        await link._idle.wait()
+    assert link._closing.is_set() and not link.up and not training.task.done()
+
+
 async def test_a_model_that_differs_is_the_operators_mistake(stage: Stage) -> None:
     run = await stage.run()
     await stage.training(run).join()

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol.messages import Pull
+from atoll.protocol.messages import Pull, Refused
+from atoll.protocol.syncer.effects import Greeted, Persist, Send
 from atoll.protocol.syncer.rounds import SILENT_BEATS
 
 
@@ -217,3 +218,15 @@ def test_progress_reaches_learners_and_never_goes_back() -> None:
     for learner in world.learners.values():
         assert learner.informed == sorted(learner.informed)
         assert learner.informed[-1] == 1.0
+
+
+def test_one_that_has_left_a_finished_run_begins_no_other_life_in_it() -> None:
+    """It lost its connection behind its goodbye, and dialled again."""
+    world = World(2, fragments=2, sync_every=4, steps=12).run_to_end()
+    hello = world.learners["learner-0"].machine.hello()
+    assert world.syncer.phase == "finished" and world.syncer.members.learners["learner-0"].left
+    effects = world.syncer.handle(world.now, Greeted(hello))
+    refused = Refused(reason="the run is over", over=True)
+    told = [(one.learner, one.message.reason, one.message.over) for one in effects if isinstance(one, Send)]
+    assert told == [("learner-0", refused.reason, refused.over)]
+    assert not any(isinstance(effect, Persist) for effect in effects)

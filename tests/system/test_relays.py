@@ -71,7 +71,7 @@ class Region:
         assert tokens["lost"] == tokens["in_flight"] == 0
         assert not self.run.events("unbalanced")
         lives = {event["incarnation"] for event in self.run.events("joined")}
-        assert lives == {1}, [event["text"] for event in self.run.events("refused", "quarantine", "lost", "joined")]
+        assert lives == {1}, [event["text"] for event in self.run.events("refused", "quarantined", "lost", "joined")]
 
 
 def count_sums(run: Run) -> int:

@@ -424,6 +424,8 @@ class Courier:
                     self._link.hang_up(reason)
             case fx.Stop(reason, final, failed):
                 self._send(StopOrder(reason, final, failed, mistake=failed))
+                if final:
+                    self._close_link()
             case _:
                 if self._serving is not None:
                     self._serving.carry_out(effect)
@@ -469,14 +471,19 @@ class Courier:
         """One of its ranks is gone, or cannot go on: so does none of them, and the syncer hears of it now."""
         if self._ended or self._over.is_set():
             return
-        assert self._tasks is not None
         say(reason)
         self._send(StopOrder(reason, final=True, failed=True))
         self._say_goodbye(reason)
         self._ended, self._adopting = True, None
-        if self._link is not None:
-            self._tasks.create_task(self._link.close())
+        self._close_link()
         self._loop.call_soon(self._resume_reading)
+
+    def _close_link(self) -> None:
+        """Nothing more is said to the syncer. Its training process may take its time to go: whoever dialled again
+        meanwhile would come back to a run that it has left."""
+        if self._link is not None:
+            assert self._tasks is not None
+            self._tasks.create_task(self._link.close())
 
     async def _watch_parent(self) -> None:
         """A worker forked off the training process may keep its socket open, so watch the parent pid as well."""

@@ -6,7 +6,7 @@ Rules:
 - `send` never waits; it says False when the channel is down or its queue (1024 messages) is full (which drops it);
 - where several addresses are named (a,b,c), a loss moves on to the next: a successor is found by itself;
 - one that says that it is a relay (docs/adr/0032) is gone back to: while another is used, it is asked every few seconds
-  whether it passes requests on again;
+  whether it passes requests on again, but not while the run ends;
 - a syncer names the versions it understands when a channel opens; if ours is not among them it gets no message, and
   the learner hears a final refusal;
 - every message is numbered, and no number comes twice in a session, also over another connection or another courier of
@@ -41,7 +41,7 @@ from atoll.fabric.wire import (
     one_line,
 )
 from atoll.protocol.errors import PeerError, Unreachable
-from atoll.protocol.messages import FromLearner, FromSyncer, Hello, Refused
+from atoll.protocol.messages import Ending, Finish, FromLearner, FromSyncer, Hello, Refused
 
 RELAY_S = 8.0
 """Between two looks whether a relay is there again, on average."""
@@ -164,7 +164,7 @@ class SyncerConnection(BodyConnection):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(socket, outbox))
                 watch = tasks.create_task(self._watch_relays(outbox))
-                reason = await self._read(socket)
+                reason = await self._read(socket, watch)
                 watch.cancel()
                 self._outbox = None
                 outbox.close(discard=True)
@@ -212,7 +212,7 @@ class SyncerConnection(BodyConnection):
         assert isinstance(socket, ClientSocket)
         return socket
 
-    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse, watch: asyncio.Task[None]) -> str:
         while True:
             try:
                 frame = await receive_frame(socket)
@@ -227,6 +227,8 @@ class SyncerConnection(BodyConnection):
                 return str(error)
             if not isinstance(message, Refused):
                 self._backoff_s = self._limits.backoff_s
+            if isinstance(message, Ending | Finish):
+                watch.cancel()  # who hangs up now may miss the end of the run
             self._on_message(message)
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse, outbox: SendQueue) -> None:

@@ -7,7 +7,7 @@ Rules kept here:
 - whoever's hello comes here has the name: which process may say it is decided before (succession.py);
 - a learner that knows of rounds which the disk lost begins a new life;
 - a learner that comes back is told again what it may have missed;
-- once a run is over, only the last process of each name is let in;
+- once a run is over, only the last process of each name is let in, and only until it has left;
 - a learner that was away for `abandon_s` is given up: its life is closed (accounts.py).
 """
 
@@ -39,7 +39,7 @@ class Joining:
 
     def greet_learner(self, now: float, hello: Hello, token: str) -> None:
         before = self.state.members.learners.get(hello.learner)
-        if self.state.phase == "finished" and (before is None or before.session != hello.session):
+        if self.state.phase == "finished" and (before is None or before.session != hello.session or before.left):
             self.state.out.send(hello.learner, Refused(reason="the run is over", over=True))
             return
         if (wrong := wrong_hello(hello, self.state.history.run, self.state.settings.fragments)) is not None:
@@ -144,7 +144,7 @@ class Joining:
 
     def end_life(self, learner: KnownLearner, reason: str) -> None:
         """It said Leave: its life is closed at once."""
-        unmerged = self._disconnect(learner, reason)
+        unmerged, learner.left = self._disconnect(learner, reason), True
         self.state.members.asked_to_leave.pop(learner.session, None)
         self.close_life(learner, reason)
         self._tell_gone("left", learner, reason, unmerged)

@@ -185,6 +185,7 @@ class Syncer:
             case fx.Over():
                 for learner in self.members.learners.values():
                     self.joining.close_life(learner, "the run is over")
+                    learner.left = True
             case fx.PullsSent(number, attempt, probed):
                 if probed:
                     self.liveness.probe_sent(now, probed)

@@ -114,6 +114,8 @@ class KnownLearner:
     """Why it was asked to leave, once it was."""
     closed: bool = False
     """Its account is closed: this incarnation is over for good."""
+    left: bool = False
+    """It said goodbye, or the run has closed its books."""
     may_return: bool = False
     """It was in the last rounds of a run that had ended and is opened again: it may come back, or has."""
     probed_at: float = 0.0
