@@ -22,6 +22,7 @@ from atoll.protocol.relay import HeldKey, SumAsked, SumMember, SumSettled
 from atoll.protocol.settings import Settings
 from atoll.relay.bodies import HeldBodies, MadeSum
 from atoll.relay.service import RelayEnded, RelayService
+from atoll.syncer.outer_state import Overflow
 
 
 async def step_until(trainings: list[Training], version: int, changes: tuple[float, ...] = (-0.5, -0.25, -1.0)) -> None:
@@ -56,12 +57,12 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SumAsked, list[np.ndar
     seen: list[tuple[SumAsked, list[np.ndarray], MadeSum]] = []
     make_sum = HeldBodies.make_sum
 
-    def note(bodies: HeldBodies, asked: SumAsked, keys: list[HeldKey]) -> MadeSum:
+    def note(bodies: HeldBodies, asked: SumAsked, given: list[np.ndarray]) -> MadeSum:
         part, deltas = bodies.plan.fragments[asked.fragment], []
-        for key in keys:
+        for data in given:
             deltas.append(np.empty(part.size, np.float32))
-            decode_contribution(bodies._codec, part, bodies._bodies[key], deltas[-1])
-        made = make_sum(bodies, asked, keys)
+            decode_contribution(bodies._codec, part, data, deltas[-1])
+        made = make_sum(bodies, asked, given)
         seen.append((asked, deltas, made))
         return made
 
@@ -179,8 +180,8 @@ async def test_a_sum_that_cannot_be_is_refused_and_the_round_gathered_again(
     made = HeldBodies.make_sum
     wrong = [1]
 
-    def absurd(bodies: HeldBodies, asked: SumAsked, keys: list[HeldKey]) -> MadeSum:
-        good = made(bodies, asked, keys)
+    def absurd(bodies: HeldBodies, asked: SumAsked, given: list[np.ndarray]) -> MadeSum:
+        good = made(bodies, asked, given)
         if not wrong:
             return good
         wrong.pop()
@@ -194,6 +195,78 @@ async def test_a_sum_that_cannot_be_is_refused_and_the_round_gathered_again(
     again = run.said("again")[0]
     assert "the sum's norm is" in again["reason"]
     assert run.said("round")[0]["attempt"] == 2
+
+
+async def test_bodies_that_are_dropped_while_they_are_summed_end_no_relay(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The syncer may give a round up while a thread makes its sum, or has not begun to."""
+    made, dropped = HeldBodies.make_sum, []
+
+    def late(bodies: HeldBodies, asked: SumAsked, given: list[np.ndarray]) -> MadeSum:
+        if not dropped:
+            dropped.append(asked.round)
+            for member in asked.members:
+                bodies.drop((member.learner, asked.round, member.attempt))
+        return made(bodies, asked, given)
+
+    monkeypatch.setattr(HeldBodies, "make_sum", late)
+    run, relay, trainings = await make(region)
+    await join_all(trainings)
+    await step_until(trainings, 2)
+    assert "the sum is of other contributions" in run.said("again")[0]["reason"]
+    assert relay.service.up and run.said("round")[0]["attempt"] == 2
+
+
+async def test_sums_of_a_merge_that_came_to_nothing_are_settled_by_no_later_commit(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the relay would take over what a void sum left out, and drop what the merged one did."""
+    run, _, trainings = await make(region)
+    settled: list[SumSettled] = []
+    settle = HeldBodies.settle
+
+    def note(bodies: HeldBodies, one: SumSettled) -> None:
+        settled.append(one)
+        settle(bodies, one)
+
+    monkeypatch.setattr(HeldBodies, "settle", note)
+    await join_all(trainings)
+    parameters, failed = run.service._parameters, []
+    stage = parameters.stage_merge
+
+    def overflow(fragment: int, *more: Any) -> str:
+        if not failed:
+            failed.append(fragment)
+            raise Overflow("values that are not finite")
+        return stage(fragment, *more)
+
+    monkeypatch.setattr(parameters, "stage_merge", overflow)
+    await step_until(trainings, 2)
+    assert failed and run.said("round")[0]["attempt"] == 2
+    rounds = [one.round for one in settled]
+    assert rounds and len(set(rounds)) == len(rounds), "one sum of a round is in the model"
+
+
+async def test_nobody_goes_back_to_a_relay_while_the_run_ends(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who hangs up then misses the end: the run is over without it, and it dials for ever."""
+    given_up: list[str] = []
+
+    async def watch(link: client.SyncerConnection, outbox: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            given_up.append(link.url)
+            raise
+
+    monkeypatch.setattr(client.SyncerConnection, "_watch_relays", watch)
+    run, _, trainings = await make(region)
+    await join_all(trainings)
+    run.service.end("asked to")
+    async with asyncio.timeout(WAIT_S):
+        while len(given_up) < len(trainings):
+            await step_all(trainings)
+    assert len(run.service._channels) == len(trainings), "they stay where they are"
 
 
 async def test_what_is_not_finite_is_refused_in_the_words_of_the_screen(region: Region) -> None:
@@ -314,7 +387,7 @@ def test_feedback_is_what_committed_sums_left_out() -> None:
             deltas.append(decoded)
             members.append(SumMember(learner, 1, learner, 1.0))
         asked = SumAsked(ask=ask, round=round, fragment=0, rule="mean", members=tuple(members))
-        made = bodies.make_sum(asked, bodies.holdings.find_members(asked))
+        made = bodies.make_sum(asked, bodies.find_bodies(bodies.holdings.find_members(asked)))
         bodies.note_sum(asked, made)
         return (deltas[0] + deltas[1]) / 2, made
 

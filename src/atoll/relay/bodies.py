@@ -70,8 +70,14 @@ class HeldBodies:
         self._bodies[key] = data
         return True
 
-    def make_sum(self, asked: SumAsked, keys: list[HeldKey]) -> MadeSum:
-        part, bodies = self.plan.fragments[asked.fragment], [self._bodies[key] for key in keys]
+    def find_bodies(self, keys: list[HeldKey]) -> list[ByteArray]:
+        """Taken before a thread sums them: meanwhile they may be dropped here."""
+        return [self._bodies[key] for key in keys]
+
+    def make_sum(self, asked: SumAsked, bodies: list[ByteArray]) -> MadeSum:
+        """Touches nothing that the event loop changes, but the fragment's feedback, which stays as it is while a sum of
+        the fragment is not settled."""
+        part = self.plan.fragments[asked.fragment]
         weights = [member.weight for member in asked.members]
         if len(bodies) == 1 and not asked.rows:
             return MadeSum(bodies[0], compute_digest(bodies[0].data), None)

@@ -199,7 +199,7 @@ class RelayService:
             if (bodies := self.bodies) is None:
                 raise ValueError("this relay holds nothing")
             keys = bodies.holdings.find_members(asked)
-            made = await asyncio.to_thread(bodies.make_sum, asked, keys)
+            made = await asyncio.to_thread(bodies.make_sum, asked, bodies.find_bodies(keys))
             ready = bodies.holdings.describe_sum(asked, keys, made.digest)
             bodies.note_sum(asked, made)
             await self.upstream.put_sum(asked.ask, made.data.data, made.digest)

@@ -71,10 +71,13 @@ class VersionCopies:
         del self._coming[key]
         if done.cancelled() or done.exception() is not None:
             return
-        found = done.result()
-        self.note_version(key[0], found.version)
-        if found.version >= self.newest.get(key[0], 0):
-            self._kept[key[0], key[1] if found.steps else WHOLE] = found
+        self.keep_version(*key, done.result())
+
+    def keep_version(self, fragment: int, have: int, found: KeptVersion) -> None:
+        """One that was fetched for whoever holds version `have`."""
+        self.note_version(fragment, found.version)
+        if found.version >= self.newest.get(fragment, 0):
+            self._kept[fragment, have if found.steps else WHOLE] = found
 
     def clear(self) -> None:
         """Another run, or another term: nothing of before is served any more."""

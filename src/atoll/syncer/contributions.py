@@ -412,13 +412,15 @@ class Merging:
     async def _merge_sums(self, relays: RelayedSums, merge: fx.Merge) -> None:
         """Members behind relays come as sums: nobody compares them with each other."""
         began = time.perf_counter()
+        answer: fx.SyncerEvent
         try:
             gradient, groups = await relays.merge_sums(merge)
+            answer = await asyncio.to_thread(self._step_merged, merge, gradient, groups, began)
         except (SumMissing, ValueError) as error:
+            answer = fx.Unmergeable(merge.round, str(error))
+        if isinstance(answer, fx.Unmergeable):  # or the next attempt's commit would name these sums too
             relays.settle_round(merge.round, merged=False)
-            self._tell(fx.Unmergeable(merge.round, str(error)))
-            return
-        self._tell(await asyncio.to_thread(self._step_merged, merge, gradient, groups, began))
+        self._tell(answer)
 
     def _step_merged(
         self, merge: fx.Merge, gradient: FloatArray, groups: tuple[tuple[str, ...], ...], began: float
