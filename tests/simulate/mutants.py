@@ -8,6 +8,7 @@ otherwise the second guard hides the first one's bug.
 from tests.simulate import (
     bugs_of_learners,
     bugs_of_ranks,
+    bugs_of_relays,
     bugs_of_rollbacks,
     bugs_of_rounds,
     bugs_of_shards,
@@ -19,6 +20,7 @@ __all__ = [
     "MUTANTS",
     "bugs_of_learners",
     "bugs_of_ranks",
+    "bugs_of_relays",
     "bugs_of_rollbacks",
     "bugs_of_rounds",
     "bugs_of_shards",

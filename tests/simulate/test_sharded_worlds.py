@@ -7,7 +7,7 @@ import pytest
 
 from atoll.protocol.records import MergedRecord
 from atoll.simulate import campaign
-from atoll.simulate.drawn_shards import OF_SHARDS
+from atoll.simulate.drawn_parts import OF_SHARDS
 from atoll.simulate.faults import Fault
 from atoll.simulate.world import World
 

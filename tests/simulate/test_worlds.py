@@ -14,8 +14,7 @@ from atoll.learner import script
 from atoll.protocol.records import GoneRecord
 from atoll.protocol.settings import Settings
 from atoll.simulate import campaign, training
-from atoll.simulate.drawn_ranks import OF_RANKS
-from atoll.simulate.drawn_shards import OF_SHARDS
+from atoll.simulate.drawn_parts import OF_RANKS, OF_RELAYS, OF_SHARDS
 from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, Kind
 from atoll.simulate.inject import LEARNER_FAULTS, OTHER_FAULTS
 from atoll.simulate.simulated_learner import SimulatedLearner
@@ -136,13 +135,15 @@ def test_every_kind_of_fault_is_drawn_and_can_happen() -> None:
     assert drawn == {*OF_LEARNERS, *TO_LEAVE, *OF_THE_REST, "rollback", "end"}
     of_ranks = {fault.kind for seed in range(30) for fault in campaign.plan(seed, kind="ranks").faults}
     of_shards = {fault.kind for seed in range(30) for fault in campaign.plan(seed, kind="shards").faults}
-    assert {*OF_RANKS} <= of_ranks and {*OF_SHARDS} <= of_shards
-    assert {*LEARNER_FAULTS, *OTHER_FAULTS} == {*drawn, *OF_RANKS, *OF_SHARDS}
+    of_relays = {fault.kind for seed in range(30) for fault in campaign.plan(seed, kind="relays").faults}
+    assert {*OF_RANKS} <= of_ranks and {*OF_SHARDS} <= of_shards and {*OF_RELAYS} <= of_relays
+    assert {*LEARNER_FAULTS, *OTHER_FAULTS} == {*drawn, *OF_RANKS, *OF_SHARDS, *OF_RELAYS}
 
 
 @pytest.mark.parametrize("kind", sorted({*LEARNER_FAULTS, *OTHER_FAULTS} - {"end"}))
 def test_each_fault_alone_is_lived_through(kind: str) -> None:
-    plan = campaign.plan(1, 3, "ranks" if kind in OF_RANKS else "shards" if kind in OF_SHARDS else "plain")
+    parts: dict[campaign.WorldKind, tuple[Kind, ...]] = {"ranks": OF_RANKS, "shards": OF_SHARDS, "relays": OF_RELAYS}
+    plan = campaign.plan(1, 3, next((of for of, kinds in parts.items() if kind in kinds), "plain"))
     target = 1 if kind in LEARNER_FAULTS else -1
     faults = tuple(Fault(at, kind, target, 7.0, 3) for at in (9.0, 31.0))  # type: ignore[arg-type]
     options = msgspec.structs.replace(plan.options, faults_s=40.0)

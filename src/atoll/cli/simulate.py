@@ -111,6 +111,9 @@ def _print_world(one: Report, plan: campaign.SeedPlan) -> None:
         print(f"  ranks of each learner: {', '.join(map(str, plan.ranks.counts))}")
     if plan.shards is not None:
         print(f"  shards of the syncer: {plan.shards.shards}")
+    if plan.relays is not None:
+        regions = ", ".join(str(number) if number >= 0 else "none" for number in plan.relays.regions)
+        print(f"  relays: {plan.relays.relays}; of each learner: {regions}")
     for fault in plan.faults:
         print(f"  {fault.line()}")
     print(f"  {outcome.rounds} rounds, {outcome.events:,} events, trace {outcome.trace}")

@@ -21,14 +21,23 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
 from atoll.simulate import inject
 from atoll.simulate.cells import CellModel, begin_cells, constant_gradient
-from atoll.simulate.drawn_ranks import DrawnRanks, draw_rank_faults, draw_ranks
-from atoll.simulate.drawn_shards import DrawnShards, draw_shard_faults, draw_shards
+from atoll.simulate.drawn_parts import (
+    DrawnRanks,
+    DrawnRelays,
+    DrawnShards,
+    draw_rank_faults,
+    draw_ranks,
+    draw_relay_faults,
+    draw_relays,
+    draw_shard_faults,
+    draw_shards,
+)
 from atoll.simulate.faults import Fault, draw_faults
 from atoll.simulate.oracle import Violation
 from atoll.simulate.trace import Trace
 from atoll.simulate.world import World
 
-WorldKind = Literal["plain", "ranks", "shards"]
+WorldKind = Literal["plain", "ranks", "shards", "relays"]
 """What a world has beside plain learners and one syncer."""
 KINDS: tuple[WorldKind, ...] = get_args(WorldKind)
 LEARNERS = (1, 2, 2, 3, 3, 4, 5)
@@ -164,11 +173,15 @@ class SeedPlan(msgspec.Struct, frozen=True):
     """In worlds with learners of several ranks."""
     shards: DrawnShards | None = None
     """In worlds with a syncer of several shards."""
+    relays: DrawnRelays | None = None
+    """In worlds with relays between learners and the syncer."""
 
     @property
     def kind(self) -> WorldKind:
         if self.shards is not None:
             return "shards"
+        if self.relays is not None:
+            return "relays"
         return "plain" if self.ranks is None else "ranks"
 
 
@@ -198,6 +211,9 @@ def plan(seed: int, learners: int | None = None, kind: WorldKind = "plain") -> S
         faults = sorted([*kept, *draw_shard_faults(seed, until)], key=lambda fault: fault.at)
         shards = draw_shards(seed, drawn.settings.fragments)
         return msgspec.structs.replace(plain, faults=tuple(faults), shards=shards)
+    if kind == "relays":
+        faults = sorted([*plain.faults, *draw_relay_faults(seed, until)], key=lambda fault: fault.at)
+        return msgspec.structs.replace(plain, faults=tuple(faults), relays=draw_relays(seed, count))
     ranks = draw_ranks(seed, count, drawn.settings.fragments)
     faults = sorted([*plain.faults, *draw_rank_faults(seed, count, until)], key=lambda fault: fault.at)
     return msgspec.structs.replace(plain, faults=tuple(faults), ranks=ranks)
@@ -209,13 +225,15 @@ def plan(seed: int, learners: int | None = None, kind: WorldKind = "plain") -> S
 def make(plan: SeedPlan, world: type[World] = World, *, traced: bool = True) -> World:
     """The world of a plan, before anything has happened in it; `traced`: with a hash of all that will."""
     drawn, more = plan.options, dict[str, Any]()
-    if plan.kind != "plain":
+    if plan.kind in ("ranks", "shards"):
         more = {"theta": begin_cells(), "gradient": constant_gradient}
     if plan.ranks is not None:
         model = CellModel(drawn.settings.fragments)
         more |= {"model": model, "ranks": plan.ranks.make_layouts(model)}
     if plan.shards is not None:
         more |= {"shards": plan.shards}
+    if plan.relays is not None:
+        more |= {"relays": plan.relays}
     made = world(
         drawn.settings,
         seed=drawn.run_seed,
@@ -315,6 +333,11 @@ def end_faults(world: World) -> None:
         shard.dies_at = 0
         shard.unblock()
         shard.start()
+    for relay in world.relays:
+        relay.hidden = False
+        relay.mend()
+        relay.wake_up()
+        relay.start()
     for learner in list(world.processes):
         learner.leaving.returns, learner.leaving.until = False, inf
         learner.answers, learner.saves, learner.fits, learner.stream_s = True, True, True, 0.0

@@ -57,7 +57,12 @@ Kind = Literal[
     "kill-shard",
     "crash-shard",
     "partition-shard",
-    # its disk
+    # relays
+    "kill-relay",
+    "cut-relay",
+    "stop-relay",
+    "hide-relay",
+    # the syncer's disk
     "disk-full",
     "disk-fails",
     "disk-slow",

@@ -10,7 +10,9 @@ from atoll.protocol.syncer import effects as fx
 from atoll.simulate.faults import Fault
 from atoll.simulate.network import NOTICE_S
 from atoll.simulate.ranked_learner import RankedLearner
+from atoll.simulate.relay_network import RelayedNetwork
 from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.simulated_relay import SimulatedRelay
 from atoll.simulate.simulated_shard import SimulatedShard
 from atoll.simulate.world import World
 
@@ -459,6 +461,54 @@ def _partition_shard(world: World, fault: Fault) -> object:
     return None
 
 
+def _find_relay(world: World, fault: Fault) -> SimulatedRelay | None:
+    return world.relays[fault.number % len(world.relays)] if world.relays else None
+
+
+def _stop_pings(world: World, relay: SimulatedRelay) -> None:
+    assert isinstance(world.network, RelayedNetwork)
+    world.network.stop_pings_of_relay(relay)
+
+
+def _kill_relay(world: World, fault: Fault) -> object:
+    if (relay := _find_relay(world, fault)) is None or not relay.alive:
+        return False
+    relay.kill()
+    mend_later(world, fault, relay.start)
+    return None
+
+
+def _cut_relay(world: World, fault: Fault) -> object:
+    """Between it and the syncer."""
+    if (relay := _find_relay(world, fault)) is None or relay.cut:
+        return False
+    relay.cut = True
+    world.queue.call_later(NOTICE_S * world.random.uniform(0.5, 1.0), relay.give_up_link)
+    mend_later(world, fault, relay.mend)
+    return None
+
+
+def _stop_relay(world: World, fault: Fault) -> object:
+    """Its process stands still."""
+    if (relay := _find_relay(world, fault)) is None or relay.paused or not relay.alive:
+        return False
+    relay.stop()
+    _stop_pings(world, relay)
+    world.queue.call_later(NOTICE_S * world.random.uniform(0.5, 1.0), relay.give_up_link)
+    mend_later(world, fault, relay.wake_up)
+    return None
+
+
+def _hide_relay(world: World, fault: Fault) -> object:
+    """No learner reaches it."""
+    if (relay := _find_relay(world, fault)) is None or relay.hidden:
+        return False
+    relay.hidden = True
+    _stop_pings(world, relay)
+    mend_later(world, fault, lambda: setattr(relay, "hidden", False))
+    return None
+
+
 OTHER_FAULTS: dict[str, Callable[[World, Fault], object]] = {
     "clog": _clog,
     "lossy": _lossy,
@@ -477,6 +527,10 @@ OTHER_FAULTS: dict[str, Callable[[World, Fault], object]] = {
     "kill-shard": _kill_shard,
     "crash-shard": _crash_shard,
     "partition-shard": _partition_shard,
+    "kill-relay": _kill_relay,
+    "cut-relay": _cut_relay,
+    "stop-relay": _stop_relay,
+    "hide-relay": _hide_relay,
     "disk-full": _disk("full"),
     "disk-fails": _disk("broken"),
     "disk-slow": _disk_slow,

@@ -23,8 +23,8 @@
     a budget ends the run           once the run's step has come to it
 
 oracle.py holds those that follow from the journal alone, timing.py what the syncer must do in time, learner_checks.py
-what learners do and what a drain promises, rank_checks.py and shard_checks.py what ranks of a learner and shards of the
-syncer do, campaign.py those of the end.
+what learners do and what a drain promises, part_checks.py what ranks of a learner, shards of the syncer and relays do,
+campaign.py those of the end.
 """
 
 from __future__ import annotations

@@ -81,7 +81,11 @@ class Network:
 
     def connect(self, learner: SimulatedLearner, syncer: SimulatedSyncer) -> None:
         """At once, with its hello."""
-        learner.connection = connection = Connection(learner, syncer)
+        self._connect(Connection(learner, syncer))
+
+    def _connect(self, connection: Connection) -> None:
+        learner, syncer = connection.learner, connection.syncer
+        learner.connection = connection
         syncer.greet(learner.name, connection, learner.machine.hello())
         if self.doubles and self.random.random() < self.doubles and learner.connection is connection:
             syncer.greet(learner.name, connection, learner.machine.hello())
@@ -102,6 +106,9 @@ class Network:
         if learner.blocked_up:
             connection.held_up.append(event)
             return None
+        return self._hear_up(syncer, event)
+
+    def _hear_up(self, syncer: SimulatedSyncer, event: syncer_fx.SyncerEvent) -> object:
         if isinstance(event, syncer_fx.Delivered):
             event = self._screened(syncer, event)
         return self.world.deliver(syncer, event)
@@ -117,10 +124,14 @@ class Network:
     def send_down(self, syncer: SimulatedSyncer, name: str, message: FromSyncer) -> None:
         connection = syncer.channels.get(name)
         if connection is not None:
-            now, event = self.queue.now, learner_fx.Arrived(message)
-            self.queue.call_later(connection.at("down", now + self.delay()) - now, self._come_down, connection, event)
+            event = learner_fx.Arrived(message)
+            self._pass_down(connection, event, self.delay())
             if self.doubles and self.random.random() < self.doubles:
-                self.queue.call_later(connection.at("down", now) - now, self._come_down, connection, event)
+                self._pass_down(connection, event, 0.0)
+
+    def _pass_down(self, connection: Connection, event: learner_fx.LearnerEvent, delay_s: float) -> None:
+        now = self.queue.now
+        self.queue.call_later(connection.at("down", now + delay_s) - now, self._come_down, connection, event)
 
     def _come_down(self, connection: Connection, event: learner_fx.LearnerEvent) -> object:
         learner: SimulatedLearner = connection.learner
@@ -138,12 +149,7 @@ class Network:
     def expel_learner(self, syncer: SimulatedSyncer, name: str, reason: str) -> None:
         """The syncer closes it; what it sent before still comes."""
         if (connection := syncer.channels.pop(name, None)) is not None:
-            self.queue.call_later(
-                connection.at("down", self.queue.now + self.delay()) - self.queue.now,
-                self._come_down,
-                connection,
-                learner_fx.Disconnected(reason),
-            )
+            self._pass_down(connection, learner_fx.Disconnected(reason), self.delay())
 
     def reset_connection(self, learner: SimulatedLearner, reason: str) -> None:
         """It breaks; the syncer hears of it if it can."""
@@ -169,12 +175,7 @@ class Network:
         """Its host says so to everybody that can be reached; the others notice."""
         connections, syncer.channels = syncer.channels, {}
         for connection in connections.values():
-            self.queue.call_later(
-                connection.at("down", self.queue.now) - self.queue.now,
-                self._come_down,
-                connection,
-                learner_fx.Disconnected(reason),
-            )
+            self._pass_down(connection, learner_fx.Disconnected(reason), 0.0)
 
     def disconnect(self, learner: SimulatedLearner, reason: str) -> None:
         if (connection := learner.connection) is not None:

@@ -6,9 +6,9 @@ durable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import fsum, isfinite
 
 from atoll.protocol import records
 from atoll.protocol.history import History
@@ -95,6 +95,21 @@ def _between(granted: list[GrantedRecord], low: int, high: int) -> list[tuple[Gr
             pieces.append((lease, lease.start + start, lease.start + stop))
         at += size
     return pieces
+
+
+def weigh(terms: Iterable[tuple[float, float]]) -> float:
+    """Σ w Δ / Σ w, of weights and values; the same in any order."""
+    found = list(terms)
+    return fsum(weight * value for weight, value in found) / fsum(weight for weight, _ in found)
+
+
+def _merge_groups(given: Mapping[str, tuple[float, float]], groups: Sequence[Sequence[str]]) -> float:
+    """The outer gradient of members by name; `groups`: of which of them the mean came."""
+    if not groups:
+        return sum(weight * delta for weight, delta in given.values()) / sum(weight for weight, _ in given.values())
+    means = [(fsum(given[name][0] for name in names), weigh(given[name] for name in names)) for names in groups]
+    alone = given.keys() - {name for names in groups for name in names}
+    return weigh([*means, *(given[name] for name in alone)])
 
 
 class Oracle:
@@ -188,9 +203,8 @@ class Oracle:
 
     def _merge(self, record: records.MergedRecord) -> None:
         f = record.fragment
-        weights = [share.weight for share in record.members]
-        deltas = [share.weight * self._check_share(record, share).delta for share in record.members]
-        self.theta[f] -= self._outer_lr * (sum(deltas) / sum(weights))
+        given = {one.learner: (one.weight, self._check_share(record, one).delta) for one in record.members}
+        self.theta[f] -= self._outer_lr * _merge_groups(given, record.groups)
         self.versions[f] = record.version
         self._pass_round()
         self.values[f, record.version] = self.theta[f]

@@ -2,7 +2,7 @@
 time. What is decided is protocol/syncer/shards.py's.
 
 Its own part is staged by the simulated syncer itself, which has whole fragments in its books: what the other shards
-hold is compared with them (shard_checks.py).
+hold is compared with them (part_checks.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LeadSyncer(Protocol):
 
     def session_of(self, learner: str) -> str: ...
 
-    def call_later(self, seconds: float, event: FromShard) -> None: ...
+    def tell_lead_later(self, seconds: float, event: FromShard) -> None: ...
 
     def watch_decision(self, record: records.MergedRecord) -> None: ...
 
@@ -285,10 +285,10 @@ class SimulatedLead:
                 merge = fx.Merge(message.round, message.fragment, parts)
                 if (failed := self._syncer.stage_own(merge)) is not None:
                     unstaged = Unstaged(order=message.order, reason=failed.reason, reset=failed.reset)
-                    self._syncer.call_later(self._merge_s, unstaged)
+                    self._syncer.tell_lead_later(self._merge_s, unstaged)
                 else:
                     self._own[message.order] = merge
-                    self._syncer.call_later(self._merge_s, Staged(order=message.order, digest="digest"))
+                    self._syncer.tell_lead_later(self._merge_s, Staged(order=message.order, digest="digest"))
             case Unstage(order=order, fragment=fragment):
                 if self._own.pop(order, None) is not None:
                     self._syncer.drop_own(fragment)
@@ -301,7 +301,7 @@ class SimulatedLead:
         self._cuts[cut.cut] = (cut, theta, place)
         self.state.take_cut(cut.cut, cut.cut, hurry=cut.first or cut.last)
         self._carry_out()
-        self._syncer.call_later(takes_s, CutHere(cut=cut.cut))
+        self._syncer.tell_lead_later(takes_s, CutHere(cut=cut.cut))
 
     def _end_cut(self, cut: int, reason: str) -> None:
         taken, theta, place = self._cuts.pop(cut)

@@ -5,10 +5,12 @@ the service. A process that finds that another term was claimed ends without a w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, Protocol
+
+import msgspec
 
 from atoll.digests import combine_digests
 from atoll.numerics.rank_plan import RankPlan, make_rank_plans
@@ -17,6 +19,7 @@ from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.messages import Contribution, FromSyncer, Hello, Pull
+from atoll.protocol.relay import HeldBody
 from atoll.protocol.shard_messages import FromShard, InitialHere
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
@@ -25,6 +28,7 @@ from atoll.simulate.cells import join_parts
 from atoll.simulate.disk import AGAIN_S, Entry, SimulatedDisk
 from atoll.simulate.simulated_lead import SimulatedLead
 from atoll.simulate.simulated_rank import SentPart
+from atoll.simulate.simulated_relay import SyncerSums
 from atoll.simulate.training import Payload
 from atoll.simulate.virtual_time import EventQueue, HostClock
 from atoll.syncer.ranks import check_ranks
@@ -38,11 +42,11 @@ LEASE_CHECK_S = 1.0
 class Connection:
     """A control channel, as both ends hold it."""
 
-    __slots__ = ("arrives", "held_down", "held_up", "learner", "syncer")
+    __slots__ = ("arrives", "held_down", "held_up", "learner", "relay", "syncer")
 
-    def __init__(self, learner: Any, syncer: SimulatedSyncer) -> None:
-        """`learner`: a SimulatedLearner, which this file does not know."""
-        self.learner, self.syncer = learner, syncer
+    def __init__(self, learner: Any, syncer: SimulatedSyncer, relay: Any = None) -> None:
+        """`learner`: a SimulatedLearner, which this file does not know. `relay`: which it comes through."""
+        self.learner, self.syncer, self.relay = learner, syncer, relay
         self.arrives: dict[str, float] = {}
         """Per way, when the last that was sent on it arrives."""
         self.held_up: deque[syncer_fx.SyncerEvent] = deque()
@@ -90,6 +94,10 @@ class SyncerWorld(Protocol):
 
     def on_decision(self, record: records.MergedRecord) -> None: ...
 
+    def on_sums_merged(
+        self, syncer: SimulatedSyncer, merge: syncer_fx.Merge, counted: Sequence[tuple[Key, float]]
+    ) -> None: ...
+
     def syncer_failed(self, syncer: SimulatedSyncer, reason: str) -> None: ...
 
     def close_later(self, syncer: SimulatedSyncer) -> None: ...
@@ -128,12 +136,16 @@ class SimulatedSyncer:
         """By rank, of contributions that come as parts."""
         self.lead: SimulatedLead | None = None
         """Of a syncer of several shards."""
+        self.sums: SyncerSums | None = None
+        """Where there are relays."""
         self._initial_of: tuple[str, str] = ("", "")
         """Who sent them: learner and session."""
         self.rank_plans: dict[str, tuple[RankPlan, ...]] = {}
         """By learner, of those of several ranks that are connected."""
         self.digests: dict[Key, str] = {}
-        """Of contributions that came as parts."""
+        """Of contributions that came as parts, or that a relay holds."""
+        self.held: set[Key] = set()
+        """Those that a relay holds."""
         self._asked: set[Key] = set()
         self._probes: dict[str, Key] = {}
         self._order = EffectOrder()
@@ -227,6 +239,8 @@ class SimulatedSyncer:
             self.world.deliver(self, event)
         if self.lead is not None:
             self.lead.hear_unheard()
+        if self.sums is not None:
+            self.sums.hear_unheard()
         self.world.deliver(self, Tick())
         self.carry_out_waiting()
         self.check_lease()
@@ -242,6 +256,8 @@ class SimulatedSyncer:
         self.alive = False
         if self.lead is not None:
             self.lead.close()
+        if self.sums is not None:
+            self.sums.close()
         self._order.close()
 
     # ---- effects in order ---------------------------------------------------------------------------------------
@@ -319,14 +335,18 @@ class SimulatedSyncer:
                 self.world.on_note(effect)
             case syncer_fx.Discard(learner, number, attempt):
                 self._discard((learner, number, attempt))
+                if self.sums is not None:
+                    self.sums.drop_body((learner, number, attempt))
             case syncer_fx.Persist(lines):
                 if any(isinstance(line, records.StartedRecord) for line in lines):
                     self.served = [0] * len(self.served)
             case syncer_fx.Merge():
                 self._merge(effect)
-            case syncer_fx.Commit(_, fragment, version):
+            case syncer_fx.Commit(number, fragment, version):
                 self.theta[fragment] = self.staged.pop(fragment)[1]
                 self.served[fragment] = version
+                if self.sums is not None:
+                    self.sums.settle_round(number, merged=True)
             case syncer_fx.Restore():
                 self.restored, ready = self.world.disk.restore_earlier(effect, self.world.outer_lr)
                 self.world.queue.call_later(self.world.cut_s(), self.world.deliver, self, ready)
@@ -382,7 +402,7 @@ class SimulatedSyncer:
     def read_clock(self) -> float:
         return self.clock.read(self.world.queue.now)
 
-    def call_later(self, seconds: float, event: FromShard) -> None:
+    def tell_lead_later(self, seconds: float, event: FromShard) -> None:
         assert self.lead is not None
         self.world.queue.call_later(seconds, self.lead.hear_own, event)
 
@@ -502,13 +522,21 @@ class SimulatedSyncer:
 
     def _discard(self, key: Key) -> None:
         self._asked.discard(key)
+        self.held.discard(key)
         for kept in (self.payloads, self.parts, self.digests):
             kept.pop(key, None)
 
     def _merge(self, merge: syncer_fx.Merge) -> None:
+        keys = [((part.learner, merge.round, part.attempt), part.weight) for part in merge.parts]
+        if self.sums is not None and (held := [one for one in keys if one[0] in self.held]):
+            self.sums.begin_merge(merge, held)
+        else:
+            self.stage_bodies(merge)
+
+    def stage_bodies(self, merge: syncer_fx.Merge) -> None:
+        """All of its contributions are here, or as good as."""
         self._stage(merge)
-        answer = self.world.answer_merge(merge)
-        self.world.queue.call_later(self.world.merge_s, self.world.deliver, self, answer)
+        self._tell_merged(merge, ())
 
     def _stage(self, merge: syncer_fx.Merge) -> None:
         for part in merge.parts:
@@ -517,5 +545,42 @@ class SimulatedSyncer:
         total = sum(part.weight for part in merge.parts)
         deltas = [part.weight * self.payloads[part.learner, merge.round, part.attempt] for part in merge.parts]
         gradient = sum(deltas) / total
-        value = self.theta[merge.fragment] - self.world.outer_lr * gradient
-        self.staged[merge.fragment] = (gradient, value)
+        self._stage_gradient(merge.fragment, gradient)
+
+    def _stage_gradient(self, fragment: int, gradient: float) -> None:
+        self.staged[fragment] = (gradient, self.theta[fragment] - self.world.outer_lr * gradient)
+
+    # ---- relays -------------------------------------------------------------------------------------------------
+
+    def knows_relay(self, session: str) -> bool:
+        return self.alive and self.sums is not None and self.sums.is_connected(session)
+
+    def receive_held(self, connection: Connection, session: str, key: Key, body: HeldBody, payload: Payload) -> bool:
+        """A relay holds it in place of the syncer; False: nobody asked for it, or not through that relay."""
+        open_ = self.channels.get(key[0]) is connection
+        if not open_ or not self.knows_relay(session) or not self.receive(key, payload):
+            return False
+        assert self.sums is not None
+        self.digests[key] = body.digest
+        self.held.add(key)
+        self.sums.hold_body(session, key, body)
+        return True
+
+    def call_later(self, seconds: float, action: Callable[..., object], *arguments: object) -> None:
+        self.world.queue.call_later(seconds, action, *arguments)
+
+    def watch_sums(self, merge: syncer_fx.Merge, counted: Sequence[tuple[Key, float]]) -> None:
+        self.world.on_sums_merged(self, merge, counted)
+
+    def stage_gradient(self, merge: syncer_fx.Merge, gradient: float, groups: tuple[tuple[str, ...], ...]) -> None:
+        """Made of sums."""
+        self._stage_gradient(merge.fragment, gradient)
+        self._tell_merged(merge, groups)
+
+    def _tell_merged(self, merge: syncer_fx.Merge, groups: tuple[tuple[str, ...], ...]) -> None:
+        answer = self.world.answer_merge(merge)
+        if isinstance(answer, syncer_fx.Merged) and groups:
+            answer = msgspec.structs.replace(answer, groups=groups)
+        elif isinstance(answer, syncer_fx.Unmergeable) and self.sums is not None:
+            self.sums.settle_round(merge.round, merged=False)
+        self.world.queue.call_later(self.world.merge_s, self.world.deliver, self, answer)

@@ -6,7 +6,8 @@ in order (simulated_syncer.py). Between them lies the network (network.py), unde
 chance comes from one seeded source.
 
 Where learners have several ranks (ranked_learner.py), or the syncer several shards (simulated_shard.py,
-simulated_lead.py), a fragment has several values (cells.py): who holds which of them matters.
+simulated_lead.py), a fragment has several values (cells.py): who holds which of them matters. Between learners and
+syncer there may be relays (simulated_relay.py, relay_network.py).
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.cells import CellModel
 from atoll.simulate.disk import AGAIN_S, SimulatedDisk
-from atoll.simulate.drawn_shards import DrawnShards
+from atoll.simulate.drawn_parts import DrawnRelays, DrawnShards
 from atoll.simulate.faults import Fault
 from atoll.simulate.invariants import Invariants
 from atoll.simulate.network import Network
-from atoll.simulate.rank_checks import RankInvariants
+from atoll.simulate.part_checks import RankInvariants, RelayInvariants, ShardInvariants
 from atoll.simulate.rank_network import RankBodies
 from atoll.simulate.ranked_learner import RankedLearner, RankLayout
-from atoll.simulate.shard_checks import ShardInvariants
+from atoll.simulate.relay_network import RelayedNetwork
 from atoll.simulate.shard_network import ShardedNetwork
 from atoll.simulate.simulated_lead import SimulatedLead
 from atoll.simulate.simulated_learner import TENSORS, SimulatedLearner
 from atoll.simulate.simulated_rank import SentPart
+from atoll.simulate.simulated_relay import SimulatedRelay, SyncerSums
 from atoll.simulate.simulated_shard import SimulatedShard
 from atoll.simulate.simulated_syncer import Connection, Key, SimulatedSyncer
 from atoll.simulate.trace import Trace
@@ -69,8 +71,10 @@ class World:
         ranks: Mapping[str, RankLayout] | None = None,
         model: CellModel | None = None,
         shards: DrawnShards | None = None,
+        relays: DrawnRelays | None = None,
     ) -> None:
-        """`ranks`: of learners of several, by name, of this model. `shards`: where the syncer has several."""
+        """`ranks`: of learners of several, by name, of this model. `shards`: where the syncer has several. `relays`:
+        where some stand between learners and syncer."""
         self.settings = settings
         self.begun = records.BegunRecord("run", settings, {}, (), "plan")
         self.queue, self.random = EventQueue(), random.Random(seed)
@@ -97,15 +101,15 @@ class World:
         self._sessions = 0
         self.disk = SimulatedDisk(self.begun, self.random, sync_s=sync_s, every_round=every_round)
         self.disk.claim = 1
-        self._drawn_shards = shards
-        self.network = Network(self, latency_s, jitter) if shards is None else ShardedNetwork(self, latency_s, jitter)
+        self._drawn_shards, self._drawn_relays = shards, relays
+        self.network = self._make_network(latency_s, jitter)
         self.network.body_s = body_s
         self.rank_network, self._ranks, self._model = RankBodies(self.network), ranks or {}, model
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), [theta] * settings.fragments)
         """The syncer of the newest term."""
         self.simulated_syncers = [self.simulated_syncer]
         """Every syncer's process that lives."""
-        self._give_lead(self.simulated_syncer)
+        self._give_parts(self.simulated_syncer)
         numbers = range(2, shards.shards + 1) if shards is not None else ()
         self.shards = [
             SimulatedShard(self, n, len(numbers) + 1, [self.find_slice(n, f) for f in range(settings.fragments)])
@@ -115,6 +119,14 @@ class World:
         self.rank_checks = RankInvariants(self.invariants.oracle)
         holders = shards.holders if shards is not None else ()
         self.shard_checks = ShardInvariants(self.invariants.oracle, self.shards, holders, self._read_initial)
+        self.relay_checks = RelayInvariants(self.disk, settings.learners, settings.fragments)
+        self.relays = [SimulatedRelay(self, n, relays.sum_s) for n in range(relays.relays)] if relays else []
+
+    def _make_network(self, latency_s: float, jitter: float) -> Network:
+        if self._drawn_shards is not None:
+            return ShardedNetwork(self, latency_s, jitter)
+        kind = Network if self._drawn_relays is None else RelayedNetwork
+        return kind(self, latency_s, jitter)
 
     def make_invariants(self) -> Invariants:
         return Invariants(
@@ -284,12 +296,14 @@ class World:
         )
         self.simulated_syncers = [syncer for syncer in (*self.simulated_syncers, self.simulated_syncer) if syncer.alive]
         self.simulated_syncer.clock.ahead_s = before.clock.ahead_s
-        self._give_lead(self.simulated_syncer)
+        self._give_parts(self.simulated_syncer)
         self.invariants.restarted(self.simulated_syncer)
         self.begin_term(self.simulated_syncer)
         return None
 
-    def _give_lead(self, syncer: SimulatedSyncer) -> None:
+    def _give_parts(self, syncer: SimulatedSyncer) -> None:
+        if self._drawn_relays is not None:
+            syncer.sums = SyncerSums(syncer)
         if (drawn := self._drawn_shards) is not None:
             decisions = self.disk.read_decisions()
             holders = list(drawn.holders)
@@ -310,6 +324,29 @@ class World:
         """Whom the dial of a shard reaches: of several leads any."""
         leads = [one.lead for one in self.simulated_syncers if one.alive and not one.paused and one.lead is not None]
         return self.random.choice(leads) if leads else None
+
+    def relay_of(self, learner: SimulatedLearner) -> SimulatedRelay | None:
+        """Through which it comes while it can."""
+        number = -1 if self._drawn_relays is None else self._drawn_relays.find_relay(learner.name)
+        return self.relays[number] if number >= 0 else None
+
+    def syncer_for_relay(self) -> SimulatedSyncer | None:
+        """Whom the dial of a relay reaches: of several syncers any."""
+        alive = [one for one in self.simulated_syncers if one.alive and not one.paused]
+        return self.random.choice(alive) if alive else None
+
+    def relay_delay(self) -> float:
+        return self.network.delay()
+
+    def on_relay_lost(self, relay: SimulatedRelay, connections: Sequence[Connection], reason: str) -> None:
+        assert isinstance(self.network, RelayedNetwork)
+        self.network.lose_relay(connections, reason)
+
+    def on_sums_merged(
+        self, syncer: SimulatedSyncer, merge: syncer_fx.Merge, counted: Sequence[tuple[Key, float]]
+    ) -> None:
+        assert syncer.sums is not None
+        self.relay_checks.watch_sums(syncer.sums, merge, counted)
 
     def shard_delay(self) -> float:
         return self.network.delay()

@@ -22,7 +22,8 @@ SIMULATORS = (
           atoll simulate faults --seeds 2000 --first 2000        # on a second machine
           atoll simulate faults --seed 17 --learners 4
           atoll simulate faults --seeds 500 --worlds ranks       # with learners of several ranks, or …
-          atoll simulate faults --seeds 500 --worlds shards      # … a syncer of several shards
+          atoll simulate faults --seeds 500 --worlds shards      # … a syncer of several shards, or …
+          atoll simulate faults --seeds 500 --worlds relays      # … relays between learners and syncer
         """,
         "simulate:faults",
         (
@@ -31,7 +32,9 @@ SIMULATORS = (
             option("--learners", "Learners in every world. Drawn if not given.", int),
             option("--seed", "This world alone, with its story.", int),
             option(
-                "--worlds", "plain; ranks: some learners have several; shards: the syncer has several.", default="plain"
+                "--worlds",
+                "plain; ranks: learners have several; shards: the syncer has several; relays: regions have them.",
+                default="plain",
             ),
             flag("--json", "As JSON.", name="json_"),
         ),

@@ -1,0 +1,350 @@
+"""The network of a world with relays: learners of a region come through theirs, and go to the syncer without it.
+
+A connection through a relay has two legs: a short one below, the region's link above. Messages keep their order over
+both; the relay reads what passes. Bodies of contributions end at the relay if it may hold them; versions are fetched
+once and served from a copy. A learner whose connection is lost dials the next address: the relay's and the syncer's in
+turn (fabric/client.py). One that is connected directly and has used its relay looks for it from time to time, but not
+while the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from atoll.fabric.client import RELAY_BACK, RELAY_S
+from atoll.protocol.learner import effects as learner_fx
+from atoll.protocol.learner.machine import LearnerMachine
+from atoll.protocol.messages import Ending, Finish
+from atoll.protocol.relay import HeldBody, HeldKey
+from atoll.protocol.syncer import effects as syncer_fx
+from atoll.simulate.network import DIAL_S, NOTICE_S, STUCK_S, Network, NetworkWorld
+from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.simulated_relay import SimulatedRelay
+from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
+from atoll.simulate.training import Payload
+
+NEAR = 0.1
+"""Within a region messages take this share of what they take to the syncer."""
+
+
+class RelayedWorld(NetworkWorld, Protocol):
+    relays: list[SimulatedRelay]
+
+    def relay_of(self, learner: SimulatedLearner) -> SimulatedRelay | None: ...
+
+
+class RelayedNetwork(Network):
+    world: RelayedWorld
+
+    def __init__(self, world: RelayedWorld, latency_s: float, jitter: float) -> None:
+        super().__init__(world, latency_s, jitter)
+        self._turns: dict[str, bool] = {}
+        """By session: whether its next dial goes to the relay."""
+        self._have_used: set[str] = set()
+        """Sessions that were connected through their relay."""
+        self._ending: set[Connection] = set()
+        """On which learners heard that the run ends."""
+
+    @property
+    def longest_s(self) -> float:
+        return super().longest_s * (1 + NEAR)
+
+    def near_delay(self) -> float:
+        return NEAR * self.delay()
+
+    # ---- control ------------------------------------------------------------------------------------------------
+
+    def _come_up(self, connection: Connection, event: syncer_fx.SyncerEvent) -> object:
+        """At the relay, where there is one."""
+        relay = connection.relay
+        if relay is None:
+            return super()._come_up(connection, event)
+        if not relay.has_passage(connection):
+            return False
+        if connection.learner.blocked_up:
+            connection.held_up.append(event)
+            return None
+        return relay.unless_paused(self._pass_up, connection, event)
+
+    def _pass_up(self, connection: Connection, event: syncer_fx.SyncerEvent) -> object:
+        """From the relay on."""
+        relay = connection.relay
+        if not relay.has_passage(connection):
+            return False
+        if isinstance(event, syncer_fx.Lost):
+            relay.close_passage(connection)
+        now = self.queue.now
+        at = connection.at("above", now + self.delay())
+        self.queue.call_later(at - now, relay.unless_cut, self._arrive_up, connection, event)
+        return None
+
+    def _arrive_up(self, connection: Connection, event: syncer_fx.SyncerEvent) -> object:
+        syncer = connection.syncer
+        if syncer.channels.get(connection.learner.name) is not connection or not syncer.alive:
+            return False
+        return self._hear_up(syncer, event)
+
+    def _pass_down(self, connection: Connection, event: learner_fx.LearnerEvent, delay_s: float) -> None:
+        relay = connection.relay
+        if relay is None:
+            super()._pass_down(connection, event, delay_s)
+            return
+        now = self.queue.now
+        at = connection.at("down above", now + delay_s)
+        self.queue.call_later(at - now, relay.unless_cut, self._read_at_relay, connection, event)
+
+    def _read_at_relay(self, connection: Connection, event: learner_fx.LearnerEvent) -> object:
+        return connection.relay.unless_paused(self._pass_on_down, connection, event)
+
+    def _pass_on_down(self, connection: Connection, event: learner_fx.LearnerEvent) -> object:
+        relay = connection.relay
+        if not relay.has_passage(connection):
+            return False
+        if isinstance(event, learner_fx.Arrived):
+            relay.read_message(connection.learner.name, event.message)
+        else:
+            relay.close_passage(connection)
+        super()._pass_down(connection, event, self.near_delay())
+        return None
+
+    def _come_down(self, connection: Connection, event: learner_fx.LearnerEvent) -> object:
+        if isinstance(event, learner_fx.Arrived) and isinstance(event.message, Ending | Finish):
+            self._ending.add(connection)
+        return super()._come_down(connection, event)
+
+    def lose_relay(self, connections: Sequence[Connection], reason: str) -> None:
+        """It closes its sockets, below and above."""
+        for connection in connections:
+            super()._pass_down(connection, learner_fx.Disconnected(reason), self.near_delay())
+            now, lost = self.queue.now, syncer_fx.Lost(connection.learner.name, reason)
+            at = connection.at("above", now + self.delay())
+            self.queue.call_later(at - now, connection.relay.unless_cut, self._arrive_up, connection, lost)
+
+    def _notice(self, connection: Connection) -> object:
+        """Of a connection through a relay each leg has pings of its own."""
+        relay, learner = connection.relay, connection.learner
+        if relay is None:
+            return super()._notice(connection)
+        if learner.connection is not connection or (learner.reachable and not relay.paused and not relay.hidden):
+            return False
+        if not relay.paused and relay.has_passage(connection):
+            self._pass_up(connection, syncer_fx.Lost(learner.name, "ping timeout"))
+        if learner.frozen:
+            self.queue.call_later(NOTICE_S, self._notice, connection)
+            return False
+        return self.lose_connection(learner, "the relay does not answer pings")
+
+    def stop_pings(self, syncer: SimulatedSyncer) -> None:
+        super().stop_pings(syncer)
+        for relay in self.world.relays:
+            if relay.link is not None and relay.link.syncer is syncer:
+                self.queue.call_later(NOTICE_S * self.random.uniform(0.5, 1.0), relay.give_up_link)
+
+    def stop_pings_of_relay(self, relay: SimulatedRelay) -> None:
+        """It stands still, or nobody of its region reaches it."""
+        for connection in list(relay.passages):
+            self.queue.call_later(NOTICE_S * self.random.uniform(0.5, 1.0), self._notice, connection)
+
+    # ---- dialling -----------------------------------------------------------------------------------------------
+
+    def dial_later(self, learner: SimulatedLearner, wait_s: float = 0.0) -> None:
+        """Whom: after a loss or a dial in vain, the other address."""
+        self._turns[learner.session] = not self._turns.get(learner.session, False)
+        super().dial_later(learner, wait_s)
+
+    def _dial(self, learner: SimulatedLearner) -> object:
+        relay = self.world.relay_of(learner)
+        if relay is None or not self._turns.get(learner.session, True):
+            return super()._dial(learner)
+        if not learner.alive or not learner.courier or learner.connection is not None or learner.over:
+            return False
+        if learner.frozen or not learner.reachable or relay.paused or relay.cut:
+            self.dial_later(learner, DIAL_S)
+            return None
+        syncer = self.world.syncer_at(learner)
+        ready = relay.alive and relay.up and not relay.hidden and syncer is not None and not syncer.paused
+        if not ready or syncer is None or not syncer.knows_relay(relay.session):
+            learner.handle_event(learner_fx.Disconnected("connection refused"))
+            self.dial_later(learner)
+            return None
+        self._backoff.pop(learner.session, None)
+        self._connect(Connection(learner, syncer, relay))
+        return None
+
+    def _connect(self, connection: Connection) -> None:
+        if connection.relay is not None:
+            connection.relay.open_passage(connection)
+            self._have_used.add(connection.learner.session)
+        elif connection.learner.session in self._have_used:
+            self._look_later(connection)
+        super()._connect(connection)
+
+    def _look_later(self, connection: Connection) -> None:
+        self.queue.call_later(RELAY_S * (0.5 + self.random.random()), self._look_for_relay, connection)
+
+    def _look_for_relay(self, connection: Connection) -> object:
+        """Hang up when the relay is there again, with the syncer behind it."""
+        learner: SimulatedLearner = connection.learner
+        relay = self.world.relay_of(learner)
+        if relay is None or learner.connection is not connection or not learner.alive or connection in self._ending:
+            return False
+        there = relay.alive and relay.up and not (relay.paused or relay.hidden or relay.cut)
+        if learner.frozen or not learner.courier or not learner.reachable or not there:
+            self._look_later(connection)
+            return False
+        self.reset_connection(learner, RELAY_BACK)
+        self._turns[learner.session] = True
+        return None
+
+    # ---- bodies up ----------------------------------------------------------------------------------------------
+
+    def find_break(self, learner: SimulatedLearner, syncer: SimulatedSyncer) -> str:
+        """What is passed on takes the relay too."""
+        relay = learner.connection.relay if learner.connection is not None else None
+        if relay is not None and (relay.cut or not self._reaches(relay)):
+            return "unreachable"
+        return super().find_break(learner, syncer)
+
+    def _reaches(self, relay: SimulatedRelay) -> bool:
+        return relay.alive and not relay.paused and not relay.hidden
+
+    def upload(self, learner: SimulatedLearner, number: int, attempt: int, payload: Payload) -> None:
+        connection = learner.connection
+        if connection is None or connection.relay is None:
+            super().upload(learner, number, attempt, payload)
+            return
+        now = self.queue.now
+        at = connection.at(f"payload {number}", now + self.near_delay() + self.body_s)
+        key = (learner.name, number, attempt)
+        self.queue.call_later(at - now, self._put_at_relay, learner, learner.machine, connection, key, payload)
+
+    def _put_at_relay(
+        self, learner: SimulatedLearner, machine: LearnerMachine, connection: Connection, key: HeldKey, payload: Payload
+    ) -> object:
+        if learner.machine is not machine or not learner.alive:
+            return False
+        relay = connection.relay
+        why = "" if self._reaches(relay) else "unreachable"
+        why = why or ("it got stuck" if not learner.reachable else "")
+        if not why and self.payload_loss and self.random.random() < self.payload_loss:
+            why = "connection reset"
+        if why:
+            return self._fail_upload(learner, machine, key, why)
+        digest = f"{payload.session} {payload.copy.fragment} {payload.copy.t}"
+        if relay.is_newest(connection) and relay.hold_body(key, digest, payload):
+            args = (learner, machine, connection, relay.session, key, digest, payload)
+            self.queue.call_later(self.delay(), self._tell_held, *args)
+        else:
+            args_on = (learner, machine, connection.syncer, *key[1:], payload)
+            self.queue.call_later(self.delay() + self.body_s, self._uploaded, *args_on)
+        return None
+
+    def _fail_upload(self, learner: SimulatedLearner, machine: LearnerMachine, key: HeldKey, why: str) -> object:
+        failed = learner_fx.UploadFailed(*key[1:], why)
+        self.queue.call_later(STUCK_S if why == "it got stuck" else 0.0, self.if_same, learner, machine, failed)
+        return None
+
+    def _tell_held(
+        self,
+        learner: SimulatedLearner,
+        machine: LearnerMachine,
+        connection: Connection,
+        session: str,
+        key: HeldKey,
+        digest: str,
+        payload: Payload,
+    ) -> object:
+        """The syncer hears what the relay holds; only then is the learner answered."""
+        relay, syncer = connection.relay, connection.syncer
+        if not relay.alive or relay.session != session:
+            return self._fail_upload(learner, machine, key, "unreachable")
+        why = "unreachable" if relay.cut or relay.paused or not syncer.alive or syncer.paused else ""
+        if not why and not syncer.receive_held(connection, session, key, HeldBody(digest, 1.0), payload):
+            why = f"no contribution to round {key[1]} (attempt {key[2]}) is waited for"
+        if why:
+            relay.drop_body(key)
+            return self._fail_upload(learner, machine, key, why)
+        args = (learner, machine, connection, session, key, digest)
+        self.queue.call_later(self.delay() + self.near_delay(), self._confirm_held, *args)
+        return None
+
+    def _confirm_held(
+        self,
+        learner: SimulatedLearner,
+        machine: LearnerMachine,
+        connection: Connection,
+        session: str,
+        key: HeldKey,
+        digest: str,
+    ) -> object:
+        """The receipt is back at the relay, and then at the learner; or it is lost on the way."""
+        relay = connection.relay
+        if not relay.alive or relay.session != session:
+            return self._fail_upload(learner, machine, key, "no receipt: unreachable")
+        if relay.cut or relay.paused:
+            relay.drop_body(key)
+            return self._fail_upload(learner, machine, key, "no receipt: unreachable")
+        if relay.hidden or not learner.reachable:
+            return self._fail_upload(learner, machine, key, "it got stuck")
+        return self.if_same(learner, machine, learner_fx.Uploaded(*key[1:], digest))
+
+    # ---- versions down ------------------------------------------------------------------------------------------
+
+    def fetch(self, learner: SimulatedLearner, fragment: int) -> None:
+        connection = learner.connection
+        if connection is None or connection.relay is None:
+            super().fetch(learner, fragment)
+            return
+        self.queue.call_later(
+            self.near_delay(), self._ask_relay, learner, learner.machine, connection, connection.relay.session, fragment
+        )
+
+    def _ask_relay(
+        self, learner: SimulatedLearner, machine: LearnerMachine, connection: Connection, session: str, fragment: int
+    ) -> object:
+        if learner.machine is not machine or not learner.alive:
+            return False
+        relay, syncer = connection.relay, connection.syncer
+        if not self._reaches(relay) or relay.session != session:
+            return self._not_fetched(learner, machine, fragment, "unreachable")
+        if (kept := relay.find_version(fragment)) is not None:
+            delay_s = self.near_delay() + self.body_s
+            self.queue.call_later(delay_s, self._fetched, learner, machine, syncer, fragment, *kept)
+            return None
+        args = (learner, machine, connection, session, fragment)
+        self.queue.call_later(self.delay() + self.body_s, self._serve_relay, *args)
+        return None
+
+    def _serve_relay(
+        self, learner: SimulatedLearner, machine: LearnerMachine, connection: Connection, session: str, fragment: int
+    ) -> object:
+        """What was committed when the relay's request came; then it is back at the relay, and is kept there."""
+        syncer = connection.syncer
+        why = self.find_break(learner, syncer) or (
+            "the run has no parameters yet" if syncer.served[fragment] < 0 else ""
+        )
+        if why:
+            return self._not_fetched(learner, machine, fragment, why or "the run has no parameters yet")
+        found = (syncer.served[fragment], syncer.theta[fragment])
+        args = (learner, machine, connection, session, fragment, *found)
+        self.queue.call_later(self.delay(), self._keep_and_serve, *args)
+        return None
+
+    def _keep_and_serve(
+        self,
+        learner: SimulatedLearner,
+        machine: LearnerMachine,
+        connection: Connection,
+        session: str,
+        fragment: int,
+        version: int,
+        value: float,
+    ) -> object:
+        relay = connection.relay
+        if not relay.alive or relay.session != session or relay.cut:
+            return self._not_fetched(learner, machine, fragment, "unreachable")
+        relay.keep_version(fragment, version, value)
+        delay_s = self.near_delay() + self.body_s
+        self.queue.call_later(delay_s, self._fetched, learner, machine, connection.syncer, fragment, version, value)
+        return None
