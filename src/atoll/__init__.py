@@ -4,6 +4,7 @@
     with atoll.Learner(model, optimizer) as learner:      # help(atoll.Learner)
         ...
             learner.step(tokens=batch.numel(), loss=loss)
+    learner = atoll.attach(model, optimizer, tokens=4096)  # help(atoll.attach): your loop stays as it is
     atoll.evaluate(model, score)                          # help(atoll.evaluate): a scorer of your own
     atoll.kept_moments.register(...)                      # an optimizer of your own for --share moments
 
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # that of `typing`, which takes 30 ms: a join link is on the command line so long (entry.py)
 if TYPE_CHECKING:
+    from atoll.learner.attach import attach
     from atoll.learner.evaluate import evaluate
     from atoll.learner.kept_moments import KeptMoments, kept_moments
     from atoll.learner.learner import Learner
 
-__all__ = ["KeptMoments", "Learner", "__version__", "evaluate", "kept_moments"]
+__all__ = ["KeptMoments", "Learner", "__version__", "attach", "evaluate", "kept_moments"]
 __version__ = "0.1.0.dev0"
 
 
@@ -34,6 +36,10 @@ def __getattr__(name: str) -> object:
         from atoll.learner.learner import Learner
 
         return Learner
+    if name == "attach":
+        from atoll.learner.attach import attach
+
+        return attach
     if name == "evaluate":
         from atoll.learner.evaluate import evaluate
 

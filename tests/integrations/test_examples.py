@@ -25,7 +25,7 @@ def load_back(run: Run, script: Path) -> None:
     assert score(model) == pytest.approx(run.summary["validation_loss_end"], abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["two_optimizers", "muon", "digits_cnn"])
+@pytest.mark.parametrize("name", ["two_optimizers", "muon", "digits_cnn", "attached"])
 def test_an_example_trains_and_its_export_scores_as_the_run_did(run: Run, name: str) -> None:
     script = EXAMPLES / f"{name}.py"
     assert len(script.read_text().splitlines()) <= 60

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -125,6 +125,7 @@ class Learner:
         self._share = DataShare()
         """Alone, of several ranks: which part of a batch is this one's."""
         self._inside = self._left = False
+        self._at_leaving: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         """For a notebook: where it belongs and how far it is."""
@@ -332,6 +333,9 @@ class Learner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        at_leaving, self._at_leaving = self._at_leaving, []
+        for call in at_leaving:
+            call()
         if self._session is None:
             self._inside, self._left = False, True
             return
@@ -343,6 +347,16 @@ class Learner:
         self._leave(self._session, error)
         if error is not None and kind is None:
             raise error
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """What the end of `with` does, for a learner that was entered without it (`atoll.attach`, a notebook): its last
+        steps go to the run. `error`: why, if something went wrong. Once it has left, nothing happens."""
+        if self._inside:
+            self.__exit__(type(error) if error is not None else None, error, None)
+
+    def on_leaving(self, call: Callable[[], None]) -> None:
+        """Called once, before the last steps go to the run."""
+        self._at_leaving.append(call)
 
     def _leave(self, session: RunSession, error: BaseException | None) -> None:
         """Errors that are for the operator end the script here."""
