@@ -55,6 +55,8 @@ VERSIONS: Codec = "fp32"
 BACKWARD = 2 / 3
 """The backward pass's share of a step."""
 LEAST, MOST = 1e-9, 1e18
+ROOM = 0.8
+"""The share of a link that is counted on: others use it too, and it is not always as fast as it was measured."""
 
 
 class SpreadRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +218,11 @@ def away_steps(run: SpreadRun, gbit_s: float, down_gbit_s: float | None = None) 
     legs = 1 if run.topology == "ring" else 2
     legs_s = sum(_legs_s(run, gbit_s, down_gbit_s)[:legs]) / run.fragments
     return (legs_s + under_way(run).fixed_s) / run.step_s
+
+
+def most_away_steps(run: SpreadRun) -> float:
+    """Steps that a fragment may be away with P − 1 rounds under way."""
+    return max(1, run.fragments - 1) * run.sync_every / run.fragments
 
 
 def late_steps(run: SpreadRun, gbit_s: float) -> float:

@@ -243,4 +243,26 @@ LOOKING = (
             flag("--json", "As JSON.", name="json_"),
         ),
     ),
+    Command(
+        "plan",
+        ASK,
+        """Plan a run over several sites: H, codecs, relays, learners, what to expect, and the commands.
+
+        The file names sites (machines, speed, price, how often they are taken away), links and the model;
+        examples/regions.toml has every key. Links are judged as `atoll simulate bandwidth` does, machines as
+        `atoll simulate goodput` does. A link may take its figures from a file that `atoll doctor --join LINK
+        --json` wrote in the site.
+
+        Examples:
+          atoll plan examples/regions.toml
+          atoll plan regions.toml --json
+        """,
+        "plan:plan",
+        (
+            argument("file", "Sites, links and the model, as TOML.", Path, metavar="FILE.toml", required=True),
+            option("--seeds", "Experiments for each site.", int, default=5),
+            option("--hours", "Simulated time of each.", float, default=48.0),
+            flag("--json", "As JSON.", name="json_"),
+        ),
+    ),
 )

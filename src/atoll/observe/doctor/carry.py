@@ -12,15 +12,22 @@ from dataclasses import dataclass
 import msgspec
 
 from atoll.estimate import bandwidth
-from atoll.estimate.bandwidth import BITS, VERSIONS, Codec, SpreadRun, effective_h, loads_gbit
+from atoll.estimate.bandwidth import (
+    BITS,
+    ROOM,
+    VERSIONS,
+    Codec,
+    SpreadRun,
+    effective_h,
+    loads_gbit,
+    most_away_steps,
+)
 from atoll.numerics.codec import make_codec
 from atoll.observe.doctor.local import Check
 from atoll.observe.figures import count, span
 
 CODECS: tuple[Codec, ...] = tuple(BITS)
 """Those that contributions can travel by."""
-ROOM = 0.8
-"""The share of what was measured that is counted on: others use the link too, and it is not always as fast."""
 SMALLEST: Codec = "int4"
 GIGA = 1e9
 DOUBLINGS = 7
@@ -40,11 +47,6 @@ class LinkLoad:
     """The version codec."""
     moments: bool = False
     """Those of the inner optimizer travel too, two for each parameter."""
-
-    @property
-    def most_away(self) -> float:
-        """Steps that a fragment may be away with P − 1 rounds under way."""
-        return max(1, self.fragments - 1) * self.sync_every / self.fragments
 
     def spread(self, codec: Codec, sync_every: int, trip_s: float = 0.0) -> SpreadRun:
         """One learner at one end of a link, the syncer at the other."""
@@ -138,10 +140,11 @@ def judge_load(load: LinkLoad, link: MeasuredLink) -> Check:
     if own.carried:
         value = f"this link carries {asked} at {model}; {_beside(other)}; a fragment is away for {away:.2g} steps"
         value = f"{value}, τ = {load.overlap}"
-        if away > load.most_away:
+        most_away = most_away_steps(load.spread(load.codec, load.sync_every))
+        if away > most_away:
             advice = (
                 f"With P − 1 rounds under way fragments still return too late for H = {load.sync_every}: "
-                f"sync_every = {_whole(away * load.sync_every / load.most_away)} would suit this link."
+                f"sync_every = {_whole(away * load.sync_every / most_away)} would suit this link."
             )
             return Check("carries", "warn", value, advice, figures)
         if away > load.overlap:
