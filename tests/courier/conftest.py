@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from atoll.config import convert
+from atoll.courier.body import FragmentTransfers, as_held
 from atoll.courier.service import Courier
 from atoll.learner.boundary import Boundary
 from atoll.learner.moments import InnerMoments
@@ -33,12 +34,14 @@ from atoll.mailbox.channel import (
     Welcomed,
     decode_to_training,
 )
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Saved, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire
+from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
@@ -322,3 +325,26 @@ async def _over(training: Training) -> None:
 async def stage() -> AsyncIterator[Stage]:
     async with AsyncExitStack() as stack:
         yield Stage(stack)
+
+
+async def fetch_and_adopt(
+    bodies: FragmentTransfers, box: Mailbox, slots: Mapping[int, int], fragment: int, told: Awaitable[fx.LearnerEvent]
+) -> FloatArray:
+    """The values that were handed to the training process. `told`: the next event of these transfers."""
+    bodies.fetch(fragment)
+    async with asyncio.timeout(10):
+        event = await told
+    assert isinstance(event, fx.Fetched), event
+    values = box.incoming(slots[fragment], fragment).copy()
+    copying = bodies.into_base(slots[fragment], fragment, event.version)
+    if copying is not None:
+        await copying
+    bodies.finish_adoption(slots[fragment], fragment)
+    return values
+
+
+def committed_as_held(parameters: Parameters, fragment: int) -> FloatArray:
+    """The committed version of a fragment, as the tensors can hold it."""
+    values = parameters.committed_buffers()[fragment].values.copy()
+    as_held(parameters.plan.fragments[fragment], values)
+    return values

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from tests.courier.conftest import committed_as_held, fetch_and_adopt
 from tests.courier.test_body import TENSORS, FakeLink
 
 from atoll.config import Outer
-from atoll.courier.body import FragmentTransfers, as_held
+from atoll.courier.body import FragmentTransfers
 from atoll.digests import compute_digest
 from atoll.fabric.transfer import FetchedVersion
 from atoll.mailbox.box import Mailbox
@@ -91,23 +92,10 @@ class Place:
         self.parameters.commit_version(fragment, version, version)
 
     async def fetch(self, fragment: int) -> FloatArray:
-        """Fetch and adopt; the values that were handed to the training process."""
-        self.bodies.fetch(fragment)
-        async with asyncio.timeout(10):
-            event = await self.events.get()
-        assert isinstance(event, fx.Fetched), event
-        values = self.box.incoming(self.slots[fragment], fragment).copy()
-        copying = self.bodies.into_base(self.slots[fragment], fragment, event.version)
-        if copying is not None:
-            await copying
-        self.bodies.finish_adoption(self.slots[fragment], fragment)
-        return values
+        return await fetch_and_adopt(self.bodies, self.box, self.slots, fragment, self.events.get())
 
     def due(self, fragment: int) -> FloatArray:
-        """The committed version, as the tensors can hold it."""
-        values = self.parameters.committed_buffers()[fragment].values.copy()
-        as_held(self.plan.fragments[fragment], values)
-        return values
+        return committed_as_held(self.parameters, fragment)
 
 
 @asynccontextmanager

@@ -9,10 +9,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from tests.courier.conftest import committed_as_held, fetch_and_adopt
 from tests.courier.test_held import SyncerLink
 
 from atoll.config import Outer
-from atoll.courier.body import FragmentTransfers, as_held
+from atoll.courier.body import FragmentTransfers
 from atoll.digests import combine_digests, compute_digest
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
@@ -129,22 +130,10 @@ class Place:
         parameters.commit_version(fragment, version, version)
 
     async def fetch(self, fragment: int) -> FloatArray:
-        """Fetch and adopt; the values that were handed to the training process."""
-        self.bodies.fetch(fragment)
-        event = await self.told()
-        assert isinstance(event, fx.Fetched), event
-        values = self.box.incoming(self.slots[fragment], fragment).copy()
-        copying = self.bodies.into_base(self.slots[fragment], fragment, event.version)
-        if copying is not None:
-            await copying
-        self.bodies.finish_adoption(self.slots[fragment], fragment)
-        return values
+        return await fetch_and_adopt(self.bodies, self.box, self.slots, fragment, self.told())
 
     def due(self, fragment: int) -> FloatArray:
-        """The version that a syncer of one process has, as the tensors can hold it."""
-        values = self.whole.committed_buffers()[fragment].values.copy()
-        as_held(self.plan.fragments[fragment], values)
-        return values
+        return committed_as_held(self.whole, fragment)
 
     def copy(self, fragment: int, t: int) -> FloatArray:
         slot = self.bodies.outgoing.take_slot(urgent=True)

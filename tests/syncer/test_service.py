@@ -39,7 +39,7 @@ from atoll.protocol.records import ChangedRecord, TailRecord
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 from atoll.store.verify import verify_run
-from atoll.syncer import service
+from atoll.syncer import operator
 from atoll.syncer.versions import OLD
 
 
@@ -460,7 +460,7 @@ async def test_a_change_that_waits_for_a_round_is_answered_when_it_is_made(stage
 
 async def test_a_change_that_takes_long_is_answered_as_asked_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     await one_at_work(stage)
-    monkeypatch.setattr(service, "ANSWER_S", 0.0)
+    monkeypatch.setattr(operator, "ANSWER_S", 0.0)
     with stage.run_store._writing:
         said = await post_settings(url(stage), ["outer_lr=0.5"])
     assert said.startswith("outer_lr=0.5 (asked for: it holds once")
@@ -550,7 +550,7 @@ async def test_a_drain_that_its_learner_has_not_heard_of_is_answered_as_asked_fo
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, _ = await one_at_work(stage)
-    monkeypatch.setattr(service, "ANSWER_S", 0.0)
+    monkeypatch.setattr(operator, "ANSWER_S", 0.0)
     said = await post_drain(url(stage), "a")
     assert said.startswith("a is asked to leave, but has not answered yet: it hears of it after its step.")
     await learner.link.close()

@@ -462,4 +462,4 @@ async def test_what_needs_whole_tensors_cannot_be_asked_for_later(tmp_path: Path
         learner = stage.join_sharded("a")
         await learner.until(Welcome)
         with pytest.raises(PeerError, match="is for a syncer of one process, and shards = 2"):
-            stage.service.ask_to_change(words)
+            stage.service.operator.ask_to_change(words)

@@ -35,12 +35,15 @@ from atoll.numerics.screen import NormScreen
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution
 from atoll.protocol.relay import HeldBody
+from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
 
 ContributionKey = tuple[str, int, int]
 """Learner, round, attempt."""
+MOST_CYCLES = 16
+"""Cycles of H steps that a contribution may claim when its norm is judged: a learner that was away gives several."""
 LARGE = SMALL_BYTES // 4
 """Fragments of more elements than this are decoded and merged in a thread …"""
 ALIGNED = 8
@@ -303,6 +306,17 @@ def _describe_missing(pending: PendingContribution | None) -> str:
         return "its body did not arrive"
     missing = [str(rank) for rank, body in pending.bodies.items() if body.digest is None]
     return f"the bodies of its ranks {', '.join(missing[:8])} did not arrive"
+
+
+def make_screen(plan: FragmentPlan, settings: Settings, limit: float, *, feedback: bool) -> NormScreen:
+    """Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny."""
+    few = 8 * settings.learners
+    return NormScreen(plan, limit, 2 * few, few, most_steps(settings), feedback)
+
+
+def most_steps(settings: Settings) -> int:
+    """That a contribution may claim."""
+    return MOST_CYCLES * max(one.sync_every for one in settings.in_all_phases)
 
 
 class SumMissing(Exception):

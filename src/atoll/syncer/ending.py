@@ -1,9 +1,7 @@
-"""How a learner and a run end in good order.
+"""How a run ends in good order.
 
-A learner that is connected can be asked to leave. The request is in no record: an operator is told that the learner
-leaves once the learner has said so, since it then leaves whatever becomes of the syncer. At the end of a run learners
-fetch the last versions and the evaluator scores them: the syncer waits for both, each for a limited time, and an event
-says whom it did not wait for any longer.
+At its end learners fetch the last versions and the evaluator scores them: the syncer waits for both, each for a limited
+time, and an event says whom it did not wait for any longer.
 """
 
 from __future__ import annotations
@@ -11,10 +9,13 @@ from __future__ import annotations
 import asyncio
 
 from atoll.fabric.wire import one_line
-from atoll.protocol.errors import PeerError
+from atoll.protocol.errors import AtollError
 from atoll.protocol.ledger import Totals
+from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
-from atoll.protocol.syncer.membership import KnownLearner
+from atoll.store.writer_lease import Deposed
+from atoll.syncer.effect_queue import EffectQueue
+from atoll.syncer.run_store import RunStore
 from atoll.telemetry.events import EventLog
 
 GOODBYE_S = 15.0
@@ -23,34 +24,6 @@ LAST_SCORE_S = 120.0
 """How long it waits for the last score of an evaluator that the supervisor keeps alive."""
 BY_HAND_S = 20.0
 """The same for one that was started by hand and may be gone, beside three times what its last score took."""
-
-
-def check_drain(name: str, machine: Syncer | None) -> str:
-    """The answer to an operator who drains this learner, where it need not be asked; empty: ask it. PeerError: it
-    cannot be asked."""
-    learner = machine.members.learners.get(name) if machine is not None else None
-    if machine is None or learner is None:
-        raise PeerError(f"no learner of this run is called {one_line(name)!r}: atoll status says who is there")
-    if machine.phase in ("ending", "finished") and learner.connected:
-        return f"the run is ending, and {name} leaves with it: its last steps are collected"
-    if learner.closed:
-        raise PeerError(f"{name} has left the run: should it come back, it can be drained then")
-    if learner.leaving:
-        return f"{name} is leaving already: it stopped at step {learner.t}"
-    if not learner.connected and not learner.draining:
-        raise PeerError(f"{name} is away: it can be drained once it is back")
-    return "" if learner.connected else describe_unheard_drain(learner)
-
-
-def describe_unheard_drain(learner: KnownLearner) -> str:
-    """It was asked to leave and has not said that it does. PeerError: the process that was asked is gone."""
-    if not learner.draining:
-        raise PeerError(f"another process is {learner.name} by now: drain it again if that is to leave too")
-    place = "it hears of it after its step" if learner.connected else "it is away, and hears of it when it is back"
-    return (
-        f"{learner.name} is asked to leave, but has not answered yet: {place}. If the syncer restarts before that, the "
-        "request may be lost: the same command tells later whether it is leaving, or asks it again"
-    )
 
 
 class RunEnding:
@@ -137,3 +110,23 @@ class RunEnding:
 def _fates(totals: Totals) -> dict[str, object]:
     """Of one learner, over all its lives."""
     return {**totals.whole(), "dropped_by_cause": totals.by_cause(), "merged_share": totals.merged_share()}
+
+
+async def write_tail(cycles: int, run_store: RunStore, queue: EffectQueue, events: EventLog) -> None:
+    """The mean of the last versions, if it is asked for: its record first, then the file."""
+    if not cycles:
+        return
+    try:
+        tail = await asyncio.to_thread(run_store.average_tail, cycles)
+        for remark in tail.remarks:
+            events.say("warning", remark)
+        queue.enqueue([fx.Persist((tail.record,))])
+        await queue.wait_until_empty()
+        path = await asyncio.to_thread(run_store.write_tail, tail)
+    except Deposed:
+        raise
+    except (AtollError, MemoryError) as error:
+        reason = one_line(error) or "it does not fit into this syncer's memory"
+        events.say("warning", f"no averaged model is written: {reason}")
+    else:
+        events.say("closing", f"the mean of the last {cycles} cycles is in {path.name}")

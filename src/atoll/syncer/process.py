@@ -162,7 +162,7 @@ async def _serve(
         if supervised and not evaluated:
             service.unscored()
         if begin.changes or begin.reopen:
-            service.ask_to_change(begin.changes, reopen=begin.reopen)
+            service.operator.ask_to_change(begin.changes, reopen=begin.reopen)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, service.end, OPERATOR)

@@ -9,7 +9,7 @@ carries it out:
 - `contributions`: their bodies, and the versions made of them; `relays`: those that came as sums;
 - `ranks`: what each rank of a learner of several holds, and fetches;
 - `run_store`: the journal, cuts, and the values of a rollback;
-- `ending`: whom the syncer waits for when the run is over;
+- `operator`: what an operator asks for; `ending`: whom the syncer waits for when the run is over;
 - `lead`: the other shards, of a syncer of several.
 """
 
@@ -38,23 +38,21 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.fragments import assemble_tensors
 from atoll.numerics.group_sums import why_not_summed
-from atoll.numerics.screen import NormScreen, UsualNorms
+from atoll.numerics.screen import UsualNorms
 from atoll.numerics.shard_plan import make_shard_plan
 from atoll.protocol import schedule
 from atoll.protocol.effects import Note, Tick
-from atoll.protocol.errors import AtollError, ConfigError, PeerError
+from atoll.protocol.errors import AtollError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
 from atoll.protocol.settings import Settings
 from atoll.protocol.shard_messages import InitialHere
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.rundir import facts_of_model
-from atoll.store.writer_lease import Deposed
-from atoll.syncer.changes import parse_changes
-from atoll.syncer.contributions import Inbox, Merging
+from atoll.syncer.contributions import Inbox, Merging, make_screen, most_steps
 from atoll.syncer.credentials import RefusalLog, make_port_access
 from atoll.syncer.effect_queue import EffectQueue
-from atoll.syncer.ending import RunEnding, check_drain, describe_unheard_drain
+from atoll.syncer.ending import RunEnding, write_tail
 from atoll.syncer.first_parameters import FirstParameters, FirstUpload, refuse_learner
 from atoll.syncer.lead import ShardLead
 from atoll.syncer.liveness import Standstill, send_heartbeats
@@ -65,6 +63,7 @@ from atoll.syncer.model import (
     model_of_first_joiner,
     moments_room,
 )
+from atoll.syncer.operator import OperatorRequests
 from atoll.syncer.ranks import LearnerRanks, check_ranks
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.relays import RelaySums
@@ -75,13 +74,6 @@ from atoll.telemetry.status import RunStatus
 
 NEVER_LET_IN = "whoever was never let in"
 """Causes refusals that name no learner."""
-MOST_CYCLES = 16
-"""Cycles of H steps that a contribution may claim when its norm is judged: a learner that was away gives several."""
-
-
-ANSWER_S = 8.0
-"""An operator is answered after this long, also if a change of settings is not made yet, or a learner has not heard
-that it is to leave. Less than the client's deadline (fabric/transfer.py)."""
 
 
 class SyncerService:
@@ -107,11 +99,6 @@ class SyncerService:
         self._wake: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.started = asyncio.Event()
-        self._all_changed = asyncio.Event()
-        """Every change of settings that was asked for is durable."""
-        self._all_changed.set()
-        self._drained: dict[str, asyncio.Future[str]] = {}
-        """By learner that the operator drains: what is said once it is leaving, or has left."""
         found = run_store.found_on_disk
         shards = config.service.shards if found is None else found.history.begun.shards
         self._lead = ShardLead(shards, run_store, events, self, self._spawn) if shards > 1 else None
@@ -126,6 +113,9 @@ class SyncerService:
             first_cut=self._write_first_cut,
             fenced=run_store.fenced,
             alarm=self._alarm,
+        )
+        self.operator = OperatorRequests(
+            lambda: self._machine, self._handle, retunes=lambda: self._effect_queue.awaits(fx.Retune)
         )
         self.meter = Meter(config)
         self._access = access = make_port_access(
@@ -181,7 +171,8 @@ class SyncerService:
             if trained:
                 self._ending.log_last_work()
                 await asyncio.to_thread(save, await self._collect_tensors())
-                await self._write_tail(self._config.service.tail_average)
+                cycles = self._config.service.tail_average
+                await write_tail(cycles, self._run_store, self._effect_queue, self._events)
             self._ending.count_connected(len(self._channels))
             await self._ending.wait_for_last(trained=trained)
             self._handle(fx.Over())
@@ -203,25 +194,6 @@ class SyncerService:
         if self._lead is None or self._model is None:
             return self._parameters.tensors_by_name()
         return assemble_tensors(self._model.plan, await self._lead.fetch_whole())
-
-    async def _write_tail(self, cycles: int) -> None:
-        """The mean of the last versions, if it is asked for: its record first, then the file."""
-        if not cycles:
-            return
-        try:
-            tail = await asyncio.to_thread(self._run_store.average_tail, cycles)
-            for remark in tail.remarks:
-                self._events.say("warning", remark)
-            self._effect_queue.enqueue([fx.Persist((tail.record,))])
-            await self._effect_queue.wait_until_empty()
-            path = await asyncio.to_thread(self._run_store.write_tail, tail)
-        except Deposed:
-            raise
-        except (AtollError, MemoryError) as error:
-            reason = one_line(error) or "it does not fit into this syncer's memory"
-            self._events.say("warning", f"no averaged model is written: {reason}")
-        else:
-            self._events.say("closing", f"the mean of the last {cycles} cycles is in {path.name}")
 
     @property
     def vital(self) -> VitalTasks:
@@ -284,16 +256,7 @@ class SyncerService:
         codec = make_codec(settings.codec, self._parameters.threads)
         self._inbox = Inbox(self._parameters.plan, codec, moments=settings.shares_moments)
         self._ranks = LearnerRanks(model.plan)
-        # Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny.
-        few = 8 * settings.learners
-        self._screen = NormScreen(
-            model.plan,
-            limit=outer_of(history).norm_limit,
-            window=2 * few,
-            least=few,
-            most_steps=_most_steps(settings),
-            feedback=codec.needs_feedback,
-        )
+        self._screen = make_screen(model.plan, settings, outer_of(history).norm_limit, feedback=codec.needs_feedback)
         robust = outer_of(history).robust
         self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
         self._merging.relays = self._relays
@@ -336,45 +299,10 @@ class SyncerService:
             self._handle(fx.EndAsked(reason))
 
     async def change(self, words: Sequence[str]) -> str:
-        """Change settings, as an operator writes them; returns what changed, once that is durable. PeerError: nothing
-        was changed."""
-        what = self.ask_to_change(words)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await self._all_changed.wait()
-        except TimeoutError:
-            when = "it holds once the rounds under way are committed and the disk has it"
-            return f"{what or 'nothing more'} (asked for: {when})"
-        return what
-
-    def ask_to_change(self, words: Sequence[str], *, reopen: bool = False) -> str:
-        """Returns what will change: at once, or once the rounds under way are committed."""
-        if self._machine is None:
-            raise PeerError("the run has not begun: settings can change once its first learner is there")
-        try:
-            before = self._machine.next_settings
-            asked = parse_changes(self._machine.history, words, reopen=reopen, before=before)
-        except ConfigError as error:
-            raise PeerError(str(error)) from None
-        if asked is None:
-            return ""
-        self._all_changed.clear()
-        self._handle(asked)
-        return asked.what
+        return await self.operator.change_settings(words)
 
     async def drain(self, learner: str) -> str:
-        """Ask a learner to leave in good order; returns what came of it, once it has heard or is gone. PeerError: it
-        cannot be asked."""
-        if answer := check_drain(learner, self._machine):
-            return answer
-        drained = self._drained.setdefault(learner, self._loop.create_future())
-        self._handle(fx.DrainAsked(learner, "the operator asked"))
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                return await asyncio.shield(drained)
-        except TimeoutError:
-            machine = self._begun()
-            return check_drain(learner, machine) or describe_unheard_drain(machine.members.learners[learner])
+        return await self.operator.drain_learner(learner)
 
     def unscored(self) -> None:
         """No evaluator is left: do not wait for its last score."""
@@ -585,7 +513,7 @@ class SyncerService:
                 self._restorer.commit_values(versions, at)
             case fx.Retune(outer):
                 self._retune(msgspec.convert(outer, Outer))
-                self._note_changed()
+                self.operator.note_changed()
             case fx.TakeCut():
                 self._cuts.take_cut(effect)
             case fx.CompleteCut():
@@ -603,8 +531,7 @@ class SyncerService:
                     text += f": atoll set {shlex.quote(str(self._run_store.folder))} {answer}"
                 if kind == "round" and isinstance(index := data["fragment"], int):
                     data = {**data, **self._merging.describe_outer_step(index)}
-                if kind in ("leaving", "left") and (drained := self._drained.pop(str(data["learner"]), None)):
-                    drained.set_result(text)
+                self.operator.note_event(kind, text, data)
                 self.meter.note_event(time.time(), kind, data, text)
                 refused = kind == "refused" and "learner" not in data
                 self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")
@@ -644,16 +571,10 @@ class SyncerService:
         if channel is not None:
             channel.send(message)
 
-    def _note_changed(self) -> None:
-        """A change of settings is durable. Another may have been asked for, or decided, meanwhile."""
-        machine = self._begun()
-        if machine.next_settings is machine.history and not self._effect_queue.awaits(fx.Retune):
-            self._all_changed.set()
-
     def _retune(self, outer: Outer) -> None:
         self._parameters.change_outer(outer)
         self._screen.limit, self._merging.robust = outer.norm_limit, outer.robust
-        self._screen.most_steps = _most_steps(self._begun().settings)
+        self._screen.most_steps = most_steps(self._begun().settings)
         self._set_relays(outer, self._begun().settings)
 
     def _payload(self, persist: fx.Persist) -> memoryview | None:
@@ -669,8 +590,3 @@ class SyncerService:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
         self._tasks.create_task(work)
-
-
-def _most_steps(settings: Settings) -> int:
-    """That a contribution may claim."""
-    return MOST_CYCLES * max(one.sync_every for one in settings.in_all_phases)
