@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from atoll.protocol.learner.copies import Copies
-from atoll.protocol.learner.effects import Copied, Drop, LearnerEffect, Upload
-from atoll.protocol.messages import Pull
+from atoll.protocol.learner.copies import Copies, Orders, Pulls, Standing
+from atoll.protocol.learner.effects import Copied, Drop, LearnerEffect, Upload, UploadFailed
+from atoll.protocol.learner.versions import Versions
+from atoll.protocol.messages import Decline, FromLearner, Pull
 
 
 def copy(t: int, steps: int = 3) -> Copied:
@@ -66,3 +67,32 @@ def test_what_is_on_its_way_is_known_until_it_arrives() -> None:
     copies.keep_copy(copy(5))
     assert not copies.is_on_its_way(probe) and copies.send_copy(probe) and copies.is_on_its_way(probe)
     assert copies.take_sent(7, 0, "digest") is not None and not copies.is_on_its_way(probe)
+
+
+def test_an_answer_of_a_lost_connection_is_not_taken_for_one_of_the_next() -> None:
+    """Seed 2031 of the ranks' worlds: a rival syncer pulled round 7 as its first attempt too. The body had gone to the
+    one before it, and the learner said that this one has it."""
+    copies = Copies(lambda effect: None)
+    copies.keep_copy(copy(5))
+    copies.send_copy(pull())
+    copies.forget_pulls()
+    assert copies.is_abandoned(pull()) and not copies.is_abandoned(pull(attempt=2))
+    assert copies.take_sent(7, 1, "digest") is None
+    assert not copies.is_abandoned(pull()) and copies.send_copy(pull())
+    assert copies.take_sent(7, 1, "digest") is not None
+
+
+def test_a_pull_is_declined_while_an_answer_of_its_name_is_on_its_way_from_before() -> None:
+    said: list[FromLearner] = []
+    effects: list[LearnerEffect] = []
+    copies, versions = Copies(effects.append), Versions(effects.append, held=[0, 0], newest=[0, 0], counted=[0, 0])
+    orders = Orders(effects.append)
+    standing = Standing(5, (1, 1), stepping=True, recovered=True)
+    pulls = Pulls(effects.append, lambda now, word: said.append(word), lambda: standing, orders, copies, versions)
+    copies.keep_copy(copy(5))
+    pulls.answer_pull(0.0, pull())
+    copies.forget_pulls()
+    pulls.answer_pull(1.0, pull())
+    assert effects == [Upload(7, 1, 1)] and [type(word) for word in said] == [Decline]
+    pulls.note_undelivered(2.0, UploadFailed(7, 1, "unreachable"))
+    assert len(said) == 1, "of the answer that was declined nothing more is said"

@@ -79,8 +79,8 @@ def is_named(outcome: Outcome) -> bool:
 
 @pytest.mark.parametrize("name", EASY)
 def test_a_planted_bug_is_found_at_once(name: str) -> None:
-    outcome = found(name, range(15))
-    assert outcome is not None, f"no seed up to 15 shows that {name}"
+    outcome = found(name, range(20))
+    assert outcome is not None, f"no seed up to 20 shows that {name}"
     assert is_named(outcome), outcome.message
 
 

@@ -7,7 +7,7 @@ carries the step, counters and base of its copy, as they were when the copy was 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,6 +40,10 @@ class Copies:
     _at_hand: dict[int, Copied] = field(default_factory=dict)
     _sent: dict[tuple[int, int], tuple[Copied, Pull]] = field(default_factory=dict)
     """(round, attempt) → what is on its way."""
+    _unanswered: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """(round, attempt) → orders to send of which nobody has said yet what became of them."""
+    _abandoned: set[tuple[int, int]] = field(default_factory=set)
+    """Of these, those of a connection that is gone."""
 
     def __contains__(self, fragment: int) -> bool:
         return fragment in self._at_hand
@@ -69,17 +73,24 @@ class Copies:
     def is_on_its_way(self, pull: Pull) -> bool:
         return (pull.round, pull.attempt) in self._sent
 
+    def is_abandoned(self, pull: Pull) -> bool:
+        """Whether an answer of the same name is on its way since before the connection was lost. A new term counts
+        attempts anew: what became of that answer would be taken for what became of this one."""
+        return (pull.round, pull.attempt) in self._abandoned
+
     def send_copy(self, pull: Pull) -> bool:
         """Send the copy at hand as the answer; False when there is nothing in it."""
         copy = self._at_hand[pull.fragment]
         if copy.steps == 0 and not pull.probe:
             return False
         self._sent[pull.round, pull.attempt] = (copy, pull)
+        self._unanswered[pull.round, pull.attempt] += 1
         self.do(Upload(pull.round, pull.attempt, pull.fragment))
         return True
 
     def take_sent(self, number: int, attempt: int, digest: str) -> Contribution | None:
         """What to say of a body that has arrived; None when nobody wants it any more."""
+        self._count_answer((number, attempt))
         if (sent := self._sent.pop((number, attempt), None)) is None:
             return None
         copy, pull = sent
@@ -100,11 +111,18 @@ class Copies:
     def note_failure(self, number: int, attempt: int, *, keep: bool) -> bool:
         """It did not get there; whether anybody may still wait for it. The next pull gets a new copy, or (`keep`) the
         same: a learner that waits for a round makes no other."""
+        self._count_answer((number, attempt))
         if (sent := self._sent.pop((number, attempt), None)) is None:
             return False
         if not keep and self._at_hand.get(sent[0].fragment) is sent[0]:
             self.drop_copy(sent[0].fragment)
         return True
+
+    def _count_answer(self, key: tuple[int, int]) -> None:
+        self._unanswered[key] -= 1
+        if self._unanswered[key] <= 0:
+            del self._unanswered[key]
+            self._abandoned.discard(key)
 
     def forget_round(self, fragment: int, number: int) -> None:
         """The round is behind the run: nobody waits for an answer to it."""
@@ -116,6 +134,7 @@ class Copies:
         """The connection is gone, and with it every pull."""
         self.waiting.clear()
         self._sent.clear()
+        self._abandoned.update(self._unanswered)
 
     def forget_all(self) -> None:
         for fragment in list(self._at_hand):
@@ -299,7 +318,7 @@ class Pulls:
 
     Rules kept here, each with its test: a learner contributes nothing before it has recovered; it declines a pull while
     the version that holds its last contribution is not adopted; a copy on another base than the model's is useless;
-    after the last step only a copy of all steps is given.
+    after the last step only a copy of all steps is given; of answers of one name one is on its way at a time.
     """
 
     def __init__(
@@ -420,7 +439,9 @@ class Pulls:
     def _send_answer(self, now: float, pull: Pull) -> None:
         if self._synchronous and self._copies.is_on_its_way(pull):
             return  # the same copy twice: the second would be turned away, and the first be taken for it
-        if not self._copies.send_copy(pull):
+        if self._copies.is_abandoned(pull):
+            self._decline_pull(now, pull, "an answer of before the connection was lost is still on its way")
+        elif not self._copies.send_copy(pull):
             self._decline_pull(now, pull, "no steps since its last adoption")
 
     def _decline_pull(self, now: float, pull: Pull, reason: str) -> None:
