@@ -16,6 +16,7 @@ from tests.syncer.conftest import WAIT_S, FakeLearner, Stage, plan
 from atoll.digests import combine_digests, compute_digest
 from atoll.fabric.bodies import BodyConnection
 from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
+from atoll.launch.resume import from_cut
 from atoll.numerics import merge as merging
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
@@ -205,6 +206,7 @@ async def play(learners: list[ShardedLearner], first: int, rounds: int) -> None:
 async def test_no_bit_depends_on_the_number_of_shards(tmp_path: Path, codecs: tuple[str, str]) -> None:
     found: list[dict[str, Any]] = []
     records: list[list[MergedRecord]] = []
+    bodies: list[int] = []
     for count in (1, 2, 3):
         settings = {"codec": codecs[0], "version_codec": codecs[1]}
         async with sharded(tmp_path / str(count), count, **settings) as stage:
@@ -217,6 +219,7 @@ async def test_no_bit_depends_on_the_number_of_shards(tmp_path: Path, codecs: tu
             assert stage.saved is not None
             found.append(stage.saved)
             records.append(stage.merged())
+            bodies.append(stage.events("finished")[0]["bytes_in"])
         report = verify_run(stage.out.path)
         assert report.ok, report.problem
         assert report.facts["rebuilt_rounds"] > 0
@@ -227,6 +230,7 @@ async def test_no_bit_depends_on_the_number_of_shards(tmp_path: Path, codecs: tu
         assert [(r.round, r.marks, r.members) for r in one] == [(r.round, r.marks, r.members) for r in records[0]]
         assert all(len(r.heads) in (2, 3) for r in one)
     assert all(r.heads == () for r in records[0])
+    assert min(bodies) > 0.8 * max(bodies), "those of all shards count; control messages are a little longer or shorter"
 
 
 async def test_no_bit_depends_on_them_where_a_merge_needs_norms_of_whole_tensors(
@@ -278,6 +282,31 @@ async def test_a_shard_that_dies_while_norms_are_waited_for_costs_one_attempt(
         await stage.end()
     report = verify_run(stage.out.path)
     assert report.ok, report.problem
+
+
+async def test_a_new_run_of_a_cut_has_the_parts_of_all_shards(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    for count in (1, 2, 3):
+        old, new = tmp_path / str(count), tmp_path / f"{count}-again"
+        async with sharded(old, count) as stage:
+            learners = await begin(stage)
+            await play(learners, 0, 5)
+            await stage.until("cut")
+            await stage.end()
+        from_cut(stage.out, 4, new / "run")
+        async with sharded(new, count) as again:
+            assert again.service.name != "r1"
+            learner = again.join_sharded("c")
+            welcome = await learner.until(Welcome)
+            assert sum(welcome.versions) == 4
+            assert np.isfinite(await learner.fetch(1, 2)).all()
+            await again.end()
+            assert again.saved is not None
+            found.append(again.saved)
+        report = verify_run(again.out.path)
+        assert report.ok, report.problem
+    for other in found[1:]:
+        assert all(np.array_equal(other[name].view(np.uint8), found[0][name].view(np.uint8)) for name in other)
 
 
 async def test_a_killed_shard_comes_back_with_everything_that_was_decided(tmp_path: Path) -> None:

@@ -72,6 +72,15 @@ class ShardServer(BodyPort):
         self._bodies = bodies
         self._news = asyncio.Condition()
 
+    @property
+    def bytes_in(self) -> int:
+        """Of bodies."""
+        return self._intake.bytes_in
+
+    @property
+    def bytes_out(self) -> int:
+        return self._bodies_out
+
     async def start(self) -> None:
         await self._open(
             [

@@ -51,6 +51,8 @@ from atoll.store.cuts import (
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
+from atoll.store.segments import Position
+from atoll.store.shards import StoredPart, read_shard_part
 from atoll.store.writer_lease import acquire
 from atoll.syncer.changes import parse_changes
 
@@ -240,34 +242,47 @@ def from_cut(
     manifest = checked.manifest
     part, state, arrays = read_syncer_part(old.cuts, cut)
     then = msgspec.msgpack.decode(state, type=CutState)
-    if then.history.begun.shards > 1:
-        raise ConfigError(
-            f"the syncer of {old.path} has several shards, and --from-cut is not made for that: export the cut "
-            f"(atoll export --cut {cut}) and begin a run with it (--set init=FILE)"
-        )
+    shards = [read_shard_part(old, then.history.begun, n, cut) for n in range(2, then.history.begun.shards + 1)]
     _check_cut_has_budget(old, cut, History.restore(copy.deepcopy(then.history)), changes)
     new = RunDir.create(out, force=force, shared=shared)
     run = secrets.token_hex(4)
     begun = msgspec.structs.replace(then.history.begun, run=run, parent=f"{part.run} cut {cut}")
     history = msgspec.structs.replace(then.history, begun=begun, term=1, cuts=[], ended="", finished=False)
-    lease = acquire(new.journal)
-    journal = Journal.begin(new.journal, lease.term, disk=LocalDisk())
-    journal.append([(begun, None)])
-    now = CutState(history, journal.position, 0, then.rounds)
-    journal.close()
-    lease.release()
+    now = CutState(history, _begin_journal(new, begun), 0, then.rounds)
     write_syncer_part(new.cuts, run, cut, part.round, msgspec.msgpack.encode(now), arrays)
+    digests = tuple(_copy_shard_part(new, begun, one, shared=shared) for one in shards)
     for file in (*_list_parts(old, manifest), *old.learners.glob(f"*/{UNMERGED}")):
         place = new.learners / file.relative_to(old.learners)
         make_folder(place.parent)
         with staged(place) as draft:
             shutil.copyfile(file, draft)
     table = (folder_of(new.cuts, cut) / "syncer.json").read_bytes()
-    write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=compute_digest(table)))
+    named = msgspec.structs.replace(manifest, run=run, syncer=compute_digest(table), shards=digests)
+    write_manifest(new.cuts, named)
     exact = bool(manifest.learners)
     remark = f"a new run {run} from cut {cut} of run {part.run}, exactly as it was"
     remarks = (*checked.list_remarks(), remark)
     return new, Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, remarks)
+
+
+def _begin_journal(out: RunDir, begun: records.BegunRecord) -> Position:
+    """The journal of a run, or the chain of a shard, with its first record; the position behind that."""
+    lease = acquire(out.journal)
+    journal = Journal.begin(out.journal, lease.term, disk=LocalDisk())
+    journal.append([(begun, None)])
+    journal.close()
+    lease.release()
+    return journal.position
+
+
+def _copy_shard_part(new: RunDir, begun: records.BegunRecord, shard: StoredPart, *, shared: bool) -> str:
+    """Another shard's part of the cut in the new run, complete; the digest of its table."""
+    out, part = RunDir.open_shard(new.shard(shard.shard).path, shared=shared), shard.part
+    state = msgspec.structs.replace(shard.state, run=begun.run, position=_begin_journal(out, begun), file=0)
+    data = msgspec.msgpack.encode(state)
+    digest = write_syncer_part(out.cuts, begun.run, part.cut, part.round, data, shard.arrays)
+    write_manifest(out.cuts, Manifest(begun.run, part.cut, part.cut, digest, {}))
+    return digest
 
 
 def _check_cut_has_budget(old: RunDir, cut: int, then: History, changes: tuple[str, ...]) -> None:

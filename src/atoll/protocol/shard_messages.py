@@ -2,6 +2,7 @@
 each shard, which dials the lead. Small messages: bodies travel between learners and shards.
 
     shard → lead   ShardHello  TakenUp  BodyHere  InitialHere  NormsHere  Staged  Unstaged  CutHere  CutDone  Values
+                   Traffic
     lead → shard   TakeUp  Expect  Forget  AskInitial  Stage  NormsOfAll  Unstage  Decide  WriteCut  FinishCut
                    AskValues  EndShard
 
@@ -192,6 +193,13 @@ class CutDone(ShardMessage, frozen=True):
     reason: Words = ""
 
 
+class Traffic(ShardMessage, frozen=True):
+    """Bytes that its process has received and sent so far."""
+
+    bytes_in: Count
+    bytes_out: Count
+
+
 class Values(ShardMessage, frozen=True):
     """Some bytes of its part of a fragment's committed version."""
 
@@ -328,7 +336,9 @@ class EndShard(ShardMessage, frozen=True):
     refused: bool = False
 
 
-FromShard = ShardHello | TakenUp | BodyHere | InitialHere | NormsHere | Staged | Unstaged | CutHere | CutDone | Values
+FromShard = (
+    ShardHello | TakenUp | BodyHere | InitialHere | NormsHere | Staged | Unstaged | CutHere | CutDone | Values | Traffic
+)
 FromLead = (
     TakeUp
     | Expect

@@ -41,6 +41,7 @@ from atoll.protocol.shard_messages import (
     ShardHello,
     Stage,
     Staged,
+    Traffic,
     Unstage,
     Unstaged,
 )
@@ -108,6 +109,8 @@ class ShardLead:
         self._cut_dones: dict[int, asyncio.Future[pure.CutPartsDone]] = {}
         self._values: dict[int, asyncio.Future[bytes]] = {}
         self._asks = 0
+        self._traffic: dict[str, tuple[int, int]] = {}
+        """By process: bytes in and out."""
 
     def set_up(
         self, model: Model, inbox: Inbox, screen: NormScreen, merging: Merging, cuts: CutWriter, plan: ShardPlan
@@ -120,6 +123,12 @@ class ShardLead:
         holders = [plan.holders(fragment) for fragment in range(len(model.plan.fragments))]
         self.state.begin_run(begun.run, records.encode(begun), holders)
         self._carry_out()
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that the other shards have received and sent in this term; those of dead processes count too."""
+        found = self._traffic.values()
+        return sum(bytes_in for bytes_in, _ in found), sum(bytes_out for _, bytes_out in found)
 
     @property
     def _parameters(self) -> Parameters:
@@ -144,7 +153,12 @@ class ShardLead:
         self._carry_out()
 
     def shard_said(self, channel: ShardChannel, message: FromShard) -> None:
-        if self._channels.get(channel.shard) is channel:
+        if self._channels.get(channel.shard) is not channel:
+            return
+        if isinstance(message, Traffic):
+            process = self.state.seats[channel.shard].process
+            self._traffic[process] = (message.bytes_in, message.bytes_out)
+        else:
             self.state.hear(self._loop.time(), channel.shard, message)
             self._carry_out()
 

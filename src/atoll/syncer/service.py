@@ -434,7 +434,9 @@ class SyncerService:
 
     @property
     def _traffic(self) -> tuple[int, int]:
-        return (self.server.bytes_in, self.server.bytes_out)
+        """Bytes in and out, of all shards."""
+        bytes_in, bytes_out = (0, 0) if self._lead is None else self._lead.traffic
+        return (self.server.bytes_in + bytes_in, self.server.bytes_out + bytes_out)
 
     def figures(self) -> RunStatus:
         return self.meter.make_status(time.time(), self._run, self._machine, self._traffic)

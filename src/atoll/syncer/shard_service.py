@@ -40,6 +40,7 @@ from atoll.protocol.shard_messages import (
     RoundDecided,
     Stage,
     TakeUp,
+    Traffic,
     Values,
 )
 from atoll.store.disk import NoRoom, Rests
@@ -143,7 +144,11 @@ class ShardService:
             await asyncio.to_thread(self._store.send_heartbeat)
             if self._store.fenced:
                 raise Deposed
+            self._tell_traffic()
             await asyncio.sleep(1.0)
+
+    def _tell_traffic(self) -> None:
+        self._say(Traffic(bytes_in=self.server.bytes_in, bytes_out=self.server.bytes_out))
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
@@ -306,6 +311,7 @@ class ShardService:
             await asyncio.to_thread(self._store.complete_part, finish)
         except AtollError as error:
             reason = one_line(error)
+        self._tell_traffic()  # the last cut is the last that the lead hears of a run
         self._handle(sh.Came(CutDone(cut=finish.cut, reason=reason)))
 
     # ---- bodies: contributions ------------------------------------------------------------------------------------
