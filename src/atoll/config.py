@@ -155,6 +155,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Processes of every learner that `atoll train` starts: together they are one learner of the run."""
     strict_devices: bool = False
     """`atoll train` refuses more learners than there are GPUs."""
+    cpus_per_learner: float = 1.0
+    """Of a node of a Ray cluster, for every learner …"""
+    gpus_per_learner: float = 0.0
+    """… and GPUs; with several ranks, those of all of them."""
     by_hand: bool = False
     """Learners are started by hand (`atoll syncer`): their script is known to nobody here."""
     scavenge: tuple[ScavengePlan, ...] = ()
@@ -169,6 +173,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(f"seed = {self.seed} is below 0: take any whole number from 0")
         if not 1 <= self.ranks <= MOST_RANKS:
             raise ConfigError(f"ranks = {self.ranks}: a learner has 1 to {MOST_RANKS} of them")
+        for name in ("cpus_per_learner", "gpus_per_learner"):
+            if not 0 <= getattr(self, name) < MAX_COUNTER:
+                raise ConfigError(f"{name} = {getattr(self, name)} is below 0: it is what a learner takes of a node")
         CODEC.check(self.protocol.codec)
         PLAN.check(self.protocol.plan)
         ADOPT.check(self.protocol.adopt)

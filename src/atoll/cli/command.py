@@ -51,6 +51,8 @@ class Parameter:
     required: bool = False
     flag: bool = False
     panel: str = "Options"
+    hidden: bool = False
+    """Understood, and not in the help: --set says the same."""
     shows: Callable[[], str] | None = None
     """A flag that prints this and ends."""
 
@@ -267,7 +269,7 @@ def render(command: Command, path: str, shared: Sequence[Parameter] = ()) -> str
     heading = "\x1b[1m{}\x1b[0m".format if sys.stdout.isatty() and "NO_COLOR" not in os.environ else str
     parts = [f"{heading('Usage:')} {_usage(command, path)}", *_paragraphs(command.text, width)]
     tables: dict[str, list[tuple[str, str]]] = {}
-    for one in (*command.parameters, *shared):
+    for one in (one for one in (*command.parameters, *shared) if not one.hidden):
         tables.setdefault(one.panel if one.flags else "Arguments", []).append(one.columns())
     panel = next((one.panel for one in reversed(command.parameters) if one.flags), "Options")
     tables.setdefault(panel, []).append((", ".join(HELP), "Show this text."))

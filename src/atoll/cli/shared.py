@@ -93,6 +93,11 @@ def close(out: RunDir, console: Console, as_json: bool = False, again: str = "at
     return failure
 
 
+def close_unseen(out: RunDir, failure: str) -> str:
+    """The same where nobody looks: in a controller (launch/on_ray)."""
+    return close(out, Console(quiet=True), failure=failure)
+
+
 def read_failure(run: RunDir) -> str:
     """Why a run failed that wrote a summary; empty: it did not fail, or wrote none."""
     return str(read_summary(run).get("failure") or "")

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from atoll.baselines.data_parallel import DataParallelRun
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
+from atoll.cli.on_ray import resume_on_ray, start_on_ray
 from atoll.cli.shared import (
     close,
     compile_kernels,
@@ -85,11 +86,19 @@ def train(
     json_: bool,
     tensorboard: Path | None,
     wandb: str | None,
+    on: str | None,
+    gpus_per_learner: float | None,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     named: dict[str, Any] = {"ranks": ranks, "shards": syncer_shards, "seed": seed, "warm_start": warm_start}
+    named["gpus_per_learner"] = gpus_per_learner
     words = setting_words(words, **budget, **named, share=share, robust=robust)
     options = LaunchOptions(breakable, max_restarts)
+    if on is not None:
+        refused = {"--kill": kill, "--demo": demo, "--tape": tape, "--from-cut": cut, "--breakable": breakable}
+        refused |= {"--tensorboard": tensorboard, "--wandb": wandb, "--algorithm": algorithm != "decoupled"}
+        if given := [name for name, value in refused.items() if value]:
+            raise ConfigError(f"{given[0]} is for a run on this machine: leave it out, or --on")
     targets = Targets(tensorboard, wandb)
     targets.check_packages()
     if targets and (tape is not None or algorithm != "decoupled"):
@@ -104,6 +113,9 @@ def train(
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, arguments)[1:]) if script is not None else ()
+        if on is not None:
+            resume_on_ray(on, resume, words, max_restarts, as_json=json_)
+            return
         _go_on(resume, cut, out, own, without_own_shards(words, resume), targets, options, force=force, as_json=json_)
         return
     workload = WorkloadSettings if script is None else None
@@ -138,6 +150,9 @@ def train(
         rules = parse_settings(words, workload).get("protocol", {})
         wanted = said["protocol"].get("learners")
         _follow(tape, settings, rules, wanted, out, force=force, as_json=json_, kills=bool(kills))
+        return
+    if on is not None:
+        start_on_ray(on, settings, out, command, max_restarts, force=force, as_json=json_)
         return
     options = options.assign_devices(settings)
     run_dir = RunDir.create(out, force=force or demo, shared=settings.service.share_files)
@@ -252,7 +267,7 @@ def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bo
     close(out, console, as_json)
 
 
-NO_RULES = ("port", "evaluate_every", "ranks", "strict_devices")
+NO_RULES = ("port", "evaluate_every", "ranks", "strict_devices", "cpus_per_learner", "gpus_per_learner")
 """What `--resume` takes for this start of the processes alone; the other settings are rules, and their change is
 journaled."""
 

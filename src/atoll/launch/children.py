@@ -38,6 +38,8 @@ CODE_MISTAKES = frozenset(
         "UnboundLocalError",
     }
 )
+NODE_LOST = -1000
+"""The exit code of a process that nobody saw the end of: the node that it was on is gone."""
 TAIL_BYTES = 64 * 1024
 """Of a log, for its last traceback."""
 
@@ -114,6 +116,17 @@ class Child:
     @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def started(self) -> bool:
+        """It was started, and nobody has been told yet that it ended."""
+        return self.process is not None
+
+    @property
+    def pid(self) -> int:
+        """Of one that was started."""
+        assert self.process is not None
+        return self.process.pid
 
     @property
     def running_s(self) -> float:
@@ -208,6 +221,9 @@ class Child:
                     with suppress(OSError):
                         process.stdin.close()
 
+    def release(self) -> None:
+        """It has ended for good: whatever was kept for it is free."""
+
     def last_words(self) -> str:
         """The last line of its log."""
         lines = [line for line in self.read_log_tail(0).splitlines() if line.strip()]
@@ -230,6 +246,8 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def describe_exit(code: int) -> str:
+    if code == NODE_LOST:
+        return "its node is lost"
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -101,6 +101,9 @@ class LocalRun:
     """The run's budget is spent: the syncer, of several shards, brings it to its end without learners."""
     launch: LaunchEnvironment | None = None
     """Where and with which variables the script was started first; None: here and now."""
+    heeds_signals: bool = True
+    """Ctrl-C and SIGTERM end the run; elsewhere somebody else says so."""
+    start_s: float = START_S
 
     async def run(self) -> None:
         """Returns when the run has ended well; RunFailed or ConfigError when not. Nothing is touched before the run is
@@ -109,19 +112,14 @@ class LocalRun:
             await self._run_held()
 
     async def _run_held(self) -> None:
-        write_atomic(self.out.settings, self.config.toml())
-        self.launch = self.launch or capture_environment()
-        write_environment(self.out.path, self.launch)
-        self.out.address.unlink(missing_ok=True)
-        self.out.summary.unlink(missing_ok=True)  # of an earlier end
+        self._prepare_folder()
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
             command = [*SYNCER, str(self.out.path), *self._served]
             if self.resume is not None:
                 command += [part for change in self.resume.changes for part in ("--set", change)]
                 command += ["--reopen"] if self.resume.reopen else []
-            self._syncer = Child("syncer", [sys.executable, *command], self._common_env, self.out.log("syncer"))
-            self._syncer.obeys, self._syncer.waits_s = True, SOON_S
+            self._syncer = self._make_syncer([sys.executable, *command])
             self._processes = Supervision(self.out, self._events, self._syncer, self.max_restarts)
             self._learners = self._processes.learners
             self._pending = list(self.kills)
@@ -133,23 +131,20 @@ class LocalRun:
                 for child in self._processes.list_children():
                     child.kill_all()
 
+    def _prepare_folder(self) -> None:
+        write_atomic(self.out.settings, self.config.toml())
+        self.launch = self.launch or capture_environment()
+        write_environment(self.out.path, self.launch)
+        self.out.address.unlink(missing_ok=True)
+        self.out.summary.unlink(missing_ok=True)  # of an earlier end
+
     # ---- the course of a run --------------------------------------------------------------------------------------
 
     async def _run_to_end(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM) if self.heeds_signals else ():
             loop.add_signal_handler(number, self._processes.handle_interrupt)
-        self._start_child(self._syncer)
-        self._url = await self._wait_for_address()
-        await self._start_shards()
-        self.listens(await self._make_dashboard_link())
-        plain = [sys.executable, *SYNCER, str(self.out.path), *self._served]  # changes are made once
-        self._syncer.command = [*plain, "--port", str(urlsplit(self._url).port)]
-        self.addresses = await self.route(self._url) if self.route is not None else {}
-        if self.only_end:
-            self._processes.ending = True
-        else:
-            self._start_learners()
+        await self._start_processes()
         beside = asyncio.ensure_future(self.beside()) if self.beside is not None else None
         try:
             await self._supervise_until_over()
@@ -165,7 +160,28 @@ class LocalRun:
         await self._wait_for_scripts()
         self._show_status(None)
 
+    async def _start_processes(self) -> None:
+        self._start_child(self._syncer)
+        self._url = self._open_links(await self._wait_for_address())
+        await self._start_shards()
+        self.listens(await self._make_dashboard_link())
+        self.addresses = await self.route(self._url) if self.route is not None else {}
+        if self.only_end:
+            self._processes.ending = True
+        else:
+            self._start_learners()
+
+    def _open_links(self, url: str) -> str:
+        """The syncer listens there. Returns the address by which this supervisor asks it."""
+        plain = [sys.executable, *SYNCER, str(self.out.path), *self._served]  # changes are made once
+        self._syncer.command = [*plain, "--port", str(urlsplit(url).port)]
+        return url
+
+    def _look_at_processes(self) -> None:
+        """Processes of this machine need no look before they are asked."""
+
     async def _supervise_until_over(self) -> None:
+        self._look_at_processes()
         while (code := self._syncer.poll_exit()) != 0:
             self._processes.restart_syncer(code)
             self._processes.restart_shards()
@@ -179,6 +195,7 @@ class LocalRun:
             if self._processes.is_ending:
                 self._processes.kill_without_step()
             await asyncio.sleep(TICK_S)
+            self._look_at_processes()
 
     async def _start_shards(self) -> None:
         """The syncer's other processes; each keeps its address when it is started again, as the syncer does."""
@@ -201,8 +218,9 @@ class LocalRun:
         """Of the syncer, or of a shard of it, once it has one."""
         child, out = child or self._syncer, out or self.out
         called = "the syncer" if child is self._syncer else child.name
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self.start_s
         while not out.address.exists():
+            self._look_at_processes()
             code = child.poll_exit()
             if self._processes.interrupts and code is not None:
                 raise Killed("stopped before the run began")
@@ -210,16 +228,16 @@ class LocalRun:
                 words = self._processes.read_last_words(child)
                 raise (ConfigError if code == 2 else RunFailed)(words or f"{called} died ({describe_exit(code)})")
             if time.monotonic() > deadline:
-                raise RunFailed(f"{called} did not start within {START_S:g} s; its log is {child.log}")
+                raise RunFailed(f"{called} did not start within {self.start_s:g} s; its log is {child.log}")
             self._show_status(None)
             await asyncio.sleep(0.05)
         return out.address.read_text()
 
     async def _make_dashboard_link(self) -> str:
         try:
-            return await make_dashboard_link(self._url, 2.0) if self.pages else f"{self._url}/"
+            return await make_dashboard_link(self._url, 2.0) if self.pages else f"{self.out.address.read_text()}/"
         except (PeerError, Unreachable):  # to look on is no part of the run: `atoll dashboard` asks again
-            return f"{self._url}/"
+            return f"{self.out.address.read_text()}/"
 
     def _start_learners(self) -> None:
         for index in range(self.config.protocol.learners):
@@ -274,6 +292,7 @@ class LocalRun:
             self._show_status(None)
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline:
+            self._look_at_processes()
             self._processes.note_late_failures()
             if not any(child.running for child in self._processes.list_children()):
                 break
@@ -382,6 +401,9 @@ class LocalRun:
     def _served(self) -> list[str]:
         pages = ["--pages", self.pages] if self.pages else []
         return [*(["--evaluated"] if self.evaluator else []), *pages, *self.syncer_words]
+
+    def _make_syncer(self, command: list[str]) -> Child:
+        return Child("syncer", command, self._common_env, self.out.log("syncer"), obeys=True, waits_s=SOON_S)
 
     def _make_learner(self, name: str) -> Child:
         return self._make_script(name, self._learner_env(name), ranks=self.config.ranks)

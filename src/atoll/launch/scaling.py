@@ -54,6 +54,10 @@ class Scaling:
         self._planned = read_planned(run.out) if run.config.scavenge else 0
         """How many of them are a plan's."""
 
+    def count_from(self, learners: int) -> None:
+        """So many are there already."""
+        self._followed = learners
+
     async def follow(self, status: RunStatus | None) -> None:
         """Start learners, or ask some to leave, as the run asks for now."""
         if status is None or status.phase not in ("waiting", "training") or self._run.processes.is_ending:

@@ -177,7 +177,7 @@ class Supervision:
             self._blame_scorer(self.scorer)
         self._kill_late_leavers()
         # One that died since it was looked at above still has its process here: the next look says what becomes of it.
-        if not any(child.process is not None or child.waiting for child in self.learners.values()):
+        if not any(child.started or child.waiting for child in self.learners.values()):
             self._end_without_learners()
 
     def _restart_if_due(self, child: Child) -> bool:
@@ -219,7 +219,7 @@ class Supervision:
         return False
 
     def _remove_learner(self, name: str) -> None:
-        del self.learners[name]
+        self.learners.pop(name).release()
         self._leaving.pop(name, None)
         self._errors.pop(name, None)
         self._removed.add(name)
@@ -381,6 +381,5 @@ class Supervision:
 
 def describe_process(child: Child) -> dict[str, object]:
     """For the events `started` and `restarted`."""
-    assert child.process is not None
     ranks: dict[str, object] = {"ranks": child.more_pids} if child.more_pids else {}
-    return {"process": child.name, "pid": child.process.pid, **ranks}
+    return {"process": child.name, "pid": child.pid, **ranks}

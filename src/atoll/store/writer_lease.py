@@ -251,9 +251,11 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def hold_run(path: Path) -> Iterator[None]:
-    """Have the whole run in hand; ConfigError, with nothing touched, while somebody else has it."""
-    check_not_alive(path)
+def hold_run(path: Path, *, served: bool = False) -> Iterator[None]:
+    """Have the whole run in hand; ConfigError, with nothing touched, while somebody else has it. `served`: its syncers
+    go on, and only who looked after them is gone."""
+    if not served:
+        check_not_alive(path)
     descriptor = _lock(path / RUN_LOCK)
     if descriptor is None:  # somebody was faster
         raise _alive(path, f"pid {_pid(path / RUN_LOCK)}")

@@ -1,7 +1,9 @@
 """`python -m atoll.syncer RUN_DIR [--evaluated] [--port N] [--pages NAME]`: the syncer of a run that has a directory;
 with `--shard 2/3 --join LEAD` a shard of it other than the lead (docs/adr/0031).
 
-Started by a supervisor, which holds its standard input (see `process`).
+Started by a supervisor, which holds its standard input (see `process`). With `--mortal` it does not end the run when
+its supervisor is gone: it dies at once, and another syncer that waits for its turn (`--standby`) goes on
+(docs/adr/0034).
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import argparse
 import gc
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -28,6 +32,15 @@ def _told_to_begin() -> bool:
     return byte == b"\n"
 
 
+LOOK_S = 0.5
+
+
+def _die_with(supervisor: int) -> None:
+    while os.getppid() == supervisor:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m atoll.syncer")
     parser.add_argument("out", type=Path)
@@ -40,7 +53,12 @@ def main() -> int:
     parser.add_argument("--disk", metavar="MODULE:FUNCTION", help="what makes the disk that the journal lies on")
     parser.add_argument("--shard", metavar="I/N", help="of a syncer of several processes, this one")
     parser.add_argument("--join", metavar="LEAD", help="the address of the first of them")
+    parser.add_argument("--host", help="where to listen, and what learners dial, instead of what run.toml says")
+    parser.add_argument("--standby", action="store_true", help="wait for the turn to serve this run")
+    parser.add_argument("--mortal", action="store_true", help="die when the supervisor is gone; the run goes on")
     said = parser.parse_args()
+    if said.mortal:
+        threading.Thread(target=_die_with, args=(os.getppid(),), name="atoll-supervisor", daemon=True).start()
     return _serve(said) if said.shard is None else _serve_shard(said)
 
 
@@ -69,6 +87,8 @@ def _serve(said: argparse.Namespace) -> int:
         reopen=said.reopen,
         pages=pages,
         disk=disk,
+        standby=(lambda: print("standing by", flush=True)) if said.standby else None,
+        mortal=said.mortal,
     )
 
 
@@ -88,9 +108,12 @@ def _serve_shard(said: argparse.Namespace) -> int:
 
 def _load(said: argparse.Namespace) -> Config:
     config = load(RunDir(said.out).settings)
-    if said.port is None:
-        return config
-    return msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, port=said.port))
+    service = config.service
+    if said.port is not None:
+        service = msgspec.structs.replace(service, port=said.port)
+    if said.host is not None:
+        service = msgspec.structs.replace(service, host=said.host, advertise=(said.host,))
+    return msgspec.structs.replace(config, service=service)
 
 
 if __name__ == "__main__":

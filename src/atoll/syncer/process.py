@@ -1,7 +1,8 @@
 """The syncer as a process: run directory, signals, a supervisor's orders, exit code.
 
 Under a supervisor, orders come as lines on standard input: `end REASON` ends the run in good order; `unscored` means
-that no evaluator is left to wait for. When standard input closes, the supervisor is gone, and the run ends too.
+that no evaluator is left to wait for. When standard input closes, the supervisor is gone, and the run ends too; where
+another syncer stands by (`mortal`) only this process does, as if it were killed.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def serve(
     ready: Callable[[str, str, str], None] | None = None,
     pages: PagesMaker | None = None,
     disk: Disk | None = None,
+    mortal: bool = False,
 ) -> int:
     """Run a syncer until its run is over. Its address is written to the run directory; `ready` gets the address, the
     run's name and a link to the dashboard.
@@ -93,6 +95,7 @@ def serve(
             ready or (lambda url, run, look: None),
             pages(out) if pages is not None else None,
             by_hand=not supervised and standby is None,
+            mortal=mortal,
         )
         if standby is None or not _ended_well(out, run_store):
             asyncio.run(_serve(config, out, run_store, begin, evaluated, supervised))
@@ -145,6 +148,8 @@ class StartOptions:
     pages: LivePages | None = None
     by_hand: bool = False
     """Nobody else says that everything is started. A standby that takes over starts nothing: learners go on."""
+    mortal: bool = False
+    """Whoever holds our standard input is not the run's supervisor: should it go, the run goes on elsewhere."""
 
 
 async def _serve(
@@ -180,7 +185,7 @@ async def _serve(
             if begin.pages is not None:
                 beside.append(tasks.create_task(show_pages(begin.pages, service.figures, events)))
             if supervised:
-                beside.append(tasks.create_task(_obey(service)))
+                beside.append(tasks.create_task(_obey(service, begin.mortal)))
             await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 url = _local_url(config, service)
@@ -204,7 +209,7 @@ def _local_url(config: Config, service: SyncerService) -> str:
     return f"{scheme}://{host_port(host, service.server.port)}"
 
 
-async def _obey(service: SyncerService) -> None:
+async def _obey(service: SyncerService, mortal: bool) -> None:
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     try:
@@ -214,6 +219,8 @@ async def _obey(service: SyncerService) -> None:
                 service.end(reason)
             elif order == "unscored":
                 service.unscored()
+        if mortal:
+            os._exit(1)
         service.unscored()
         service.end("its supervisor is gone")
     finally:

@@ -39,6 +39,7 @@ NAMED_SETTINGS = (
         metavar="WHAT",
         shown="parameters",
         panel=SETTINGS,
+        hidden=True,
     ),
     flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
 )
@@ -97,7 +98,9 @@ RUNS = (
                 default=5,
                 panel=PROCESSES,
             ),
-            option("--syncer-shards", "Processes of the syncer, for a large model.", int, shown="1", panel=PROCESSES),
+            option("--syncer-shards", "Processes of the syncer, for a large model.", int, shown="1", hidden=True),
+            option("--on", "A cluster: ray, or ray://HOST:PORT.", metavar="ENGINE", panel=PROCESSES),
+            option("--gpus-per-learner", "With --on ray: GPUs of each.", float, shown="0", panel=PROCESSES),
             option(
                 "--kill", "Kill a learner on the way: learner-2@0.4.", many=True, metavar="NAME@SHARE", panel=PROCESSES
             ),

@@ -1,0 +1,104 @@
+"""A Ray cluster: how it is reached, which nodes it has, and whether a run fits on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.launch.on_ray.naming import NAMESPACE
+from atoll.protocol.errors import ConfigError, Unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    id: str
+    address: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerNeeds:
+    """Of each learner."""
+
+    cpus: float
+    gpus: float
+
+    def fits(self, node: RayNode) -> int:
+        """How many of them."""
+        by_cpus = int(node.cpus // self.cpus) if self.cpus else 10**6
+        return min(by_cpus, int(node.gpus // self.gpus)) if self.gpus else by_cpus
+
+
+def find_shortage(nodes: Sequence[RayNode], learners: int, needs: LearnerNeeds) -> str:
+    """What is missing for so many learners; empty: nothing."""
+    if not nodes:
+        return "the cluster has no node that is alive"
+    room = sum(needs.fits(node) for node in nodes)
+    if room >= learners:
+        return ""
+    gpus, cpus = sum(node.gpus for node in nodes), sum(node.cpus for node in nodes)
+    many = f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
+    has = f"{many} with {cpus:g} CPUs and {gpus:g} GPUs"
+    each = f"{needs.cpus:g} CPU{'' if needs.cpus == 1 else 's'}" + (f" and {needs.gpus:g} GPUs" if needs.gpus else "")
+    missing = []
+    if learners * needs.gpus > gpus:
+        missing.append(f"{learners * needs.gpus - gpus:g} GPUs")
+    if learners * needs.cpus > cpus:
+        missing.append(f"{learners * needs.cpus - cpus:g} CPUs")
+    lacks = f"{' and '.join(missing)} are missing" if missing else "no node has so much together"
+    advice = (
+        f"start {room} (--learners {room}) and add others by atoll scale once there are nodes"
+        if room
+        else ("ask for less (--gpus-per-learner, --set cpus_per_learner=N), or add larger nodes")
+    )
+    return f"{learners} learners of {each} do not fit on {has}: {lacks}; {advice}"
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("--on ray needs Ray, which is not installed here: pip install 'atoll[ray]'") from None
+    return ray
+
+
+def parse_engine(word: str) -> str:
+    """The address of `ray` or `ray://HOST:PORT`; empty: that of RAY_ADDRESS, or of the cluster that this machine is a
+    node of."""
+    if word == "ray":
+        return ""
+    if word.startswith("ray://") and len(word) > len("ray://"):
+        return word
+    raise ConfigError(f"--on {word} is not understood: write ray, or ray://HOST:PORT for a cluster elsewhere")
+
+
+def connect(address: str) -> None:
+    """To the cluster, for this process. Unreachable: there is none."""
+    ray = import_ray()
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    where = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        ray.init(address=where, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+        start = "" if address else " (name one by ray://HOST:10001 or RAY_ADDRESS, or start one: ray start --head)"
+        shown = "" if where == "auto" else f" at {where}"
+        words = str(error).strip().splitlines()
+        raise Unreachable(f"no Ray cluster answers{shown}{start}: {words[0][:200] if words else error!r}") from None
+
+
+def list_nodes() -> list[RayNode]:
+    """Those that are alive."""
+    return [
+        RayNode(
+            str(node["NodeID"]),
+            str(node["NodeManagerAddress"]),
+            float(node["Resources"].get("CPU", 0.0)),
+            float(node["Resources"].get("GPU", 0.0)),
+        )
+        for node in import_ray().nodes()
+        if node["Alive"]
+    ]

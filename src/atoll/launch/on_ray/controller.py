@@ -1,0 +1,391 @@
+"""The controller of a run on Ray: the loop of `atoll train`, in an actor that no terminal belongs to.
+
+The run's folder is on a file system that every node sees. The controller holds `run.lock`; its name in the cluster is
+the folder's, so there is one. When Ray starts it again, because its node was lost, it goes on with the keepers that
+are there: they are found by their names, and the syncers and learners never noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from atoll.config import parse
+from atoll.fabric.address import SyncerAddress
+from atoll.fabric.certificates import fingerprint, make_server
+from atoll.fabric.join_tokens import JoinToken, JoinTokens, Role, new_secret
+from atoll.launch.children import Child
+from atoll.launch.environment import LaunchEnvironment
+from atoll.launch.local import NEWCOMER_NICE, RUNNER, LocalRun
+from atoll.launch.on_ray.actors import ActorChild, close_actors
+from atoll.launch.on_ray.cluster import LearnerNeeds, RayNode, find_shortage, list_nodes
+from atoll.launch.on_ray.naming import CONTROLLER, NAMESPACE, name_actor, name_run
+from atoll.launch.on_ray.syncers import SyncerPair
+from atoll.launch.resume import plan_resume
+from atoll.launch.scale import number_of
+from atoll.protocol.errors import AtollError, ConfigError, RunFailed
+from atoll.store.keys import KeyDir
+from atoll.store.rundir import RunDir
+from atoll.store.writer_lease import hold_run
+from atoll.syncer.credentials import read_tokens, write_tokens
+from atoll.syncer.process import import_named
+from atoll.telemetry.status import RunStatus
+
+PROBE_S = 60.0
+"""How long a node may take to say what it sees."""
+LOCK_S = 120.0
+"""How long the lock of a controller whose machine is gone may last: a file server has to notice that."""
+START_S = 300.0
+"""How long the syncer may take to listen: Ray starts a process of its own first."""
+LINGER_S = 30.0
+"""A controller whose run is over stays so long for those who watch."""
+CERTIFICATE_DAYS = 3650.0
+ROLES: dict[str, Role] = {"join": "learner", "scorer": "evaluator", "operator": "operator"}
+CHUNK_BYTES = 1 << 20
+
+
+class RunJob(msgspec.Struct, frozen=True):
+    """What a controller is made with. No secret: Ray keeps it for as long as there is a controller."""
+
+    out: str
+    config: str
+    """As TOML."""
+    script: tuple[str, ...]
+    launch: LaunchEnvironment
+    pages: str
+    closes: str
+    """Writes the summary: `module:function`."""
+    max_restarts: int
+    force: bool = False
+    resume: bool = False
+    changes: tuple[str, ...] = ()
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """What whoever watches is told."""
+
+    state: str
+    """starting, running, ended or failed."""
+    failure: str
+    exit_code: int
+    link: str
+    """Of the dashboard, good for one visit."""
+    status: RunStatus | None
+    events: bytes
+    offset: int
+
+
+@dataclass
+class RayRun(LocalRun):
+    adopts: bool = False
+    """Its processes go on, and their controller was lost."""
+    _children: dict[str, ActorChild] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                with hold_run(self.out.path, served=self.adopts):
+                    await self._run_held()
+                return
+            except ConfigError:
+                if not self.adopts or hasattr(self, "_syncer") or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(1.0)
+
+    def _prepare_folder(self) -> None:
+        self._make_keys()
+        if not self.adopts:
+            super()._prepare_folder()
+
+    def _make_keys(self) -> None:
+        """TLS and tokens of this run's own: nodes talk over a network."""
+        keys = KeyDir.create(self.out.secrets)
+        if not keys.certificate.exists():
+            pair = make_server(["localhost", *{node.address for node in list_nodes()}], CERTIFICATE_DAYS)
+            keys.write(keys.key, pair.key)
+            keys.write(keys.certificate, pair.certificate)
+            tokens = [JoinToken(id=name, role=role, secret=new_secret()) for name, role in ROLES.items()]
+            write_tokens(keys, JoinTokens(tokens))
+        service = msgspec.structs.replace(self.config.service, keys=str(keys.path), port=0)
+        self.config = msgspec.structs.replace(self.config, service=service)
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    @property
+    def _pair(self) -> SyncerPair:
+        assert isinstance(self._syncer, SyncerPair)
+        return self._syncer
+
+    def _make_syncer(self, command: list[str]) -> Child:
+        return SyncerPair(
+            "syncer",
+            command,
+            self._common_env,
+            self.out.log("syncer"),
+            choose_node=choose_node,
+            events=self._events,
+            run=name_run(self.out.path),
+        )
+
+    def _make_script(self, name: str, env: dict[str, str], ranks: int) -> Child:
+        assert self.launch is not None
+        evaluates = name == "evaluator"
+        child = ActorChild(
+            name,
+            [sys.executable, *RUNNER, *self.script],
+            {**self._common_env, **env, "ATOLL_SYNCER": self._make_link("scorer" if evaluates else "join")},
+            self.out.log(name),
+            nice=NEWCOMER_NICE,
+            folder=Path(self.launch.folder),
+            limit=self.max_restarts,
+            run=name_run(self.out.path),
+            missing=self.launch.variables,
+            ranks=ranks,
+            options={
+                "num_cpus": 0 if evaluates else self.config.cpus_per_learner,
+                "num_gpus": 0 if evaluates else self.config.gpus_per_learner,
+                "scheduling_strategy": "SPREAD",
+            },
+        )
+        self._children[name] = child
+        return child
+
+    @property
+    def _common_env(self) -> dict[str, str]:
+        threads = str(max(1, int(self.config.cpus_per_learner / self.config.ranks)))
+        return {**super()._common_env, "ATOLL_THREADS": threads, "OMP_NUM_THREADS": threads}
+
+    def _make_link(self, token: str) -> str:
+        """By which somebody with this token finds the syncers where they are now."""
+        keys = KeyDir.open(self.out.secrets)
+        return SyncerAddress(
+            urls=tuple(f"https://{host}" for host in self._pair.hosts),
+            token=read_tokens(keys).named(token).secret,
+            pin=fingerprint(keys.certificate.read_bytes()),
+        ).link()
+
+    def _open_links(self, url: str) -> str:
+        self._pair.command = self._plain_syncer_command
+        self._pair.start_standby()
+        return self._make_link("operator")
+
+    @property
+    def _plain_syncer_command(self) -> list[str]:
+        return [sys.executable, "-P", "-m", "atoll.syncer", str(self.out.path), *self._served]
+
+    async def _start_processes(self) -> None:
+        if not self.adopts:
+            await super()._start_processes()
+            return
+        self.addresses: dict[str, str] = {}
+        self._pair.command = self._plain_syncer_command
+        self._pair.attach(list_nodes())
+        self._url = self._make_link("operator")
+        self._events.say("warning", "the controller's node was lost: another goes on with the processes that are there")
+        self.listens(await self._make_dashboard_link())
+        self._adopt_learners()
+
+    def _adopt_learners(self) -> None:
+        """Those whose keepers are there; one without a process is started again."""
+        names = find_processes(self.out.path)
+        for name in sorted((one for one in names if one.startswith("learner-")), key=number_of):
+            self._learners[name] = self._make_learner(name)
+        if self.evaluator and "evaluator" in names:
+            self._processes.scorer = self._make_script("evaluator", self._evaluator_env(), ranks=1)
+        self._scaling.count_from(len(self._learners))
+        for child in self._processes.list_scripts():
+            assert isinstance(child, ActorChild)
+            if not child.attach():
+                self._start_child(child)
+
+    def _look_at_processes(self) -> None:
+        self._pair.look()
+        self._url = self._make_link("operator") if self._pair.hosts else self._url
+        link = {name: self._make_link("scorer" if name == "evaluator" else "join") for name in ("evaluator", "learner")}
+        for name, child in self._children.items():
+            child.env["ATOLL_SYNCER"] = link["evaluator" if name == "evaluator" else "learner"]
+            child.look()
+
+    def close(self) -> None:
+        """End whatever is left, and every keeper."""
+        if hasattr(self, "_syncer"):
+            close_actors([*(place.child for place in self._pair.places), *self._children.values()])
+
+    def interrupt(self) -> None:
+        if hasattr(self, "_processes"):
+            self._processes.handle_interrupt()
+
+
+def choose_node(excluded: set[str]) -> RayNode | None:
+    """For a syncer: the node with the fewest GPUs and, of those, the most CPUs."""
+    nodes = [node for node in list_nodes() if node.id not in excluded]
+    return min(nodes, key=lambda node: (node.gpus, -node.cpus, node.id), default=None)
+
+
+def find_processes(folder: Path) -> list[str]:
+    """The processes of this run that have a keeper."""
+    start = f"{name_run(folder)}:"
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return [
+        one["name"].removeprefix(start)
+        for one in named
+        if one["namespace"] == NAMESPACE and one["name"].startswith(start) and one["name"] != f"{start}{CONTROLLER}"
+    ]
+
+
+def find_blind_nodes(nodes: Sequence[RayNode], paths: Sequence[str]) -> list[str]:
+    """What a node does not see, in words; nodes that are lost meanwhile see nothing and say nothing."""
+
+    def look(wanted: Sequence[str]) -> list[str]:
+        return [path for path in wanted if not os.path.exists(path)]
+
+    calls = {}
+    for node in nodes:
+        affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        asked = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=affinity).remote(list(paths))
+        calls[asked] = node
+    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=PROBE_S)
+    told = []
+    for call in done:
+        try:
+            told += [f"node {calls[call].address} does not see {path}" for path in ray.get(call)]
+        except RayError:
+            continue
+    return told
+
+
+class Controller:
+    """The actor. Its methods are called by whoever watches; the run goes on in a thread of its own."""
+
+    def __init__(self, job: bytes) -> None:
+        self._job = msgspec.msgpack.decode(job, type=RunJob)
+        self._status: RunStatus | None = None
+        self._link, self._state, self._error = "", "starting", RunFailed("")
+        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._out = RunDir(Path(self._job.out))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._run: RayRun | None = None
+        threading.Thread(target=self._carry_out, args=(again,), name="atoll-run", daemon=True).start()
+
+    # ---- for those who watch ------------------------------------------------------------------------------------
+
+    def watch(self, offset: int) -> bytes:
+        """How it stands, and the events from this byte on."""
+        state = self._state  # first: what is written until then is in the events below
+        events = b""
+        if self._out.events.exists():
+            with self._out.events.open("rb") as file:
+                file.seek(offset)
+                whole, newline, _ = file.read(CHUNK_BYTES).rpartition(b"\n")
+                events = whole + newline
+        told = Watched(
+            state, str(self._error), self._error.exit_code, self._link, self._status, events, offset + len(events)
+        )
+        return msgspec.msgpack.encode(told)
+
+    def interrupt(self) -> None:
+        """Once: the run ends in good order; twice: everything is killed."""
+        if self._run is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._run.interrupt)
+
+    # ---- the run ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, again: bool) -> None:
+        try:
+            self._prepare(again)
+            assert self._run is not None
+            asyncio.run(self._run_to_end(self._run))
+            failure = import_named("closes", self._job.closes)(self._out, self._run.shortfall)
+            if failure:
+                raise RunFailed(failure)
+            self._state = "ended"
+        except AtollError as error:
+            self._fail(error)
+        except Exception as error:  # of whatever kind: nobody else would tell of it
+            self._fail(RunFailed(f"the controller failed: {type(error).__name__}: {error}"))
+        finally:
+            if self._run is not None:
+                self._run.close()
+            time.sleep(LINGER_S)
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def _fail(self, error: AtollError) -> None:
+        self._error = error if isinstance(error, RunFailed) else RunFailed(str(error))
+        self._error.exit_code = error.exit_code
+        self._state = "failed"
+
+    async def _run_to_end(self, run: RayRun) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._state = "running"
+        await run.run()
+
+    def _prepare(self, again: bool) -> None:
+        job, config = self._job, parse(self._job.config, "the command line")
+        nodes = list_nodes()
+        resume = None
+        if not again:
+            needs = LearnerNeeds(config.cpus_per_learner, config.gpus_per_learner)
+            if shortage := find_shortage(nodes, config.protocol.learners, needs):
+                raise ConfigError(shortage)
+            if job.resume:
+                resume = plan_resume(RunDir.open(self._out.path), job.changes)
+            else:
+                RunDir.create(self._out.path, force=job.force, shared=config.service.share_files)
+            files = [str(self._out.path), job.launch.folder, *(one for one in job.script[:1] if one != "-m")]
+            if told := find_blind_nodes(nodes, files):
+                raise ConfigError(f"{told[0]}: put it where every node sees it, on a file system that they share")
+        self._run = RayRun(
+            config,
+            self._out,
+            script=list(job.script),
+            evaluator=config.service.evaluate_every > 0,
+            resume=resume,
+            watch=self._note,
+            pages=job.pages,
+            listens=self._note_link,
+            max_restarts=job.max_restarts,
+            launch=job.launch,
+            heeds_signals=False,
+            start_s=START_S,
+            adopts=again,
+        )
+
+    def _note(self, status: RunStatus | None) -> None:
+        self._status = status
+
+    def _note_link(self, link: str) -> None:
+        self._link = link
+
+
+def make_controller(folder: Path, job: RunJob) -> Any:
+    """ConfigError: the run has one."""
+    options = {"name": name_actor(folder, CONTROLLER), "namespace": NAMESPACE, "lifetime": "detached"}
+    make = ray.remote(Controller).options(**options, num_cpus=0, max_restarts=-1, max_concurrency=8)
+    try:
+        return make.remote(msgspec.msgpack.encode(job))
+    except ValueError:
+        raise ConfigError(
+            f"run {folder} is alive on this cluster: watch it with atoll train --on ray --resume {folder}, or use "
+            "another folder; nothing of it was touched"
+        ) from None
+
+
+def find_controller(folder: Path) -> Any | None:
+    """Of this run, if it goes on in this cluster."""
+    try:
+        return ray.get_actor(name_actor(folder, CONTROLLER), NAMESPACE)
+    except ValueError:
+        return None
