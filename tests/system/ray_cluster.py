@@ -1,0 +1,118 @@
+"""A Ray cluster of several nodes on this machine, whose nodes can be lost as a machine is: all of it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class RayCluster:
+    """The head has no room for learners."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}, shutdown_at_exit=False
+        )
+        self.address = str(self._cluster.address)
+        self.nodes: list[Any] = []
+
+    def add(self, cpus: int = 1) -> None:
+        self.nodes.append(self._cluster.add_node(num_cpus=cpus))
+
+    def node_of(self, pid: int) -> Any:
+        """The node that this process belongs to; the head's is none that may be lost."""
+        above = list(_ancestors(pid))
+        return next((node for node in self.nodes if _raylet(node) in above), None)
+
+    def lose(self, node: Any) -> None:
+        """Without warning: every process of the node is killed at the same moment."""
+        raylet = _raylet(node)
+        lost = [pid for pid in _pids() if raylet in _ancestors(pid)]
+        for pid in (raylet, *lost):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def opened_cluster(nodes: int, cpus: int = 1) -> Iterator[RayCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray is nice to others by 15; on a crowded machine learners would hardly be heard of.
+        for name, value in {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+            patch.setenv(name, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        cluster = RayCluster()
+        try:
+            for _ in range(nodes):
+                cluster.add(cpus)
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+        finally:
+            cluster.close()
+
+
+def find_process(run: Path, name: str) -> int:
+    """The pid of a learner of this run."""
+    wanted = {f"ATOLL_LEARNER={name}".encode(), f"ATOLL_RUN_TOML={run / 'run.toml'}".encode()}
+    return next(pid for pid in _of_run(run) if wanted <= set(_read(pid, "environ").split(b"\0")))
+
+
+def find_syncer(run: Path) -> int:
+    """The one that serves."""
+    port = (run / "syncer.url").read_text().rpartition(":")[2].encode()
+    return next(pid for pid in _of_run(run) if b"atoll.syncer" in (said := _read(pid, "cmdline")) and port in said)
+
+
+def find_standby(run: Path) -> int:
+    serving = find_syncer(run)
+    return next(pid for pid in _of_run(run) if b"atoll.syncer" in _read(pid, "cmdline") and pid != serving)
+
+
+def until_no_process(run: Path, seconds: float) -> None:
+    """Nothing of the run is left on any node."""
+    deadline = time.monotonic() + seconds
+    while left := _of_run(run):
+        assert time.monotonic() < deadline, [_read(pid, "cmdline") for pid in left]
+        time.sleep(0.1)
+
+
+def _of_run(run: Path) -> list[int]:
+    mark = f"ATOLL_RUN_TOML={run / 'run.toml'}".encode()
+    return [pid for pid in _pids() if mark in _read(pid, "environ").split(b"\0")]
+
+
+def _raylet(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        found = _read(pid, "stat").rpartition(b")")[2].split()
+        if len(found) < 2:
+            return
+        pid = int(found[1])
+        yield pid
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,83 @@
+"""A run on a Ray cluster of several nodes, which are lost without warning; learners are added and taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.system.conftest import SCRIPTS, Event, Run, members
+from tests.system.ray_cluster import (
+    RayCluster,
+    find_process,
+    find_standby,
+    find_syncer,
+    opened_cluster,
+    until_no_process,
+)
+
+pytest.importorskip("ray", reason="needs Ray (pip install 'atoll[ray]')")
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+
+LINE = (SCRIPTS / "line.py", "--on", "ray", "--set", "evaluate_every=0", "--set", "overlap=1")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with opened_cluster(nodes=3) as cluster:
+        yield cluster
+
+
+def names(events: list[Event]) -> set[str]:
+    return {name for name, _ in members(events)}
+
+
+def newest(events: list[Event], name: str) -> int:
+    """The newest incarnation of this learner that was in a round."""
+    return max((incarnation for one, incarnation in members(events) if one == name), default=0)
+
+
+def test_nodes_are_lost_and_added_and_the_run_grows_and_shrinks(run: Run, cluster: RayCluster) -> None:
+    run.train(*LINE, "--learners", "3")
+    run.until(lambda events: names(events) == {"learner-0", "learner-1", "learner-2"})
+    here = {name: cluster.node_of(find_process(run.out, name)) for name in ("learner-0", "learner-1", "learner-2")}
+    assert len(set(map(id, here.values()))) == 3, "one on each node"
+
+    # A node without a syncer is lost: its learner waits for another, and the others never stop.
+    syncers = {id(cluster.node_of(find(run.out))) for find in (find_syncer, find_standby)}
+    lost = next(name for name, node in here.items() if id(node) not in syncers)
+    cluster.lose(here[lost])
+    run.until(lambda events: any(e["kind"] == "exited" and e["process"] == lost for e in events))
+    gone = len(run.events("round"))
+    run.until(lambda events: len([e for e in events if e["kind"] == "round"]) > gone + 20)
+    assert newest(run.events(), lost) == 1, "no node has room for it"
+    cluster.add()
+    run.until(lambda events: newest(events, lost) == 2)
+    others = sorted(set(here) - {lost})
+    assert [newest(run.events(), name) for name in others] == [1, 1]
+    assert max(run.events("round")[n + 1]["at"] - e["at"] for n, e in enumerate(run.events("round")[:-1])) < 20
+
+    # The syncer's node is lost: the one that stands by goes on.
+    serving = cluster.node_of(find_syncer(run.out))
+    beside = [name for name in here if cluster.node_of(find_process(run.out, name)) is serving]
+    cluster.lose(serving)
+    run.until(lambda events: any(e["kind"] == "reigned" and e["term"] == 2 for e in events))
+    rounds = len(run.events("round"))
+    run.until(lambda events: len([e for e in events if e["kind"] == "round"]) > rounds + 20)
+    before = {name: newest(run.events(), name) for name in beside}
+    cluster.add(3)
+    run.until(lambda events: all(newest(events, name) == before[name] + 1 for name in beside))
+
+    # It grows by two and shrinks by three.
+    assert run.ask("scale", run.out, "+2").returncode == 0
+    run.until(lambda events: {"learner-3", "learner-4"} <= names(events))
+    assert run.ask("scale", run.out, "-3").returncode == 0
+    leavers = {"learner-2", "learner-3", "learner-4"}
+    run.until(lambda events: leavers <= {e["learner"] for e in events if e["kind"] == "left"})
+
+    step = run.events("round")[-1]["members"][0]["t"]
+    assert run.ask("set", run.out, f"steps={step + 200}").returncode == 0
+    run.ended()
+    until_no_process(run.out, 30)
+    assert run.summary["failure"] is None and run.summary["tokens"]["in_flight"] == 0
+    verified = run.ask("verify", run.out)
+    assert verified.returncode == 0 and "all is well" in verified.stdout
