@@ -139,3 +139,25 @@ def test_shards_by_hand_join_the_first(run: Run) -> None:
     learner = run.beside("learn", SCRIPTS / "wide.py", "--syncer", url, "--name", "learner-0")
     run.ended()
     assert second.wait(30) == 0 and learner.wait(30) == 0, (run.folder / "beside.log").read_text()
+
+
+@pytest.mark.faults
+def test_a_standby_takes_over_from_a_killed_lead_with_its_shards(run: Run) -> None:
+    lead, other, spare = (str(run.free_port()) for _ in range(3))
+    both = f"http://127.0.0.1:{lead},http://127.0.0.1:{spare}"
+    run.start("syncer", "--shard", "1/2", "--out", run.out, "--learners", "1", "--steps", "100000", "--port", lead)
+    run.address()
+    standby = run.beside("syncer", "--standby", run.out, "--port", spare)
+    folder = run.out / "shards" / "2"
+    second = run.beside("syncer", "--shard", "2/2", "--join", both, "--out", folder, "--port", other)
+    learner = run.beside("learn", SCRIPTS / "wide.py", "--syncer", both, "--name", "learner-0")
+    run.until(lambda events: count_rounds(events) >= 6)
+    run.signal(signal.SIGKILL)
+    run.ended(code=-signal.SIGKILL)
+    run.until_events(lambda events: any(e["kind"] == "reigned" for e in events))
+    back = run.events("reigned")[0]["at"]
+    run.until_events(lambda events: count_rounds(events, since=back) >= 6)
+    standby.send_signal(signal.SIGINT)
+    words = (run.folder / "beside.log").read_text()
+    assert standby.wait(60) == 0 and second.wait(60) == 0 and learner.wait(60) == 0, words
+    check_clean(run)
