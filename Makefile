@@ -51,7 +51,7 @@ format: $(DEV) ## let ruff put the code in order
 bench: $(RUNTIME) $(DEV) ## the benchmarks; one of them: make bench BENCH=benchmarks/NAME.py
 	@set -e; for bench in $(BENCH); do echo "== $$bench"; $(BIN)/python $$bench; done
 
-faults: $(RUNTIME) $(DEV) ## the long tests: fault campaigns, and all cases of what make test samples
+faults: $(RUNTIME) $(INTEGRATIONS) ## the long tests: fault campaigns, and all cases of what make test samples
 	$(BIN)/pytest -m faults --timeout 3600
 
 clean: ## remove .venv and every cache; runs stay

@@ -22,8 +22,8 @@ def test_an_empty_file_is_a_good_run() -> None:
 
 
 SERVICE = (
-    "host, port, keys, advertise, mutual, front, durability, share_files, round_memory_mib, evaluate_every, "
-    "shards, tail_average"
+    "host, port, keys, advertise, mutual, front, durability, store, share_files, round_memory_mib, "
+    "evaluate_every, shards, tail_average"
 )
 
 

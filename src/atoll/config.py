@@ -86,9 +86,12 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Learners must bring a certificate of the keys' own authority."""
     front: str = ""
     """The certificate of a proxy in front that ends TLS. Empty: none; else this port is in the clear, on loopback."""
-    durability: Literal["round", "cut"] = "round"
+    durability: Literal["round", "cut", "store"] = "round"
     """round: every round is on disk before it is told. cut: the disk is only waited for at cuts, so that a crash of the
-    whole machine (not of a process) may cost the rounds since the last one."""
+    whole machine (not of a process) may cost the rounds since the last one. store: it is in the bucket of `store` too,
+    so that the loss of the disk costs nothing."""
+    store: str = ""
+    """A bucket, as s3://bucket/run, that the run's folder is copied to as it goes. Empty: none."""
     share_files: bool = False
     """Other users of this machine may read the run's folder, as the umask allows. Its secrets stay private."""
     round_memory_mib: int = 16384
@@ -109,6 +112,12 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ConfigError(f"round_memory_mib = {self.round_memory_mib} is below 0: 0 allows what τ asks for")
         if not 1 <= self.shards <= MOST_SHARDS:
             raise ConfigError(f"shards = {self.shards}: a syncer has 1 to {MOST_SHARDS} of them")
+        if self.durability == "store" and not self.store:
+            raise ConfigError('durability = "store" needs a bucket: name it by --store s3://bucket/run')
+        if self.store and self.shards > 1:
+            raise ConfigError(
+                f"--store is for a syncer of one process, and shards = {self.shards}: leave one of them out"
+            )
         if self.tail_average < 0 or self.tail_average == 1:
             raise ConfigError(f"tail_average = {self.tail_average} averages nothing: 0 leaves it, 2 is the least")
         if self.evaluate_every < 0:

@@ -15,6 +15,7 @@ STARTS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "Thread", 
 CONNECTION = "of one connection: what it raises ends the request, which is closed, logged and counted (Port._answer)"
 VITAL = "of the run: what it raises ends the process"
 KNOWN = {
+    "bucket/uploader.py": (1, "threads that copy to the bucket: what one raises is an alarm, and it tries again"),
     "chaos/inject.py": (2, "faults of a test: what one raises ends the attack"),
     "chaos/rogue.py": (2, "a rogue's link and uploads: what one raises ends the rogue"),
     "courier/body.py": (2, VITAL + "; its learner starts another courier, or ends where it has several ranks"),
@@ -47,7 +48,7 @@ KNOWN = {
     "relay/versions.py": (1, "a fetch: what it raises is told to all who wait for it"),
     "store/removal.py": (1, "a thread that frees the room of removed files; what it leaves, the next removal takes"),
     "syncer/__main__.py": (1, "a thread that ends its process when the supervisor is gone"),
-    "syncer/process.py": (4, VITAL),
+    "syncer/process.py": (5, VITAL),
     "syncer/shard_service.py": (4, VITAL + "; its supervisor starts another shard"),
     "syncer/service.py": (4, VITAL),
     "workloads/elastic.py": (1, "a thread that reads orders; without it the supervisor ends the process"),

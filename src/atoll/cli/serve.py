@@ -16,11 +16,13 @@ from rich.console import Console
 
 from atoll.cli.keys import Last, join_link, own_address, pins_of, remember
 from atoll.cli.shared import close, document_of, setting_words, settings_of, short, without_own_shards
+from atoll.cli.store import finish_upload, restore_if_empty
 from atoll.config import Config, Service, convert, merged, parse_settings, parse_shard
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.certificates import signs_itself
 from atoll.fabric.listener import check_port
 from atoll.launch.local import RUNNER, script_arguments
+from atoll.launch.restoring import attach_store
 from atoll.launch.resume import plan_resume, read_head
 from atoll.observe import dashboard
 from atoll.observe.tail import Comings
@@ -35,6 +37,8 @@ from atoll.syncer.process import serve
 from atoll.syncer.shard_process import serve_shard
 
 PORT = 7077
+NO_RULES = ("store", "durability")
+"""What `--resume` takes and the journal does not record."""
 
 
 def syncer(
@@ -42,6 +46,7 @@ def syncer(
     out: Path | None,
     force: bool,
     resume: Path | None,
+    store: str | None,
     standby: Path | None,
     shard: str | None,
     join: str | None,
@@ -62,7 +67,7 @@ def syncer(
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     number, count = parse_shard(shard) if shard is not None else (1, None)
-    words = setting_words(words, **budget, shards=count, warm_start=warm_start, share=share, robust=robust)
+    words = setting_words(words, **budget, shards=count, store=store, warm_start=warm_start, share=share, robust=robust)
     service = {
         "host": bind,
         "port": port,
@@ -86,6 +91,8 @@ def syncer(
                 "and leave --out, --config and --force out"
             )
         if resume is not None:
+            if store is not None:
+                restore_if_empty(resume, store, Console())
             _resume(resume, service, without_own_shards(words, resume))
         elif standby is not None:
             own = without_own_shards(words, standby)
@@ -100,6 +107,8 @@ def syncer(
     check_service(settings.service)
     check_port(settings.service.host, settings.service.port)
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
+    if settings.service.store:
+        attach_store(run_dir, settings.service.store)
     write_atomic(run_dir.settings, settings.toml())
     _serve(settings, run_dir, None)
 
@@ -139,9 +148,10 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:
     run_dir = RunDir.open(folder)
     if holder := syncer_holding(run_dir.journal):
         raise served(run_dir.journal, holder)
-    check_changeable(words)
+    rules = tuple(word for word in words if word.partition("=")[0] not in NO_RULES)
+    check_changeable(rules)
     check_not_alive(run_dir.path)
-    found = plan_resume(run_dir, tuple(words))
+    found = plan_resume(run_dir, rules)
     document = merged(document_of(run_dir.settings), parse_settings(words))
     asked = settings = convert(merged(document, {"service": service}), str(run_dir.settings))
     if service["port"] is None:
@@ -149,6 +159,8 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:
         settings = msgspec.structs.replace(asked, service=own)
     check_service(settings.service)
     check_port(settings.service.host, settings.service.port)
+    if settings.service.store:
+        attach_store(run_dir, settings.service.store)
     with hold_run(run_dir.path):  # somebody may have gone on with it since it was looked at
         if words or any(value is not None for value in service.values()):
             write_atomic(run_dir.settings, asked.toml())
@@ -222,6 +234,7 @@ def _serve(
     if code:
         raise SystemExit(code)
     close(run_dir, console, again="atoll syncer")
+    finish_upload(run_dir, console)
 
 
 def check_service(service: Service) -> None:

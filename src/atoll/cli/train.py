@@ -27,12 +27,14 @@ from atoll.cli.shared import (
     without_own_shards,
     write_summary,
 )
+from atoll.cli.store import finish_upload, restore_if_empty
 from atoll.config import Config, convert, converted, merged, parse_settings
 from atoll.launch.children import LIMIT, cores
 from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
 from atoll.launch.replay.play import TapeRun
 from atoll.launch.replay.syncer import ReplayOutcome
+from atoll.launch.restoring import attach_store
 from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.numerics import kernels
 from atoll.observe import dashboard
@@ -79,6 +81,7 @@ def train(
     warm_start: float | None,
     share: str | None,
     robust: bool,
+    store: str | None,
     max_restarts: int,
     syncer_shards: int | None,
     kill: list[str],
@@ -92,11 +95,12 @@ def train(
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     named: dict[str, Any] = {"ranks": ranks, "shards": syncer_shards, "seed": seed, "warm_start": warm_start}
     named["gpus_per_learner"] = gpus_per_learner
-    words = setting_words(words, **budget, **named, share=share, robust=robust)
+    words = setting_words(words, **budget, **named, store=store, share=share, robust=robust)
     options = LaunchOptions(breakable, max_restarts)
     if on is not None:
         refused = {"--kill": kill, "--demo": demo, "--tape": tape, "--from-cut": cut, "--breakable": breakable}
         refused |= {"--tensorboard": tensorboard, "--wandb": wandb, "--algorithm": algorithm != "decoupled"}
+        refused |= {"--store": store is not None or any(word.startswith("store=") for word in words)}
         if given := [name for name, value in refused.items() if value]:
             raise ConfigError(f"{given[0]} is for a run on this machine: leave it out, or --on")
     targets = Targets(tensorboard, wandb)
@@ -110,6 +114,8 @@ def train(
             raise ConfigError(
                 "--resume goes on with what was begun: leave --seed, --kill, --demo, --algorithm, --tape out"
             )
+        if store is not None:
+            restore_if_empty(resume, store, Console(stderr=json_))
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, arguments)[1:]) if script is not None else ()
@@ -131,6 +137,8 @@ def train(
         )
     if settings.ranks > 1 and (tape is not None or algorithm == "data-parallel"):
         raise ConfigError("--ranks is for learners of a syncer: leave --tape and --algorithm out")
+    if settings.service.store and (tape is not None or algorithm == "data-parallel"):
+        raise ConfigError("--store is for runs with a syncer: leave --tape and --algorithm out")
     if settings.service.shards > 1 and (tape is not None or algorithm == "data-parallel"):
         raise ConfigError("--syncer-shards is for learners of a syncer: leave --tape and --algorithm out")
     if settings.ranks > 1 and settings.protocol.shares_moments:
@@ -156,6 +164,8 @@ def train(
         return
     options = options.assign_devices(settings)
     run_dir = RunDir.create(out, force=force or demo, shared=settings.service.share_files)
+    if settings.service.store:
+        attach_store(run_dir, settings.service.store)
     console = Console(stderr=json_)
     if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
@@ -223,6 +233,8 @@ def _go_on(
         )
     if script:
         settings = msgspec.structs.replace(settings, script=script, by_hand=False)
+    if settings.service.store and cut is None:
+        attach_store(old, settings.service.store)
     launch = read_environment(old.path) if not script else None
     options = replace(options, launch=launch).assign_devices(settings)
     console = Console(stderr=as_json)
@@ -230,6 +242,7 @@ def _go_on(
         run_dir, found = old, plan_resume(old, rules)
     else:
         run_dir, found = from_cut(old, cut, out, rules, force=force, shared=settings.service.share_files)
+        settings = _with_own_store(settings, run_dir, words)
     told = launch.describe_differences(os.environ, Path.cwd()) if launch is not None else []
     for remark in (*found.remarks, *told):
         console.print(remark, soft_wrap=True, highlight=False)
@@ -238,6 +251,14 @@ def _go_on(
         return
     arguments = list(settings.script) or list(WORKLOAD)
     _train(settings, run_dir, console, arguments, (), as_json, found, targets, options=options)
+
+
+def _with_own_store(settings: Config, run_dir: RunDir, words: list[str]) -> Config:
+    """A new run from a cut has a bucket only where one is named for it: the old one's is the old run's."""
+    store = parse_settings(words).get("service", {}).get("store", "")
+    if store:
+        attach_store(run_dir, store)
+    return msgspec.structs.replace(settings, service=msgspec.structs.replace(settings.service, store=store))
 
 
 def _check_for_script(words: list[str], script: Path) -> None:
@@ -265,9 +286,19 @@ def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bo
     elif code := serve(config, out, evaluated=False):
         raise SystemExit(code)
     close(out, console, as_json)
+    finish_upload(out, console)
 
 
-NO_RULES = ("port", "evaluate_every", "ranks", "strict_devices", "cpus_per_learner", "gpus_per_learner")
+NO_RULES = (
+    "port",
+    "evaluate_every",
+    "ranks",
+    "strict_devices",
+    "cpus_per_learner",
+    "gpus_per_learner",
+    "store",
+    "durability",
+)
 """What `--resume` takes for this start of the processes alone; the other settings are rules, and their change is
 journaled."""
 
@@ -352,7 +383,9 @@ def _train(
         asyncio.run(standby.run(run) if standby is not None else run.run())
     for words in tracking.trouble:
         console.print(f"note: {words}", soft_wrap=True, highlight=False, markup=False)
-    if failure := close(out, console, as_json, failure=run.shortfall):
+    failure = close(out, console, as_json, failure=run.shortfall)
+    finish_upload(out, console)
+    if failure:
         raise RunFailed(failure)
 
 

@@ -166,7 +166,7 @@ def _with_score(status: RunStatus, score: Event | None) -> RunStatus:
 def _run_panel(status: RunStatus, scores: Sequence[float], committed: int | None, width: int) -> Panel:
     title = Text.assemble(("Atoll", "bold"), f" · {plain(status.run)}")
     phase = Text(status.phase, _PHASES.get(status.phase, ""))
-    alarms = [status.alarm, *(one.alarm for one in status.learners)]
+    alarms = [status.alarm, status.store_alarm, *(one.alarm for one in status.learners)]
     alarm = [Text(f"ALARM: {plain(text)}", "bold white on red") for text in alarms if text][:ALARMS]
     notice = [Text(plain(status.notice), "yellow")] if status.notice else []
     room = [] if alarm or notice else [Text()]  # their lines come in its place, so that the learners stay on the screen
@@ -225,6 +225,8 @@ def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
     beside = 3 if width >= WIDE else 2
     if beside == 2:
         facts = facts[:-1]
+    if status.store:
+        facts.append(("store", Text(describe_store(status), "bold red" if status.store_alarm else "")))
     grid = Table.grid(expand=True, padding=(0, 1))
     for place in range(beside):
         grid.add_column(style="dim", no_wrap=True, min_width=0 if place else LABEL)
@@ -232,6 +234,13 @@ def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
     for first in range(0, len(facts), beside):
         grid.add_row(*(cell for fact in facts[first : first + beside] for cell in fact))
     return grid
+
+
+def describe_store(status: RunStatus) -> str:
+    """How far the bucket is behind."""
+    if not status.store_rounds:
+        return "all rounds are there"
+    return f"{status.store_rounds} round{'' if status.store_rounds == 1 else 's'}, {span(status.store_s)} behind"
 
 
 def _last_round(status: RunStatus, committed: int | None) -> Table:

@@ -281,19 +281,19 @@ def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
     return path
 
 
-def prune(root: Path, keep: int, spared: int = -1) -> list[int]:
+def prune(root: Path, keep: int, *spared: int) -> list[int]:
     """Remove all but the newest complete cuts, and whatever lies before them but `spared`; which cuts went.
 
     A cut goes as a whole: it loses its name first, so that nobody finds half of one.
     """
     kept = complete_cuts(root)[:keep]
-    return prune_before(root, min(kept), spared) if kept else []
+    return prune_before(root, min(kept), *spared) if kept else []
 
 
-def prune_before(root: Path, oldest: int, spared: int = -1) -> list[int]:
+def prune_before(root: Path, oldest: int, *spared: int) -> list[int]:
     """Remove all cuts before this one but `spared`."""
     there = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit()]
-    old = [cut for cut in there if cut < oldest and cut != spared]
+    old = [cut for cut in there if cut < oldest and cut not in spared]
     for cut in old:
         folder_of(root, cut).rename(root / f"{GONE}{cut}")
     for entry in (*root.glob(f"{GONE}*"), *root.glob(f"{DRAFT}*")):

@@ -138,6 +138,11 @@ class Journal:
             self._sync_payloads()
             self._segment.datasync()
 
+    @property
+    def payload_bytes(self) -> int:
+        """Of the current payload file."""
+        return 0 if self._payloads is None else self._payloads.size
+
     def rotate(self) -> int:
         """Start the next payload file; its number. Nothing is written: it is called on an event loop."""
         with self._whole_or_dead():

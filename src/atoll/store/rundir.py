@@ -12,6 +12,7 @@
     logs/<process>.log  what a process printed
     norms.json          which norms are usual, for the next term
     run.lock            held by whoever has the whole run in hand (writer_lease.py)
+    store.json          which bucket it is copied to, and which copy of the run this folder is (bucket/claims.py)
     standby.json        who would carry out an attack on it (chaos/standby.py), while it goes on
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
@@ -60,6 +61,7 @@ _OURS = (
         "syncer.url",
         "norms.json",
         "standby.json",
+        "store.json",
         "attack.json",
     ),
     *("journal", "cuts", "learners", "shards", "logs", "secrets"),

@@ -41,8 +41,11 @@ class EffectQueue:
         first_cut: Callable[[fx.TakeCut], Awaitable[None]],
         fenced: Callable[[], bool] = lambda: False,
         alarm: Callable[[str], None] = lambda text: None,
+        slow: Callable[[], str] = lambda: "the disk does not answer",
     ) -> None:
-        """`alarm` is called with what is wrong, and with an empty text when it is over."""
+        """`alarm` is called with what is wrong, and with an empty text when it is over; `slow` says why an append takes
+        long."""
+        self._slow = slow
         self._append, self._carry_out, self._payload = append, carry_out, payload
         self._first_cut, self._fenced, self._alarm = first_cut, fenced, alarm
         self._order = EffectOrder()
@@ -85,8 +88,8 @@ class EffectQueue:
 
     async def _retry_while_full(self, work: Callable[[T], Awaitable[None]], what: T) -> None:
         """Retry while the disk is full; raise an alarm when it takes long, for whatever reason."""
-        loop, slow = asyncio.get_running_loop(), "nothing can be committed: the disk does not answer"
-        alarm = loop.call_later(ALARM_S, self._alarm, slow)
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(ALARM_S, lambda: self._alarm(f"nothing can be committed: {self._slow()}"))
         say_at = alarm.when()
         try:
             while True:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn, Protocol
 
+from atoll.bucket.uploader import Uploader, make_uploader
 from atoll.config import TAIL_CUTS, Config
 from atoll.fabric.address import host_port
 from atoll.fabric.handlers import ServedPages
@@ -25,9 +26,9 @@ from atoll.fabric.listener import allow_files
 from atoll.fabric.tasks import VitalTasks, keep_showing
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
-from atoll.protocol.errors import AtollError, ConfigError, first_error
+from atoll.protocol.errors import AtollError, ConfigError, RunFailed, first_error
 from atoll.store.atomic import Appender, write_atomic
-from atoll.store.disk import Disk
+from atoll.store.disk import Disk, DiskFailed
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
 from atoll.store.writer_lease import Deposed, StandbyTurn, WriterLease, acquire
 from atoll.syncer.run_store import RunStore
@@ -39,6 +40,8 @@ OPERATOR = "the operator asked for it"
 STALE_S = 5.0
 """A standby takes over from a syncer whose lease is this old; from one whose process is gone, at once."""
 LOOK_S = 0.25
+ELSEWHERE = DiskFailed.exit_code
+"""The exit code of a syncer that another machine has replaced: to start it again would not help."""
 
 
 Figures = Callable[[], RunStatus]
@@ -78,16 +81,22 @@ def serve(
     kernels.warm()
     allow_files()
     code = 0
+    uploader: Uploader | None = None
     try:
         if not config.service.share_files:
             out.close_to_others()
+        lease = acquire(out.journal) if standby is None else _wait_for_turn(out, standby)
+        if url := config.service.store:
+            kept_first = config.service.durability == "store"
+            uploader = make_uploader(out, url, lease.term, keep=config.protocol.keep_cuts, told_after_put=kept_first)
         run_store = RunStore(
             out,
-            acquire(out.journal) if standby is None else _wait_for_turn(out, standby),
-            every_round=config.service.durability == "round",
+            lease,
+            every_round=config.service.durability != "cut",
             keep=config.protocol.keep_cuts,
             payload_cuts=TAIL_CUTS if config.service.tail_average else 2,
             disk=disk,
+            uploader=uploader,
         )
         begin = StartOptions(
             changes,
@@ -96,14 +105,17 @@ def serve(
             pages(out) if pages is not None else None,
             by_hand=not supervised and standby is None,
             mortal=mortal,
+            uploader=uploader,
         )
         if standby is None or not _ended_well(out, run_store):
             asyncio.run(_serve(config, out, run_store, begin, evaluated, supervised))
         run_store.close()
     except* AtollError as errors:
         error = first_error(errors)
-        print(f"atoll: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
+        if uploader is not None and uploader.deposed:
+            error, code = RunFailed(f"this run went on elsewhere: {config.service.store} has a later term"), ELSEWHERE
+        print(f"atoll: {error}", file=sys.stderr, flush=True)
     return code
 
 
@@ -150,6 +162,8 @@ class StartOptions:
     """Nobody else says that everything is started. A standby that takes over starts nothing: learners go on."""
     mortal: bool = False
     """Whoever holds our standard input is not the run's supervisor: should it go, the run goes on elsewhere."""
+    uploader: Uploader | None = None
+    """Of a run with a store."""
 
 
 async def _serve(
@@ -182,6 +196,10 @@ async def _serve(
             started = tasks.create_task(service.started.wait())
             beside: list[asyncio.Task[Any]] = [started]
             _fall_with_callbacks(loop, service.vital)
+            if begin.uploader is not None:
+                service.meter.store = begin.uploader.lag
+                begin.uploader.start()
+                beside.append(tasks.create_task(_watch_store(begin.uploader, events)))
             if begin.pages is not None:
                 beside.append(tasks.create_task(show_pages(begin.pages, service.figures, events)))
             if supervised:
@@ -225,6 +243,22 @@ async def _obey(service: SyncerService, mortal: bool) -> None:
         service.end("its supervisor is gone")
     finally:
         transport.close()
+
+
+async def _watch_store(uploader: Uploader, events: EventLog) -> NoReturn:
+    """Say when the store does not answer, and when it does again. Deposed: another machine has claimed the run."""
+    alarmed = ""
+    while True:
+        lag = uploader.lag()
+        if lag.trouble and not alarmed:
+            behind = f"the bucket is {lag.rounds} rounds behind, the run goes on"
+            events.say("alarm", f"the store fails: {lag.trouble} ({behind})", {"about": "store", "over": False})
+        elif alarmed and not lag.trouble:
+            events.say("alarm", "the store answers again", {"about": "store", "over": True})
+        alarmed = lag.trouble
+        if uploader.deposed:
+            raise Deposed
+        await asyncio.sleep(LOOK_S)
 
 
 async def show_pages(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,13 +24,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from atoll.bucket.uploader import JournalMark, Uploader
 from atoll.digests import compute_digest
 from atoll.fabric.wire import one_line
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.screen import UsualNorms
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
-from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, RestoredRecord, TermRecord
+from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, PassedRecord, RestoredRecord, TermRecord
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.effect_order import must_be_synced
 from atoll.protocol.syncer.effects import CompleteCut, Restore
@@ -79,9 +81,10 @@ class RunStore:
         keep: int = 3,
         payload_cuts: int = 2,
         disk: Disk | None = None,
+        uploader: Uploader | None = None,
     ) -> None:
         """Read what earlier terms left, and begin this term's segment of the journal. `keep`: so many cuts;
-        `payload_cuts`: the payloads behind so many of them."""
+        `payload_cuts`: the payloads behind so many of them. `uploader`: copies it all to a bucket."""
         self._out, self._lease, self._disk = out, lease, disk or LocalDisk()
         self._sync, self._keep, self._payload_cuts = every_round, keep, payload_cuts
         self._writing = threading.Lock()
@@ -112,6 +115,17 @@ class RunStore:
                 self.found_on_disk.parameters.begin_term()  # as its TermRecord says
             if self.found_on_disk.cut is not None:
                 self._kept.append(self.found_on_disk.kept)
+        self._uploader = uploader
+        self._rounds = self.found_on_disk.history.committed if self.found_on_disk is not None else 0
+        """Committed, as far as they are appended."""
+        if self.found_on_disk is not None:
+            self._note_append(())
+
+    def describe_slowness(self) -> str:
+        """Why an append takes long."""
+        if self._uploader is None or not self._uploader.told_after_put:
+            return "the disk does not answer"
+        return self._uploader.lag().trouble or f"{self._uploader.lag().url} does not answer"
 
     @property
     def folder(self) -> Path:
@@ -152,7 +166,11 @@ class RunStore:
 
     @property
     def fenced(self) -> Callable[[], bool]:
-        return self._lease.fenced
+        return self._is_fenced
+
+    def _is_fenced(self) -> bool:
+        """Whether another syncer has claimed a later term: on this disk, or in the bucket."""
+        return self._lease.fenced() or (self._uploader is not None and self._uploader.deposed)
 
     def send_heartbeat(self) -> None:
         self._lease.beat()
@@ -163,9 +181,22 @@ class RunStore:
             if any(isinstance(record, MergedRecord | RestoredRecord) for record, _ in entries):
                 self._remove_model()
             self._journal.append(entries, sync=self._sync or must_be_synced(record for record, _ in entries))
+            self._note_append(entries)
             if (before := self._needless) is not None:
                 self._needless = None
                 self._journal.trim(*before)
+
+    def _note_append(self, entries: Sequence[Entry]) -> None:
+        """Let the uploader know; with durability = "store" it returns when the bucket has it."""
+        if self._uploader is None:
+            return
+        closed = [record.round for record, _ in entries if isinstance(record, MergedRecord | PassedRecord)]
+        self._rounds = max([self._rounds, *(number + 1 for number in closed)])
+        journal, position = self._journal, self._journal.position
+        mark = JournalMark(
+            position.term, position.offset, journal.file, journal.payload_bytes, self._rounds, time.monotonic()
+        )
+        self._uploader.note_append(mark)
 
     def _remove_model(self) -> None:
         """Delete the model that an earlier end wrote, before the next round is durable: a crash at any moment must not
@@ -234,7 +265,8 @@ class RunStore:
             digest, left_out = compute_digest(table.read_bytes()), dict(done.left_out)
             manifest = Manifest(run, done.cut, done.cut, digest, learners, left_out, shards)
             mark = write_manifest(self._out.cuts, manifest)
-            prune(self._out.cuts, self._keep, done.spared)
+            held = self._uploader.held_cut if self._uploader is not None else -1
+            prune(self._out.cuts, self._keep, done.spared, held)
         except OSError as error:
             raise not_written(error, table.parent) from error
         if self.trims_at_completion:
@@ -242,7 +274,7 @@ class RunStore:
         return mark
 
     def _check_lease(self) -> None:
-        if self._lease.fenced():
+        if self._is_fenced():
             raise Deposed
 
     def read_decisions(self) -> list[AnyRecord | int]:
@@ -280,6 +312,8 @@ class RunStore:
         return self._out.tail_model
 
     def close(self) -> None:
+        if self._uploader is not None:
+            self._uploader.stop()
         self._journal.close()
         self._lease.release()
         finish_removals()

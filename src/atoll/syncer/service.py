@@ -113,6 +113,7 @@ class SyncerService:
             first_cut=self._write_first_cut,
             fenced=run_store.fenced,
             alarm=self._alarm,
+            slow=run_store.describe_slowness,
         )
         self.operator = OperatorRequests(
             lambda: self._machine, self._handle, retunes=lambda: self._effect_queue.awaits(fx.Retune)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.bucket.uploader import StoreLag
 from atoll.config import Config
 from atoll.fabric.wire import ScoreReport, one_line
 from atoll.numerics.fragments import FragmentPlan
@@ -72,6 +73,8 @@ class Meter:
         """`atoll train` starts the learners, and restarts them."""
         self.scorer = True
         """False: no evaluator is left that would score the model."""
+        self.store: Callable[[], StoreLag | None] = lambda: None
+        """How far the bucket is behind; None: there is none."""
         self.notice: Callable[[], str] = str
         """What the operator should do soon; empty: nothing."""
 
@@ -138,6 +141,7 @@ class Meter:
         progress = machine.progress if machine else 0.0
         phase = PHASES[machine.phase] if machine else "waiting"
         outer = [figures for of_fragment in self._outer.values() for figures in of_fragment]
+        store = self.store()
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
         return RunStatus(
             run=run,
@@ -174,6 +178,10 @@ class Meter:
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
             alarm=self.alarm or next(reversed(self._rules_alarms.values()), ""),
+            store=store.url if store is not None else "",
+            store_rounds=store.rounds if store is not None else 0,
+            store_s=round(store.seconds, 1) if store is not None else 0.0,
+            store_alarm=f"the store fails: {store.trouble}" if store is not None and store.trouble else "",
             notice=self.notice() or self._nobody_here(phase, learners) or awaited_learners(machine),
             expected=settings.learners,
             supervised=self.supervised,

@@ -75,6 +75,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why nothing can be committed; empty: it can."""
     notice: str = ""
     """What the operator should see to before long; empty: nothing."""
+    store: str = ""
+    """The bucket that the run is copied to; empty: none …"""
+    store_rounds: int = 0
+    """… which lacks so many committed rounds …"""
+    store_s: float = 0.0
+    """… since so long."""
+    store_alarm: str = ""
+    """What is wrong with it; empty: nothing."""
     expected: int = 0
     """M: how many learners the run is meant for."""
     supervised: bool = False

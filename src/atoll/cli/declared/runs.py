@@ -25,6 +25,7 @@ FOLDER = (
     option("--out", "The run's folder.", Path, metavar="DIR", shown="atoll-runs/DATE-TIME", panel=RUN),
     flag("--force", "Replace a run that lies there.", panel=RUN),
     option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
+    option("--store", "Copy the run to a bucket, as s3://bucket/run.", metavar="URL", panel=RUN),
 )
 ANY_SETTING = (
     option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
@@ -96,7 +97,7 @@ RUNS = (
                 int,
                 least=0,
                 default=5,
-                panel=PROCESSES,
+                hidden=True,
             ),
             option("--syncer-shards", "Processes of the syncer, for a large model.", int, shown="1", hidden=True),
             option("--on", "A cluster: ray, or ray://HOST:PORT.", metavar="ENGINE", panel=PROCESSES),
@@ -137,6 +138,39 @@ RUNS = (
             flag("--force", "Replace what lies there."),
             flag("--whole", "With frozen parameters and buffers, as the first learner has them."),
         ),
+    ),
+    Command(
+        "restore",
+        TRAIN,
+        """Bring a run back from its bucket into an empty folder, to go on with it there.
+
+        A run whose last machine has not released it is brought back only with --take-over, unless it was kept with
+        durability=store: it may have told learners of rounds that the bucket does not hold. Then a new run begins with
+        the newest round that it holds.
+
+        Examples:
+          atoll restore s3://bucket/run atoll-runs/again && atoll train --resume atoll-runs/again
+          atoll restore s3://bucket/run /scratch/run --take-over
+          atoll restore s3://bucket/run copy --read-only && atoll verify copy
+        """,
+        "store:restore",
+        (
+            argument("url", "The bucket, as --store named it.", required=True),
+            argument("out", "An empty folder, or one that is not there.", Path, required=True),
+            flag("--take-over", "The machine that the run was on is gone."),
+            flag("--read-only", "A copy to look at; the run may go on elsewhere."),
+        ),
+    ),
+    Command(
+        "upload",
+        TRAIN,
+        """Send to its bucket what a run that is not alive has not sent yet.
+
+        Example:
+          atoll upload atoll-runs/first
+        """,
+        "store:upload",
+        (argument("run", "A run's folder.", find_run, required=True),),
     ),
     Command(
         "syncer",

@@ -62,6 +62,13 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("learners_expected", "M.", status.expected),
         ("term", "The term of the syncer.", status.term),
         ("alarm", "1 while nothing can be committed, or the loss is bad.", 1.0 if status.alarm else 0.0),
+        (
+            "store_behind_rounds",
+            "Committed rounds that the bucket lacks.",
+            status.store_rounds if status.store else None,
+        ),
+        ("store_behind_seconds", "How long it has lacked them.", status.store_s if status.store else None),
+        ("store_alarm", "1 while the bucket fails.", float(bool(status.store_alarm)) if status.store else None),
         ("dashboard_viewers", "Browsers that look on.", viewers),
     ]
     for name, text, value in figures:

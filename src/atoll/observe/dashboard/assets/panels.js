@@ -26,7 +26,7 @@ export function head(run) {
   by("progress").hidden = !now.budgeted;
   const left = now.phase === "training" && now.left_s !== null ? ` · ${clock(now.left_s)} left` : now.budgeted ? "" : " · no budget: it trains until its scripts end";
   put(by("progress-words"), now.phase === "waiting" ? "waiting for the first parameters" : `${spent}${clock(now.elapsed_s)} ${now.term <= 1 ? "elapsed" : "since it went on"}${left}`);
-  const alarms = [now.alarm, ...now.learners.map((one) => one.alarm)].filter(Boolean);
+  const alarms = [now.alarm, now.store_alarm, ...now.learners.map((one) => one.alarm)].filter(Boolean);
   by("alarm").hidden = !alarms.length;
   put(by("alarm"), alarms.length ? `Alarm: ${listing(alarms, ALARMS)}` : "");
   const notice = now.notice || now.shortage;

@@ -1,0 +1,284 @@
+"""A run directory brought back from its bucket.
+
+Whoever means to go on with the run claims the next term first and reads after: what the holder before it may still put
+lies behind the seal then (docs/adr/0033). Everything is fetched into a folder beside, which takes the name at the end;
+a fetch that was cut off goes on with the files that are whole there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from atoll.bucket.claims import (
+    LocalPlace,
+    StoredHead,
+    claim_term,
+    is_released,
+    new_place,
+    newest_term,
+    read_claim,
+    read_head,
+    read_identity,
+    write_place,
+)
+from atoll.bucket.client import Bucket, MissingKey, StoreUnavailable
+from atoll.bucket.layout import (
+    EVENTS,
+    JOURNAL,
+    Listing,
+    StoredCutKey,
+    cover,
+    file_key,
+    lay_events,
+    local_name,
+    payload_place,
+    read_listing,
+    segment_name,
+)
+from atoll.config import Config, parse
+from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.store.atomic import make_folder, sync_path
+from atoll.store.cuts import BadCut, CutState, check_cut, open_cut
+from atoll.store.disk import LocalDisk
+from atoll.store.rundir import RunDir
+from atoll.store.segments import HEAD_BYTES, follows
+from atoll.store.writer_lease import claim
+
+T = TypeVar("T")
+AT_ONCE = 8
+TRIES, REST_S = 6, 0.5
+SUFFIX = ".restoring"
+MAX_TERM = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """The claim under which a run is brought back."""
+
+    term: int
+    """0: none was made, the copy is only looked at."""
+    place: str = ""
+    behind: bool = False
+    """Its last holder may have told more rounds than the bucket holds."""
+    head: StoredHead | None = None
+    """What that holder said last."""
+
+
+@dataclass
+class Restored:
+    takeover: Takeover
+    cut: int | None = None
+    remarks: list[str] = field(default_factory=list)
+
+
+def claim_run(bucket: Bucket, out: Path, *, take_over: bool) -> Takeover:
+    """Claim the next term for a place of its own. ConfigError: its holder may be alive, or another was faster."""
+    read_identity(bucket)
+    newest = newest_term(bucket)
+    if not newest:
+        return Takeover(1, new_place())  # nobody has begun yet; term 1 is claimed by the syncer itself
+    released = is_released(bucket, newest)
+    kept = _read_config(bucket).service.durability == "store"
+    holder = read_claim(bucket, newest)
+    if not released and not kept and not take_over:
+        raise ConfigError(
+            f"{bucket.url} was last written by {holder.describe()} (term {newest}), which has not released it: if that "
+            f"machine is gone, say so with atoll restore {bucket.url} {out} --take-over"
+        )
+    head = read_head(bucket, range(1, newest + 1))
+    place = new_place()
+    if not claim_term(bucket, newest + 1, place, out):
+        winner = read_claim(bucket, newest + 1)
+        raise ConfigError(f"{bucket.url}: term {newest + 1} was claimed by {winner.describe()}, a moment sooner")
+    return Takeover(newest + 1, place, behind=not released and not kept, head=head)
+
+
+def _read_config(bucket: Bucket) -> Config:
+    listing = read_listing(bucket.list_objects("files"))
+    found = listing.choose_files(below=MAX_TERM).get("run.toml")
+    if found is None:
+        raise ConfigError(f"{bucket.url} holds no run.toml: its run ended before anything of it was uploaded")
+    return parse(bucket.get(file_key(found[0], "run.toml")).decode(), f"{bucket.url}/{file_key(found[0], 'run.toml')}")
+
+
+def fetch_run(
+    bucket: Bucket, out: Path, takeover: Takeover, tell: Callable[[str], None] = lambda text: None
+) -> tuple[RunDir, Restored]:
+    """The run in a folder beside `out`, checked; `finish_restore` gives it its name."""
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty: choose another folder, or remove it")
+    identity = read_identity(bucket)
+    listing = read_listing(_try_again(bucket.list_objects))
+    draft = RunDir(out.with_name(out.name + SUFFIX))
+    draft.path.parent.mkdir(parents=True, exist_ok=True)
+    draft.path.mkdir(mode=0o700, exist_ok=True)
+    for folder in (draft.journal / "terms", draft.cuts, draft.learners, draft.logs):
+        make_folder(folder)
+    fetch = _Fetch(bucket, draft, listing, tell)
+    below = takeover.term or listing.newest_term + 1
+    fetch.fetch_files(below)
+    fetch.fetch_events(below)
+    way = fetch.fetch_segments(below)
+    restored = Restored(takeover)
+    fetch.fetch_newest_cut(way, restored)
+    # Terms of others are claimed here too, so that the next one is never given twice.
+    for term in range(1, max(takeover.term + 1, below)):
+        claim(draft.journal, term)
+    if not takeover.term:
+        return draft, restored
+    size = draft.events.stat().st_size if draft.events.exists() else 0
+    write_place(draft.path, LocalPlace(bucket.url, identity.id, takeover.place, takeover.term, size))
+    return draft, restored
+
+
+def finish_restore(draft: RunDir, out: Path) -> RunDir:
+    if out.exists():
+        out.rmdir()
+    draft.path.rename(out)
+    sync_path(out.parent)
+    return RunDir(out.absolute())
+
+
+@dataclass
+class _Fetch:
+    bucket: Bucket
+    draft: RunDir
+    listing: Listing
+    tell: Callable[[str], None]
+
+    def fetch_files(self, below: int) -> None:
+        found = self.listing.choose_files(below)
+        wanted = [
+            (file_key(term, name), self.draft.path / name, size)
+            for name, (term, size) in found.items()
+            if ".." not in Path(name).parts
+        ]
+        for _, path, _ in wanted:
+            make_folder(path.parent)
+            path.unlink(missing_ok=True)  # settings may have changed under the same size
+        self._fetch_whole(wanted)
+
+    def fetch_events(self, below: int) -> None:
+        earlier = {term: pieces for term, pieces in self.listing.events.items() if term < below}
+        with self.draft.events.open("wb") as file:
+            for part in lay_events(earlier):
+                for piece in sorted(self.listing.events[part.term]):
+                    if piece.end <= file.tell() or piece.begin >= part.end:
+                        continue
+                    data = self._get(piece.key(f"{EVENTS}/{part.term:06d}"))
+                    file.write(data[file.tell() - piece.begin : part.end - piece.begin])
+
+    def fetch_segments(self, below: int) -> dict[int, int]:
+        """The segments that count, from the newest back to where the run began; by term, up to which byte."""
+        terms = sorted((t for t in range(1, below) if self.listing.journal_end(t) > HEAD_BYTES), reverse=True)
+        way: dict[int, int] = {}
+        term, end = (terms[0], self.listing.journal_end(terms[0])) if terms else (0, 0)
+        while term:
+            self._fetch_growing(segment_name(term))
+            way[term] = end
+            before = follows(self.draft.journal, term, LocalDisk())
+            if before.term and self.listing.journal_end(before.term) < before.offset:
+                raise RunFailed(
+                    f"{self.bucket.url} lacks a part of {JOURNAL}/{segment_name(before.term)}, which term {term} "
+                    "follows: it cannot be gone on with from there"
+                )
+            term, end = before.term, before.offset
+        return way
+
+    def fetch_newest_cut(self, way: dict[int, int], restored: Restored) -> None:
+        """The newest complete cut that the journal here reaches, with the payloads behind it; a damaged one is passed
+        over for the one before it."""
+        for key in self.listing.complete_cuts():
+            folder = self.draft.cuts / f"{key.cut:06d}"
+            try:
+                state = self._fetch_state(key, folder)
+                if state.position.offset > way.get(key.term, -1) or state.position.term != key.term:
+                    continue  # of a syncer that was replaced, or the journal is not that far yet
+                self.tell(f"cut {key.cut}, {_size(self.listing.cuts[key].values())}")
+                self._fetch_cut(key, folder)
+                check_cut(self.draft.cuts, self.draft.learners, key.cut)
+            except (BadCut, MissingKey) as error:
+                restored.remarks.append(f"cut {key.cut} of the bucket is passed over: {error}")
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            self._fetch_payloads(state)
+            restored.cut = key.cut
+            return
+
+    def _fetch_state(self, key: StoredCutKey, folder: Path) -> CutState:
+        make_folder(folder)
+        files = self.listing.cuts[key]
+        wanted = [(key.key(name), folder / name, files.get(name, 0)) for name in ("syncer.json", "state.bin")]
+        self._fetch_whole(wanted)
+        try:
+            return open_cut(self.draft.cuts, key.cut).state
+        finally:
+            (folder / "syncer.json").unlink(missing_ok=True)  # with it the cut would count as whole
+
+    def _fetch_cut(self, key: StoredCutKey, folder: Path) -> None:
+        files = self.listing.cuts[key]
+        wanted = []
+        for name, size in files.items():
+            inside, parts = name.removeprefix("learners/"), Path(name).parts
+            if ".." in parts or Path(name).is_absolute():
+                raise BadCut(f"{name[:80]!r} is no name of a file")
+            path = self.draft.learners / inside if inside != name else folder / name
+            make_folder(path.parent)
+            wanted.append((key.key(name), path, size))
+        last = ("syncer.json", "manifest.json")
+        self._fetch_whole([one for one in wanted if one[1].name not in last])
+        self._fetch_whole([one for one in wanted if one[1].name in last])
+
+    def _fetch_payloads(self, state: CutState) -> None:
+        first = (state.position.term, state.file)
+        for name in self.listing.journal:
+            place = payload_place(name)
+            if place is not None and place >= first:
+                self._fetch_growing(name)
+
+    # ---- objects ----------------------------------------------------------------------------------------------------
+
+    def _fetch_growing(self, name: str) -> None:
+        path = self.draft.journal / local_name(name)
+        way = cover(tuple(self.listing.journal[name]))
+        if not way or (path.exists() and path.stat().st_size == way[-1].end):
+            return
+        with path.open("wb") as file, ThreadPoolExecutor(AT_ONCE) as pool:
+            # In order, and no more of them in memory than are fetched at once.
+            for begin in range(0, len(way), AT_ONCE):
+                some = way[begin : begin + AT_ONCE]
+                parts = pool.map(self._get, [piece.key(f"{JOURNAL}/{name}") for piece in some])
+                for piece, data in zip(some, parts, strict=True):
+                    file.write(data[file.tell() - piece.begin :])
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _fetch_whole(self, wanted: Iterable[tuple[str, Path, int]]) -> None:
+        missing = [(key, path) for key, path, size in wanted if not (path.exists() and path.stat().st_size == size)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda one: _try_again(lambda: self.bucket.get_file(*one)), missing))
+
+    def _get(self, key: str) -> bytes:
+        return _try_again(lambda: self.bucket.get(key))
+
+
+def _try_again(request: Callable[[], T]) -> T:
+    for number in range(TRIES):
+        try:
+            return request()
+        except StoreUnavailable:
+            if number == TRIES - 1:
+                raise
+            time.sleep(REST_S * 2**number)
+    raise AssertionError("every try returns or raises")
+
+
+def _size(sizes: Iterable[int]) -> str:
+    return f"{sum(sizes) / 2**20:,.0f} MiB"

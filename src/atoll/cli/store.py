@@ -1,0 +1,112 @@
+"""`atoll restore` and `atoll upload`: a run from its bucket, and the rest of one to it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from atoll.bucket.claims import check_own, read_place
+from atoll.bucket.client import open_bucket
+from atoll.bucket.journal_copy import JournalMark
+from atoll.bucket.layout import payload_place
+from atoll.bucket.uploader import make_uploader
+from atoll.cli.shared import short
+from atoll.config import load
+from atoll.launch.restoring import restore_run
+from atoll.launch.resume import read_head
+from atoll.protocol.errors import AtollError, ConfigError, RunFailed
+from atoll.store.cuts import BadCut, known_cuts, open_cut
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import seal
+from atoll.store.rundir import RunDir
+from atoll.store.segments import Position
+from atoll.store.writer_lease import check_not_alive, newest_claim
+
+PATIENCE_S = 60.0
+"""How long the end of a run is tried to be uploaded without success."""
+
+
+def restore(*, url: str, out: Path, take_over: bool, read_only: bool) -> None:
+    if take_over and read_only:
+        raise ConfigError("--take-over claims the run and --read-only does not: leave one of them out")
+    console = Console()
+    _restore(url, out, console, take_over=take_over, read_only=read_only)
+    go_on = f"go on with: atoll train --resume {short(out.absolute())}"
+    console.print(
+        f"{url} is in {short(out.absolute())}{'' if read_only else f'; {go_on}'}", soft_wrap=True, markup=False
+    )
+
+
+def restore_if_empty(out: Path, url: str, console: Console) -> None:
+    """For `--resume DIR --store URL` on a disk that has nothing of the run."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        _restore(url, out, console)
+
+
+def _restore(url: str, out: Path, console: Console, *, take_over: bool = False, read_only: bool = False) -> None:
+    with console.status(f"fetching {url}") as status:
+        found = restore_run(
+            url,
+            out,
+            take_over=take_over,
+            read_only=read_only,
+            tell=lambda text: status.update(f"fetching {url}: {text}"),
+        )
+    for remark in found.remarks:
+        console.print(remark, soft_wrap=True, highlight=False, markup=False)
+
+
+def upload(*, run: Path) -> None:
+    out = RunDir.open(run)
+    check_not_alive(out.path)
+    place = read_place(out.path)
+    if place is None:
+        raise ConfigError(
+            f"{short(out.path)} has no bucket: name one with atoll train --resume {short(run)} --store URL"
+        )
+    check_own(open_bucket(place.url), place)
+    console = Console()
+    if wrong := finish_upload(out, console):
+        raise RunFailed(wrong)
+    console.print(f"all of {short(out.path)} is in {place.url}", soft_wrap=True, highlight=False, markup=False)
+
+
+def finish_upload(out: RunDir, console: Console) -> str:
+    """Upload what is left of a run that is over, and release it. What is wrong; empty: all of it is there, or the run
+    has no bucket. A run does not fail because of it."""
+    url = load(out.settings).service.store if out.settings.exists() else ""
+    if not url:
+        return ""
+    again = f"what is missing is sent by: atoll upload {short(out.path)}"
+    try:
+        with console.status(f"uploading the end of the run to {url}") as status:
+            mark = find_end(out)
+            keep = load(out.settings).protocol.keep_cuts
+            uploader = make_uploader(out, url, newest_claim(out.journal), keep=keep, told_after_put=False)
+            wrong = uploader.finish(mark, PATIENCE_S, lambda text: status.update(f"{text}; trying again"))
+    except AtollError as error:
+        wrong = str(error)
+    except KeyboardInterrupt:
+        wrong = "interrupted"
+    if wrong:
+        text = f"the end of the run is not in {url}: {wrong}; {again}"
+        console.print(text, style="bold yellow", soft_wrap=True, highlight=False, markup=False)
+    return wrong
+
+
+def find_end(out: RunDir) -> JournalMark:
+    """Where the journal of a run that nobody writes ends."""
+    start: Position | None = None
+    for number in known_cuts(out.cuts):
+        try:
+            start = open_cut(out.cuts, number).state.position
+            break
+        except BadCut:
+            continue
+    end = seal(out.journal, start=start, disk=LocalDisk())
+    head = read_head(out)
+    files = [payload_place(path.stem) for path in out.journal.glob("payload-*.bin")]
+    after = max((place[1] for place in files if place is not None and place[0] == end.term), default=0) + 1
+    return JournalMark(end.term, end.offset, after, 0, head.committed if head is not None else 0, time.monotonic())

@@ -1,0 +1,136 @@
+"""Going on with a run from its bucket: on an empty disk, on another machine (docs/adr/0033).
+
+Where the last holder released the run, or told nothing before the bucket had it, the run goes on as it is. Otherwise it
+may have told of rounds that the bucket does not hold: then a new run begins with the bucket's newest round, in the next
+term, as `from_cut` begins one with a cut. Learners that hold more of the old run join it as newcomers.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from atoll.bucket.claims import StoredHead, begin_store, check_own, read_place, write_place
+from atoll.bucket.client import Bucket, open_bucket
+from atoll.bucket.restore import SUFFIX, Restored, Takeover, claim_run, fetch_run, finish_restore
+from atoll.digests import compute_digest
+from atoll.protocol.errors import ConfigError
+from atoll.store.cuts import (
+    CutState,
+    Manifest,
+    check_cut,
+    complete_cuts,
+    folder_of,
+    write_manifest,
+    write_syncer_part,
+)
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import ORIGIN, Journal
+from atoll.store.rundir import RunDir
+from atoll.syncer.recovery import Recovered, recover
+
+Tell = Callable[[str], None]
+EVERYBODY = "everybody"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredRun:
+    out: RunDir
+    remarks: tuple[str, ...]
+
+
+def restore_run(url: str, out: Path, *, take_over: bool = False, read_only: bool = False, tell: Tell) -> RestoredRun:
+    """Bring the run in this bucket back into an empty folder. `read_only`: a copy to look at, nothing is claimed."""
+    bucket = open_bucket(url)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty: choose another folder, or remove it")
+    draft_left = out.with_name(out.name + SUFFIX)
+    if draft_left.exists():
+        shutil.rmtree(draft_left)
+    takeover = Takeover(0) if read_only else claim_run(bucket, out.absolute(), take_over=take_over)
+    draft, restored = fetch_run(bucket, out.absolute(), takeover, tell)
+    remarks = list(restored.remarks)
+    if takeover.behind:
+        remarks += _begin_new_run(draft, restored)
+    return RestoredRun(finish_restore(draft, out.absolute()), tuple(remarks))
+
+
+def attach_store(out: RunDir, url: str) -> None:
+    """Before a run starts: its bucket can be written, and is this run's. ConfigError says what is wrong."""
+    bucket = open_bucket(url)
+    place = read_place(out.path)
+    if place is None or place.url != url:
+        begin_store(bucket, out.path)
+    else:
+        _check_writable(bucket, place.place)
+        check_own(bucket, place)
+
+
+def _check_writable(bucket: Bucket, place: str) -> None:
+    bucket.put(f"probes/{place}", b"")
+
+
+def _begin_new_run(draft: RunDir, restored: Restored) -> list[str]:
+    """Make a new run of what was fetched, in the term that was claimed."""
+    term, head = restored.takeover.term, restored.takeover.head
+    found = recover(draft, disk=LocalDisk())
+    if found is None or found.parameters is None:
+        shutil.rmtree(draft.journal)
+        (draft.journal / "terms").mkdir(parents=True, mode=0o700)
+        return ["nothing but its settings was in the bucket: the run begins anew"]
+    old, round = found.history.run, found.history.committed
+    run = secrets.token_hex(4)
+    _write_beginning(draft, found, run, term)
+    _leave_to_old_run(draft)
+    return [
+        f"run {old} was not released: {_describe_loss(round, head)}",
+        f"a new run {run} begins with round {round} of run {old}; learners of the old one join it as newcomers",
+    ]
+
+
+def _describe_loss(round: int, head: StoredHead | None) -> str:
+    if head is None:
+        return f"what it told of behind round {round} is lost"
+    lost, when = max(0, head.told - round), time.strftime("%H:%M:%S UTC", time.gmtime(head.at))
+    known = f"{lost} round{'' if lost == 1 else 's'} that it had told of {'is' if lost == 1 else 'are'} lost"
+    return f"{known}, and those that it told of after {when}, when it was last heard of"
+
+
+def _leave_to_old_run(draft: RunDir) -> None:
+    """What the new run has of its own: events, figures and models."""
+    for path in (draft.events, draft.summary, draft.model, draft.best_model, draft.tail_model, draft.norms):
+        path.unlink(missing_ok=True)
+    if (place := read_place(draft.path)) is not None:
+        write_place(draft.path, msgspec.structs.replace(place, events=0))
+
+
+def _write_beginning(draft: RunDir, found: Recovered, run: str, term: int) -> None:
+    history, parameters = found.history, found.parameters
+    assert parameters is not None
+    cut = history.committed
+    begun = msgspec.structs.replace(history.begun, run=run, parent=f"{history.run} round {cut}")
+    state = msgspec.structs.replace(history.state(), begun=begun, term=term, cuts=[], ended="", finished=False)
+    arrays = {name: np.ascontiguousarray(values).view(np.uint8) for name, values in parameters.hold_arrays().items()}
+    before = next(iter(complete_cuts(draft.cuts)), None)
+    learners = check_cut(draft.cuts, draft.learners, before).manifest.learners if before is not None else {}
+    claims = draft.journal / "terms"
+    for path in [path for path in draft.journal.iterdir() if path != claims]:
+        path.unlink()
+    shutil.rmtree(draft.cuts)
+    draft.cuts.mkdir(mode=0o700)
+    journal = Journal.begin(draft.journal, term, after=ORIGIN, disk=LocalDisk())
+    journal.append([(begun, None)])
+    now = CutState(state, journal.position, 0, tuple(parameters.version_rounds()))
+    journal.close()
+    write_syncer_part(draft.cuts, run, cut, cut, msgspec.msgpack.encode(now), arrays)
+    table = (folder_of(draft.cuts, cut) / "syncer.json").read_bytes()
+    # Learners' states are of an earlier round: nothing can be put back exactly, and "left out" says so.
+    left_out = {EVERYBODY: f"their states are of cut {before}, and this is round {cut}"} if learners else {}
+    write_manifest(draft.cuts, Manifest(run, cut, cut, compute_digest(table), learners, left_out))
