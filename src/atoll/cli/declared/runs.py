@@ -105,7 +105,7 @@ RUNS = (
             option(
                 "--kill", "Kill a learner on the way: learner-2@0.4.", many=True, metavar="NAME@SHARE", panel=PROCESSES
             ),
-            flag("--breakable", "Let atoll chaos --run break links and disk too.", panel=PROCESSES),
+            flag("--breakable", "Let atoll chaos --run break links and disk too.", hidden=True),
             flag("--json", "Print the summary as JSON.", name="json_", panel=OUTPUT),
             option("--tensorboard", "Write figures for TensorBoard, as it goes.", Path, metavar="DIR", panel=OUTPUT),
             option("--wandb", "Send figures to W&B, as it goes.", metavar="PROJECT", panel=OUTPUT),
