@@ -81,6 +81,11 @@ def find_standby(run: Path) -> int:
     return next(pid for pid in _of_run(run) if b"atoll.syncer" in _read(pid, "cmdline") and pid != serving)
 
 
+def find_actor(kind: str) -> int:
+    """The newest process of such an actor."""
+    return max(pid for pid in _pids() if _read(pid, "cmdline").startswith(f"ray::{kind}".encode()))
+
+
 def until_no_process(run: Path, seconds: float) -> None:
     """Nothing of the run is left on any node."""
     deadline = time.monotonic() + seconds

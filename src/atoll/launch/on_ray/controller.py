@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -153,6 +154,7 @@ class RayRun(LocalRun):
             limit=self.max_restarts,
             run=name_run(self.out.path),
             missing=self.launch.variables,
+            tag=" ".join(self._pair.hosts),
             ranks=ranks,
             options={
                 "num_cpus": 0 if evaluates else self.config.cpus_per_learner,
@@ -194,7 +196,7 @@ class RayRun(LocalRun):
         self._pair.command = self._plain_syncer_command
         self._pair.attach(list_nodes())
         self._url = self._make_link("operator")
-        self._events.say("warning", "the controller's node was lost: another goes on with the processes that are there")
+        self._events.say("warning", "the controller was lost: another one goes on with the processes that are there")
         self.listens(await self._make_dashboard_link())
         self._adopt_learners()
 
@@ -214,10 +216,19 @@ class RayRun(LocalRun):
     def _look_at_processes(self) -> None:
         self._pair.look()
         self._url = self._make_link("operator") if self._pair.hosts else self._url
-        link = {name: self._make_link("scorer" if name == "evaluator" else "join") for name in ("evaluator", "learner")}
+        hosts = self._pair.hosts
+        links = {token: self._make_link(token) for token in ("scorer", "join")}
         for name, child in self._children.items():
-            child.env["ATOLL_SYNCER"] = link["evaluator" if name == "evaluator" else "learner"]
             child.look()
+            known = set(child.report.tag.split()) if child.report is not None else set()
+            if child.running and known and hosts and not known & set(hosts):
+                # Both syncers that it knows are gone: it would dial them for ever.
+                self._events.say("warning", f"{name} knows none of the syncers that are there now: it is started again")
+                child.reset_restarts()
+                child.signal_all(signal.SIGKILL)
+            if not child.placed or not child.running:
+                child.env["ATOLL_SYNCER"] = links["scorer" if name == "evaluator" else "join"]
+                child.tag = " ".join(hosts)
 
     def close(self) -> None:
         """End whatever is left, and every keeper."""
