@@ -16,7 +16,7 @@ from atoll.protocol.errors import ConfigError
 PRINTS = "import os, sys; print(os.environ['WORD'], os.environ['HERE'], flush=True); sys.stdin.readline(); sys.exit(3)"
 
 
-def order(folder: Path, code: str, **more: object) -> bytes:
+def order(place: Path, code: str, **more: object) -> bytes:
     said = ProcessOrder(
         "learner-0", ("-c", code), {"WORD": "secret"}, {"HERE": "missing"}, str(folder / "log"), str(folder)
     )
