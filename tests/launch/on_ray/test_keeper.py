@@ -17,9 +17,8 @@ PRINTS = "import os, sys; print(os.environ['WORD'], os.environ['HERE'], flush=Tr
 
 
 def order(place: Path, code: str, **more: object) -> bytes:
-    said = ProcessOrder(
-        "learner-0", ("-c", code), {"WORD": "secret"}, {"HERE": "missing"}, str(folder / "log"), str(folder)
-    )
+    log = str(place / "log")
+    said = ProcessOrder("learner-0", ("-c", code), {"WORD": "secret"}, {"HERE": "missing"}, log, str(place))
     return msgspec.msgpack.encode(msgspec.structs.replace(said, **more))
 
 
