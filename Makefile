@@ -35,8 +35,8 @@ test: setup ## the checks, and every test but the long ones of `make faults`
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30; tests=$$?; \
 	wait $$checks; checked=$$?; cat $$said; rm -f $$said; test $$tests = 0 -a $$checked = 0
 
-integrations: $(RUNTIME) $(INTEGRATIONS) ## the examples, also those with transformers and peft: at most 10 minutes
-	$(BIN)/pytest tests/integrations -m integrations --session-timeout 600
+integrations: $(RUNTIME) $(INTEGRATIONS) ## the examples, also those with transformers and peft, deployments: at most 10 minutes
+	$(BIN)/pytest tests/integrations -m 'integrations and not faults' --session-timeout 600
 
 check: $(DEV) ## ruff, mypy --strict, the layers of the house
 	$(BIN)/ruff check .
@@ -51,8 +51,8 @@ format: $(DEV) ## let ruff put the code in order
 bench: $(RUNTIME) $(DEV) ## the benchmarks; one of them: make bench BENCH=benchmarks/NAME.py
 	@set -e; for bench in $(BENCH); do echo "== $$bench"; $(BIN)/python $$bench; done
 
-faults: $(RUNTIME) $(INTEGRATIONS) ## the long tests: fault campaigns, and all cases of what make test samples
-	$(BIN)/pytest -m faults --timeout 3600
+faults: $(RUNTIME) $(INTEGRATIONS) ## the long tests: fault campaigns, and all cases of what the others sample
+	$(BIN)/pytest tests tests/integrations -m faults --timeout 3600
 
 clean: ## remove .venv and every cache; runs stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

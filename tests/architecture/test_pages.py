@@ -40,7 +40,7 @@ SETS = ("train", "syncer", "chaos", "set")
 FOR_USERS = [
     page for page in PAGES if page.parent in (ROOT, DOCS) and page.name not in ("LOG.md", "CHANGELOG.md", "bugs.md")
 ]
-OTHERS = ("python ", "pytest ", "make ", "pip", "tar ", "sbatch ", "scancel ")
+OTHERS = ("python ", "pytest ", "make ", "pip", "tar ", "sbatch ", "scancel ", "docker ", "kubectl ", "sky ")
 """Commands that are not ours."""
 EXTENSIONS = ("json", "jsonl", "md", "toml", "html", "log", "txt", "lock", "safetensors", "py", "tape", "conf", "svg")
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.integrations.containers import ROOT, Image
 from tests.system.conftest import Run as Run
 from tests.system.conftest import run as run
 
@@ -25,3 +26,9 @@ def check_loads_back(run: Run, script: Path) -> None:
     told = subprocess.run(command, env=run.environment(), capture_output=True, text=True, timeout=240, check=False)
     assert told.returncode == 0, told.stderr
     assert float(told.stdout.split()[-1]) == pytest.approx(run.summary["validation_loss_end"], rel=1e-4)
+
+
+@pytest.fixture(scope="session")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """Of the Dockerfile, with the packages of this environment."""
+    return Image.build(ROOT / "Dockerfile", tmp_path_factory.mktemp("image"), with_packages=False)
