@@ -41,11 +41,11 @@ class Cluster:
         self._shell = {"ATOLL_RUN": "runs/first", "ATOLL_ADVERTISE": "127.0.0.1", "ATOLL_PORT": "0", "PATH": path}
         folder.mkdir()
 
-    def start(self, learners: int, steps: int) -> tuple[str, str]:
+    def start(self, learners: int, steps: int, script: Path = SCRIPTS / "plain.py") -> tuple[str, str]:
         asked = ("--learners", str(learners), "--steps", str(steps), "--set", "fragments=4", "--set", "sync_every=8")
         words = ("--partition=urgent", "--cpus-per-task=1", str(FILES / "syncer.sbatch"), *asked)
         syncer = self.slurm.submit(self.folder, *words, **self._shell)
-        words = (f"--array=0-{learners - 1}", str(FILES / "learners.sbatch"), str(SCRIPTS / "plain.py"))
+        words = (f"--array=0-{learners - 1}", str(FILES / "learners.sbatch"), str(script))
         return syncer, self.slurm.submit(self.folder, *words, **self._shell)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
