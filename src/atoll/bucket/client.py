@@ -28,6 +28,7 @@ CONNECT_S = 5
 PART_BYTES = 8 * 2**20
 """Of a large file: its parts are sent beside each other, and each is tried again by itself."""
 PARTS = 4
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 class StoreUnavailable(AtollError):
@@ -146,7 +147,7 @@ class ObjectBucket:
     def _ask(self, doing: str, key: str, request: Callable[[], T]) -> T:
         errors = self._api.exceptions
         try:
-            return request()
+            return _guard_panics(request)
         except errors.AlreadyExistsError as error:
             raise TakenKey(f"{self.url}/{key} is there already") from error
         except errors.PreconditionError as error:
@@ -166,6 +167,16 @@ class ObjectBucket:
             raise StoreUnavailable(f"cannot {doing} {self.url}/{key}: {_shorten(text)}") from error
 
 
+def _guard_panics(request: Callable[[], T]) -> T:
+    """What obstore itself gets wrong (a panic) is no Exception: it would end the thread that asked."""
+    try:
+        return request()
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(f"obstore failed: {error}") from error
+        raise
+
+
 def open_bucket(url: str) -> ObjectBucket:
     """ConfigError says what is wrong with the URL, or that obstore is not installed. Nothing is asked of it yet."""
     check_url(url)
@@ -176,6 +187,7 @@ def open_bucket(url: str) -> ObjectBucket:
     parts = urlsplit(url)
     if parts.scheme == "file":
         return ObjectBucket(url, stores.LocalStore(Path(parts.path), mkdir=True))
+    _check_endpoint(parts.scheme)
     options: dict[str, Any] = {"timeout": f"{REQUEST_S}s", "connect_timeout": f"{CONNECT_S}s"}
     if _endpoint(parts.scheme).startswith("http://"):
         options["allow_http"] = True  # the operator named it so; obstore would refuse
@@ -196,8 +208,14 @@ def check_url(url: str) -> None:
         raise ConfigError("--store takes no secrets: they come from the environment, such as AWS_ACCESS_KEY_ID")
 
 
+def _check_endpoint(scheme: str) -> None:
+    for name in _ENDPOINTS if scheme.startswith("s3") else ():
+        if name in os.environ and not os.environ[name].startswith(("http://", "https://")):
+            raise ConfigError(f"{name}={os.environ[name]} is no address: write it as https://host, or unset it")
+
+
 def _endpoint(scheme: str) -> str:
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if scheme.startswith("s3") else ()
+    names = _ENDPOINTS if scheme.startswith("s3") else ()
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 

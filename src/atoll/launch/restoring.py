@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from atoll.bucket.claims import StoredHead, begin_store, check_own, read_place, write_place
-from atoll.bucket.client import Bucket, open_bucket
+from atoll.bucket.client import Bucket, StoreUnavailable, open_bucket
 from atoll.bucket.restore import SUFFIX, Restored, Takeover, claim_run, fetch_run, finish_restore
 from atoll.digests import compute_digest
 from atoll.protocol.errors import ConfigError
@@ -66,11 +66,14 @@ def attach_store(out: RunDir, url: str) -> None:
     """Before a run starts: its bucket can be written, and is this run's. ConfigError says what is wrong."""
     bucket = open_bucket(url)
     place = read_place(out.path)
-    if place is None or place.url != url:
-        begin_store(bucket, out.path)
-    else:
-        _check_writable(bucket, place.place)
-        check_own(bucket, place)
+    try:
+        if place is None or place.url != url:
+            begin_store(bucket, out.path)
+        else:
+            _check_writable(bucket, place.place)
+            check_own(bucket, place)
+    except StoreUnavailable as error:
+        raise ConfigError(f"{error}: check the network, and AWS_ENDPOINT_URL where it is set") from error
 
 
 def _check_writable(bucket: Bucket, place: str) -> None:

@@ -97,9 +97,15 @@ def _through(
         parameters = run(_parameters(session, url))
     link = MeasuredLink(up.bits_per_s, down.bits_per_s, min(trip.seconds for trip in trips))
     yield check_load(status, link, parameters, step_s if step_s is not None else status.step_s)
+    if status.store:
+        yield check_store(status)
     if status.phase == "training":
         yield check_shortage(status)
         yield check_outer_step(status)
+
+
+STORE_BEHIND_S = 30.0
+"""A bucket that is further behind does not keep up."""
 
 
 def check_load(status: RunStatus, link: MeasuredLink, parameters: float | None, step_s: float | None) -> Check:
@@ -116,6 +122,18 @@ def check_load(status: RunStatus, link: MeasuredLink, parameters: float | None, 
         return carry.judge_load(LinkLoad(parameters, step_s, *known), link)
     except ConfigError as error:
         return Check("carries", "warn", str(error), "Look at --parameters and --step.")
+
+
+def check_store(status: RunStatus) -> Check:
+    """Whether the bucket keeps up with the run."""
+    value = f"{status.store}: {status.store_rounds} rounds, {status.store_s:g} s behind"
+    if status.store_alarm:
+        return Check("store", "fail", value, f"{status.store_alarm}.")
+    if status.store_s > STORE_BEHIND_S:
+        return Check(
+            "store", "warn", value, "It takes uploads slower than rounds are made: a nearer bucket, or a larger H."
+        )
+    return Check("store", "ok", value)
 
 
 def check_shortage(status: RunStatus) -> Check:
