@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +45,15 @@ class RayCluster:
         self.nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def give_notice(self, node: Any, seconds: int = 120) -> None:
+        """As a spot machine's notice, or an autoscaler."""
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address),
+            *("--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"),
+            *("--deadline-remaining-seconds", str(seconds)),
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+
     def close(self) -> None:
         self._cluster.shutdown()
 
@@ -76,9 +87,9 @@ def find_syncer(run: Path) -> int:
     return next(pid for pid in _of_run(run) if b"atoll.syncer" in (said := _read(pid, "cmdline")) and port in said)
 
 
-def find_standby(run: Path) -> int:
-    serving = find_syncer(run)
-    return next(pid for pid in _of_run(run) if b"atoll.syncer" in _read(pid, "cmdline") and pid != serving)
+def find_syncers(run: Path) -> list[int]:
+    """The one that serves, and the one that stands by."""
+    return [pid for pid in _of_run(run) if b"atoll.syncer" in _read(pid, "cmdline")]
 
 
 def find_actor(kind: str) -> int:

@@ -9,8 +9,8 @@ from tests.system.conftest import SCRIPTS, Event, Run, members
 from tests.system.ray_cluster import (
     RayCluster,
     find_process,
-    find_standby,
     find_syncer,
+    find_syncers,
     opened_cluster,
     until_no_process,
 )
@@ -43,7 +43,8 @@ def test_nodes_are_lost_and_added_and_the_run_grows_and_shrinks(run: Run, cluste
     assert len(set(map(id, here.values()))) == 3, "one on each node"
 
     # A node without a syncer is lost: its learner waits for another, and the others never stop.
-    syncers = {id(cluster.node_of(find(run.out))) for find in (find_syncer, find_standby)}
+    run.until(lambda events: len(find_syncers(run.out)) == 2)
+    syncers = {id(cluster.node_of(pid)) for pid in find_syncers(run.out)}
     lost = next(name for name, node in here.items() if id(node) not in syncers)
     cluster.lose(here[lost])
     run.until(lambda events: any(e["kind"] == "exited" and e["process"] == lost for e in events))
@@ -81,3 +82,21 @@ def test_nodes_are_lost_and_added_and_the_run_grows_and_shrinks(run: Run, cluste
     assert run.summary["failure"] is None and run.summary["tokens"]["in_flight"] == 0
     verified = run.ask("verify", run.out)
     assert verified.returncode == 0 and "all is well" in verified.stdout
+
+
+def test_a_node_that_gives_notice_loses_nothing(run: Run, cluster: RayCluster) -> None:
+    while len(cluster.nodes) < 4:
+        cluster.add()
+    run.train(*LINE, "--learners", "2")
+    run.until(lambda events: names(events) == {"learner-0", "learner-1"})
+    leaves = cluster.node_of(find_process(run.out, "learner-1"))
+    cluster.give_notice(leaves)
+    run.until(lambda events: newest(events, "learner-1") == 2)
+    assert cluster.node_of(find_process(run.out, "learner-1")) is not leaves
+    run.until(lambda events: leaves not in [cluster.node_of(pid) for pid in find_syncers(run.out)])
+    step = run.events("round")[-1]["members"][0]["t"]
+    assert run.ask("set", run.out, f"steps={step + 200}").returncode == 0
+    run.ended()
+    until_no_process(run.out, 30)
+    assert run.summary["tokens"]["lost"] == 0 and run.summary["failure"] is None
+    assert run.ask("verify", run.out).returncode == 0

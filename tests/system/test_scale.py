@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
 import pytest
 from tests.system.conftest import SCRIPTS, Run, members
 
@@ -27,4 +29,19 @@ def test_a_run_grows_and_shrinks_and_its_account_balances(run: Run) -> None:
     summary = run.summary
     assert summary["failure"] is None and summary["restarts"] == 0 and summary["tokens"]["lost"] == 0
     assert 0.2 < summary["liveness"] <= 1.0, "learners that were not asked for are not missed"
+    assert run.ask("verify", run.out).returncode == 0
+
+
+@pytest.mark.faults
+def test_a_plan_of_hours_adds_learners_and_takes_them_away_again(run: Run) -> None:
+    now = datetime.now()
+    begins, ends = now - timedelta(minutes=5), now.replace(second=0) + timedelta(minutes=2)
+    plan = f'[[scavenge]]\nfrom = "{begins:%H:%M}"\nto = "{ends:%H:%M}"\nlearners = 1\n'
+    (run.folder / "plan.toml").write_text(plan)
+    run.train(*LINE, "--learners", "1", "--config", run.folder / "plan.toml")
+    run.until(lambda events: {name for name, _ in members(events)} == {"learner-0", "learner-1"})
+    run.until(lambda events: any(e["kind"] == "left" and e["learner"] == "learner-1" for e in events))
+    assert [event["planned"] for event in run.events("planned")] == [1, 0]
+    run.interrupt()
+    run.ended()
     assert run.ask("verify", run.out).returncode == 0

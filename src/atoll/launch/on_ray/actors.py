@@ -4,6 +4,7 @@ Nothing here waits: `look` takes what the keeper has answered since, and asks ag
 - a process that a keeper says has ended, ended as it says;
 - a keeper that does not answer any more, or answers from another life, has lost its process: exit code NODE_LOST.
   That is no fault of the script and does not count against its restarts;
+- a process that was asked to end because its node is taken away (`move`) ends so too, whatever its exit code;
 - a start is repeated until a keeper answers it: while no node has room, Ray keeps the keeper pending.
 """
 
@@ -33,7 +34,7 @@ class NodeKeeper(Keeper):
     """A keeper that Ray places."""
 
     def __init__(self) -> None:
-        super().__init__(ray.util.get_node_ip_address())
+        super().__init__(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
 
 
 @dataclass
@@ -57,6 +58,8 @@ class ActorChild(Child):
     """It was started, and its end was not seen."""
     _code: int | None = field(default=None, repr=False)
     _again_at: float = field(default=0.0, repr=False)
+    _moving: bool = field(default=False, repr=False)
+    """It was asked to end because its node is taken away."""
 
     @property
     def actor_name(self) -> str:
@@ -67,6 +70,7 @@ class ActorChild(Child):
     def start(self) -> None:
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._starting, self._alive, self._code, self.report = True, True, None, None
+        self._moving = False
         self._started_at, self._restart_at = time.monotonic(), None
         self._send_start()
 
@@ -117,6 +121,14 @@ class ActorChild(Child):
 
     def send_order(self, line: str) -> None:
         self._tell("send_order", line)
+
+    def move(self, number: signal.Signals) -> bool:
+        """Its node is about to be taken away: it is asked to end, and started again elsewhere. Whether this is new."""
+        if self._moving or not self.running or not self.placed:
+            return False
+        self._moving = True
+        self._tell("signal", int(number))
+        return True
 
     def signal_all(self, number: signal.Signals) -> None:
         self._signal("signal_all", number)
@@ -183,6 +195,9 @@ class ActorChild(Child):
         before, self.report = self.report, report
         self._starting = False
         if before is not None and (before.life, before.number) != (report.life, report.number):
+            self._lose()
+        elif report.code is not None and self._moving:
+            self.release()
             self._lose()
         elif report.code is not None:
             self._end(report.code)

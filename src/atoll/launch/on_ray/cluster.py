@@ -90,8 +90,21 @@ def connect(address: str) -> None:
         raise Unreachable(f"no Ray cluster answers{shown}{start}: {words[0][:200] if words else error!r}") from None
 
 
+def list_leaving_nodes() -> set[str]:
+    """The ids of nodes that are about to be taken away, as a spot machine's notice or an autoscaler told Ray. Ray has no
+    public call for it; without the private one nodes go without notice."""
+    import_ray()
+    try:
+        from ray._private.state import state
+
+        return set(state.get_draining_nodes())
+    except (ImportError, AttributeError):
+        return set()
+
+
 def list_nodes() -> list[RayNode]:
-    """Those that are alive."""
+    """Those that are alive, and stay."""
+    leaving = list_leaving_nodes()
     return [
         RayNode(
             str(node["NodeID"]),
@@ -100,5 +113,5 @@ def list_nodes() -> list[RayNode]:
             float(node["Resources"].get("GPU", 0.0)),
         )
         for node in import_ray().nodes()
-        if node["Alive"]
+        if node["Alive"] and str(node["NodeID"]) not in leaving
     ]

@@ -31,7 +31,7 @@ from atoll.launch.children import Child
 from atoll.launch.environment import LaunchEnvironment
 from atoll.launch.local import NEWCOMER_NICE, RUNNER, LocalRun
 from atoll.launch.on_ray.actors import ActorChild, close_actors
-from atoll.launch.on_ray.cluster import LearnerNeeds, RayNode, find_shortage, list_nodes
+from atoll.launch.on_ray.cluster import LearnerNeeds, RayNode, find_shortage, list_leaving_nodes, list_nodes
 from atoll.launch.on_ray.naming import CONTROLLER, NAMESPACE, name_actor, name_run
 from atoll.launch.on_ray.syncers import SyncerPair
 from atoll.launch.resume import plan_resume
@@ -52,6 +52,8 @@ START_S = 300.0
 """How long the syncer may take to listen: Ray starts a process of its own first."""
 LINGER_S = 30.0
 """A controller whose run is over stays so long for those who watch."""
+NOTICE_S = 1.0
+"""Between two looks at which nodes are taken away."""
 CERTIFICATE_DAYS = 3650.0
 ROLES: dict[str, Role] = {"join": "learner", "scorer": "evaluator", "operator": "operator"}
 CHUNK_BYTES = 1 << 20
@@ -93,6 +95,7 @@ class RayRun(LocalRun):
     adopts: bool = False
     """Its processes go on, and their controller was lost."""
     _children: dict[str, ActorChild] = field(default_factory=dict)
+    _notices_at: float = 0.0
 
     async def run(self) -> None:
         deadline = time.monotonic() + LOCK_S
@@ -215,6 +218,7 @@ class RayRun(LocalRun):
 
     def _look_at_processes(self) -> None:
         self._pair.look()
+        self._leave_nodes()
         self._url = self._make_link("operator") if self._pair.hosts else self._url
         hosts = self._pair.hosts
         links = {token: self._make_link(token) for token in ("scorer", "join")}
@@ -229,6 +233,22 @@ class RayRun(LocalRun):
             if not child.placed or not child.running:
                 child.env["ATOLL_SYNCER"] = links["scorer" if name == "evaluator" else "join"]
                 child.tag = " ".join(hosts)
+
+    def _leave_nodes(self) -> None:
+        """Of nodes that are taken away, learners drain and syncers go, one at a time, before it happens."""
+        if time.monotonic() < self._notices_at:
+            return
+        self._notices_at = time.monotonic() + NOTICE_S
+        if not (leaving := list_leaving_nodes()):
+            return
+        for name, child in self._children.items():
+            if child.report is not None and child.report.node_id in leaving and child.move(signal.SIGTERM):
+                self._events.say("warning", f"the node of {name} is taken away: it drains, and is started elsewhere")
+        if all(place.child.placed for place in self._pair.places):
+            for place in self._pair.places:
+                if place.node is not None and place.node.id in leaving and place.child.move(signal.SIGKILL):
+                    self._events.say("warning", f"the node of {place.child.name} is taken away: it goes elsewhere")
+                    return
 
     def close(self) -> None:
         """End whatever is left, and every keeper."""

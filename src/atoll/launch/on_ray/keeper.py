@@ -53,12 +53,13 @@ class KeeperReport(msgspec.Struct, frozen=True):
     ended: str = ""
     """Whose end was the group's: a log's name."""
     tag: str = ""
+    node_id: str = ""
 
 
 class Keeper:
-    def __init__(self, address: str = "") -> None:
+    def __init__(self, address: str = "", node_id: str = "") -> None:
         """`address`: of this node, as others reach it."""
-        self._life, self._address = secrets.token_hex(8), address
+        self._life, self._address, self._node_id = secrets.token_hex(8), address, node_id
         self._child: Child | None = None
         self._number, self._pid, self._code, self._tag = 0, 0, 0, ""
 
@@ -82,9 +83,8 @@ class Keeper:
         running = child is not None and code is None
         more = child.more_pids if child is not None and running else {}
         ended = child.ended.log.name if child is not None and code is not None else ""
-        return msgspec.msgpack.encode(
-            KeeperReport(self._life, self._address, self._number, running, self._pid, code, more, ended, self._tag)
-        )
+        told = KeeperReport(self._life, self._address, self._number, running, self._pid, code, more, ended)
+        return msgspec.msgpack.encode(msgspec.structs.replace(told, tag=self._tag, node_id=self._node_id))
 
     def send_order(self, line: str) -> None:
         if self._child is not None:
