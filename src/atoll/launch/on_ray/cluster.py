@@ -91,14 +91,14 @@ def connect(address: str) -> None:
 
 
 def list_leaving_nodes() -> set[str]:
-    """The ids of nodes that are about to be taken away, as a spot machine's notice or an autoscaler told Ray. Ray has no
-    public call for it; without the private one nodes go without notice."""
-    import_ray()
+    """The ids of nodes that are about to be taken away, as a spot machine's notice or an autoscaler told Ray. Ray has
+    no public call for it; without the private one, as through a Ray Client, nodes go without notice."""
+    ray = import_ray()
     try:
         from ray._private.state import state
 
         return set(state.get_draining_nodes())
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, ray.exceptions.RaySystemError):
         return set()
 
 
