@@ -126,7 +126,8 @@ class RelayedNetwork(Network):
         relay, learner = connection.relay, connection.learner
         if relay is None:
             return super()._notice(connection)
-        if learner.connection is not connection or (learner.reachable and not relay.paused and not relay.hidden):
+        answered = learner.reachable and not relay.paused and not relay.hidden and relay.has_passage(connection)
+        if learner.connection is not connection or answered:
             return False
         if not relay.paused and relay.has_passage(connection):
             self._pass_up(connection, syncer_fx.Lost(learner.name, "ping timeout"))
