@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.protocol.world import World
+
 from atoll.protocol.learner.copies import Copies, Orders, Pulls, Standing
 from atoll.protocol.learner.effects import Copied, Drop, LearnerEffect, Upload, UploadFailed
 from atoll.protocol.learner.versions import Versions
@@ -96,3 +98,14 @@ def test_a_pull_is_declined_while_an_answer_of_its_name_is_on_its_way_from_befor
     assert effects == [Upload(7, 1, 1)] and [type(word) for word in said] == [Decline]
     pulls.note_undelivered(2.0, UploadFailed(7, 1, "unreachable"))
     assert len(said) == 1, "of the answer that was declined nothing more is said"
+
+
+def test_a_copy_that_is_on_order_no_more_answers_no_later_round() -> None:
+    """Ranks agree on what they copy, so a copy may still be made of a round that has its answer. Kept, it would answer
+    the next round of its fragment: by then it lacks most of the steps since."""
+    world = World(1, fragments=4, sync_every=8, overlap=1).run_until(round=9)
+    learner = world.learners["learner-0"]
+    left_over = Copied(round=5, fragment=1, t=learner.t, steps=2, tokens=20, base=learner.adopted[1])
+    assert 5 not in learner.machine._orders.pending and left_over.base == learner.machine.versions[1]
+    assert Drop(1, learner.t) in learner.machine.handle(world.now, left_over)
+    assert 1 not in learner.machine._copies

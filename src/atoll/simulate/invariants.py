@@ -79,11 +79,8 @@ class Invariants:
         outer_lr: float,
         gradient: Callable[[int], float],
         trip_s: float,
-        ranked: bool = False,
     ) -> None:
-        """`learners`: by name, the newest process of that name. `trip_s`: the longest that a message takes. `ranked`:
-        some have several ranks."""
-        self._ranked = ranked
+        """`learners`: by name, the newest process of that name. `trip_s`: the longest that a message takes."""
         self._run_settings, self._disk, self._learners = settings, disk, learners
         self._newest = syncer
         """The syncer of the newest term."""
@@ -99,7 +96,7 @@ class Invariants:
 
     def _begin(self) -> None:
         """What one term of the syncer says of itself."""
-        self.timing = Timing(ranked=self._ranked)
+        self.timing = Timing()
         self._clock: Clock = {}
         self._progress = self._step = 0.0
         self._settings: Settings | None = None

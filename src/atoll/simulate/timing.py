@@ -19,7 +19,7 @@ Each of these holds once an event is dealt with; a look a virtual second is enou
 from __future__ import annotations
 
 from collections import deque
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from atoll.protocol.messages import Progress, Pull
@@ -39,9 +39,8 @@ HONEST = 0.45
 
 
 class Timing:
-    def __init__(self, *, ranked: bool = False) -> None:
-        """`ranked`: learners have several ranks."""
-        self._ranked, self._next_look = ranked, 0.0
+    def __init__(self) -> None:
+        self._next_look = 0.0
         self._due: dict[tuple[str, int, int], float] = {}
         """(learner, round, attempt) → the deadline that was told."""
         self._out: set[tuple[str, int, int]] = set()
@@ -225,8 +224,6 @@ class Timing:
         if len(self._steps) < SAMPLES:
             return
         effective = median(self._steps)
-        if self._ranked:  # they agree on a copy a step or more before it is made, so gaps are long and short in turn
-            effective = max(effective, mean(self._steps))
         if effective < HONEST * asked:
             said = f"a fragment is synced every {effective:g} steps, not every {asked}"
             raise Violation("H is honest", said, fragment=data["fragment"])

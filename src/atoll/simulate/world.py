@@ -137,7 +137,6 @@ class World:
             outer_lr=self.outer_lr,
             gradient=self.gradient,
             trip_s=self.network.longest_s,
-            ranked=bool(self._ranks),
         )
 
     @property

@@ -415,7 +415,7 @@ class Pulls:
             return False
         if not self._standing().stepping or copy.fragment in self._copies.waiting:
             return True
-        return ordered if self._synchronous else copy.steps > 0
+        return ordered and (self._synchronous or copy.steps > 0)
 
     def _is_at_hand(self, fragment: int) -> bool:
         """A copy that will do. After the last step it is the last chance: only a copy of all steps will."""
