@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from msgspec.structs import replace as replace_fields
-from tests.simulate.planting import Plain, mutant
+from tests.simulate.planting import Plain, mutant, nothing
 
 from atoll.courier import rank_events
 from atoll.courier.rank_channel import PartFetched, PartUploaded
 from atoll.courier.rank_events import RankEvents
+from atoll.courier.slots import OutgoingSlots
 from atoll.learner.meeting import Meeting
 from atoll.simulate import ranked_learner, simulated_syncer
 
@@ -73,6 +74,12 @@ def _first_is_all(plain: Plain) -> Any:
 mutant(
     "a contribution is told of before every rank has sent its part",
     (RankEvents, "add", _first_is_all),
+    kind="ranks",
+)
+mutant(
+    "a slot is used again before every rank has sent its part",
+    (OutgoingSlots, "hold_slot", nothing),
+    (OutgoingSlots, "let_slot_go", nothing),
     kind="ranks",
 )
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from atoll.courier.rank_channel import UploadPart
 from atoll.mailbox.channel import AdoptOrder
 from atoll.protocol.records import AnyRecord, MergedRecord
 from atoll.protocol.relay import HeldKey, SumAsked
@@ -31,7 +32,7 @@ from atoll.simulate.cells import Cells, take_part
 from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.oracle import Oracle, Violation
 from atoll.simulate.ranked_learner import RankedLearner
-from atoll.simulate.simulated_rank import SentPart
+from atoll.simulate.simulated_rank import ReadFact, SentPart
 from atoll.simulate.simulated_relay import SimulatedRelay, SyncerSums
 from atoll.simulate.simulated_shard import SimulatedShard
 
@@ -74,6 +75,12 @@ class RankInvariants:
         if not any(isinstance(one, Cells) and take_part(plan, f, one) == part for one in committed):
             said = f"rank {rank} of {learner.name} adopts {part} as its part of version {order.version}"
             raise Violation("a version is whole in all ranks", f"{said}, committed is {committed[0]}", learner.name, f)
+
+    def watch_slot(self, learner: RankedLearner, rank: int, order: UploadPart, read: ReadFact) -> None:
+        """A rank sends what lies in the slot that it was told of."""
+        if (read.fragment, read.t) != (order.fragment, order.t):
+            said = f"rank {rank} of {learner.name} sends {read} for the copy of step {order.t}: its slot was used again"
+            raise Violation("a contribution is of one read", said, learner.name, order.fragment)
 
     def watch_parts(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None:
         """A contribution is merged. (What learners sent for two answers may lie together before that: then no message

@@ -37,7 +37,7 @@ from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import RankBoxes
 from atoll.simulate.cells import CellModel, Cells, front_of, join_parts
 from atoll.simulate.simulated_learner import MUTE_S, LearnerWorld, SimulatedLearner
-from atoll.simulate.simulated_rank import FromRank, SentPart, SimulatedRank
+from atoll.simulate.simulated_rank import FromRank, ReadFact, SentPart, SimulatedRank
 from atoll.simulate.training import Copy, Payload
 
 BASE_REPLACED = "the version it was made on is being replaced"
@@ -70,6 +70,8 @@ class RankNetwork(Protocol):
 
 
 class RankChecks(Protocol):
+    def watch_slot(self, learner: RankedLearner, rank: int, order: UploadPart, read: ReadFact) -> None: ...
+
     def watch_rank(self, learner: RankedLearner, rank: int, done: str) -> None: ...
 
     def watch_tokens(self, learner: RankedLearner) -> None: ...
@@ -481,7 +483,17 @@ class RankedLearner(SimulatedLearner):
             failed = PartUploaded(order.ask, reason="it got stuck")
             self.world.queue.call_later(MUTE_S, self._say_to_leader, rank, failed)
             return
-        read, delta = held.find_delta(order.fragment, order.slot)
+        base = held.base[order.fragment]
+        encode_s = self.layout.delay_s * (1 + rank) + held.lag_s
+        self.world.queue.call_later(encode_s, self._encode_part, rank, order, base)
+
+    def _encode_part(self, rank: int, order: UploadPart, base: Cells) -> object:
+        """By a thread, which reads the slot until it is done: if it was used again by then, that shows."""
+        if not self.alive or rank == self.gone_rank or order.ask not in self._sending:
+            return False
+        held = self.ranks[rank]
+        self.world.rank_checks.watch_slot(self, rank, order, held.outgoing[order.slot][0])
+        read, delta = held.find_delta(order.fragment, order.slot, base)
         delta = float("nan") * delta if self.broken else delta
         part = SentPart(read, delta, compute_digest(delta.values.tobytes()), self._sending[order.ask])
 
@@ -489,6 +501,7 @@ class RankedLearner(SimulatedLearner):
             self._say_to_leader(rank, PartUploaded(order.ask, "" if reason else part.digest, reason))
 
         self.world.rank_network.send_part(self, rank, order, part, told)
+        return None
 
     def _fetch(self, fragment: int) -> None:
         """Into the next slot that is free; those that wait get one in their order."""

@@ -126,10 +126,10 @@ class SimulatedRank:
             f = taken.adopted.fragment
             self.base[f], self.base_version[f] = self.incoming[taken.slot], taken.adopted.version
 
-    def find_delta(self, fragment: int, slot: int) -> tuple[ReadFact, Cells]:
+    def find_delta(self, fragment: int, slot: int, base: Cells) -> tuple[ReadFact, Cells]:
         """Of the copy in that slot: what it was made of, and what this rank sends."""
         read, copied = self.outgoing[slot]
-        return read, front_of(self.plan, fragment, self.base[fragment] - copied)
+        return read, front_of(self.plan, fragment, base - copied)
 
     # ---- its training process -------------------------------------------------------------------------------------
 
