@@ -128,6 +128,7 @@ def test_a_bucket_creates_reads_lists_and_deletes(bucket: Bucket, tmp_path: Path
     [
         ("bucket/run", "write it as s3://bucket/run"),
         ("s3:///run", "write it as s3://bucket/run"),
+        ("memory:///run", "write it as s3://bucket/run"),
         ("ftp://host/run", "write it as s3://bucket/run"),
         ("s3://key:secret@bucket/run", "takes no secrets"),
     ],

@@ -21,7 +21,7 @@ from atoll.protocol.errors import AtollError, ConfigError
 
 T = TypeVar("T")
 
-SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure", "file", "memory")
+SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure", "file")
 REQUEST_S = 60
 """Of one request: a part of 8 MiB on a link of 1.2 Mbit/s takes as long."""
 CONNECT_S = 5
@@ -120,14 +120,15 @@ class ObjectBucket:
         )
 
     def get_file(self, key: str, path: Path) -> None:
-        def ask() -> None:
-            with path.open("wb") as file:
-                for part in self._api.get(self._store, key).stream(min_chunk_size=PART_BYTES):
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-
-        self._ask("read", key, ask)
+        size = int(self._ask("look for", key, lambda: self._api.head(self._store, key))["size"])
+        with path.open("wb") as file:
+            # In parts: the time that one request may take covers all of its answer.
+            for begin in range(0, size, PART_BYTES):
+                end = min(begin + PART_BYTES, size)
+                part = self._ask("read", key, partial(self._api.get_range, self._store, key, start=begin, end=end))
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
 
     def delete(self, keys: list[str]) -> None:
         for begin in range(0, len(keys), 1000):
@@ -200,7 +201,7 @@ def open_bucket(url: str) -> ObjectBucket:
 
 def check_url(url: str) -> None:
     parts = urlsplit(url)
-    if parts.scheme not in SCHEMES or not (parts.netloc or parts.scheme in ("file", "memory")):
+    if parts.scheme not in SCHEMES or not (parts.netloc or parts.scheme == "file"):
         raise ConfigError(f"--store {url} is not understood: write it as s3://bucket/run, gs://…, az://… or file:///…")
     if parts.scheme == "file" and not parts.path.startswith("/"):
         raise ConfigError(f"--store {url} is not understood: a folder is written as file:///the/whole/path")

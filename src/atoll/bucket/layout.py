@@ -25,8 +25,8 @@ TERMS, RELEASED, HEADS, JOURNAL, CUTS, FILES, EVENTS = (
     "files",
     "events",
 )
-PIECE_BYTES = 64 * 2**20
-"""Of a growing file, in one object at most: it is read into memory."""
+PIECE_BYTES = 16 * 2**20
+"""Of a growing file, in one object at most: it is read into memory, and sent by one request."""
 MANY_PIECES = 256
 """So many pieces of one segment are put together into one: a restore would ask for each of them."""
 

@@ -200,7 +200,8 @@ class _Fetch:
             try:
                 state = self._fetch_state(key, folder)
                 if state.position.offset > way.get(key.term, -1) or state.position.term != key.term:
-                    continue  # of a syncer that was replaced, or the journal is not that far yet
+                    shutil.rmtree(folder)  # of a syncer that was replaced, or the journal is not that far yet
+                    continue
                 self.tell(f"cut {key.cut}, {_size(self.listing.cuts[key].values())}")
                 self._fetch_cut(key, folder)
                 check_cut(self.draft.cuts, self.draft.learners, key.cut)

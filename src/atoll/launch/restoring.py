@@ -21,6 +21,7 @@ from atoll.bucket.claims import StoredHead, begin_store, check_own, read_place, 
 from atoll.bucket.client import Bucket, StoreUnavailable, open_bucket
 from atoll.bucket.restore import SUFFIX, Restored, Takeover, claim_run, fetch_run, finish_restore
 from atoll.digests import compute_digest
+from atoll.launch.resume import read_head
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import (
     CutState,
@@ -57,9 +58,17 @@ def restore_run(url: str, out: Path, *, take_over: bool = False, read_only: bool
     takeover = Takeover(0) if read_only else claim_run(bucket, out.absolute(), take_over=take_over)
     draft, restored = fetch_run(bucket, out.absolute(), takeover, tell)
     remarks = list(restored.remarks)
-    if takeover.behind:
+    if takeover.behind or _lacks_rounds(draft, takeover):
         remarks += _begin_new_run(draft, restored)
     return RestoredRun(finish_restore(draft, out.absolute()), tuple(remarks))
+
+
+def _lacks_rounds(draft: RunDir, takeover: Takeover) -> bool:
+    """Whether something of the journal is gone from the bucket that was in it."""
+    if takeover.head is None:
+        return False
+    head = read_head(draft)
+    return (head.committed if head is not None else 0) < takeover.head.stored
 
 
 def attach_store(out: RunDir, url: str) -> None:
@@ -89,11 +98,12 @@ def _begin_new_run(draft: RunDir, restored: Restored) -> list[str]:
         (draft.journal / "terms").mkdir(parents=True, mode=0o700)
         return ["nothing but its settings was in the bucket: the run begins anew"]
     old, round = found.history.run, found.history.committed
+    why = "was not released" if restored.takeover.behind else "lacks a part of its journal in the bucket"
     run = secrets.token_hex(4)
     _write_beginning(draft, found, run, term)
     _leave_to_old_run(draft)
     return [
-        f"run {old} was not released: {_describe_loss(round, head)}",
+        f"run {old} {why}: {_describe_loss(round, head)}",
         f"a new run {run} begins with round {round} of run {old}; learners of the old one join it as newcomers",
     ]
 
