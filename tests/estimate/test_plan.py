@@ -153,6 +153,14 @@ def test_the_narrower_the_link_the_further_down_the_ladder_with_relays_before_co
         assert plan.sites[1].relay == relay and plan.links[0].carried
 
 
+def test_traffic_that_is_paid_for_goes_through_a_relay() -> None:
+    regions = two_sites(gbit_s=1000.0)
+    paid = replace(regions, links=(replace(regions.links[0], price_per_gb=0.02),))
+    free, dear = plan_of(regions), plan_of(paid)
+    assert dear.sites[1].relay and dear.links[0].gigabytes_per_day == pytest.approx(free.links[0].gigabytes_per_day / 4)
+    assert dear.links[0].price_per_day == pytest.approx(0.02 * dear.links[0].gigabytes_per_day)
+
+
 def test_a_link_that_carries_nothing_is_said_and_its_real_h_is_told() -> None:
     (link,) = plan_of(two_sites(gbit_s=1e-4)).links
     assert not link.carried and link.effective_h > 24 << 6
@@ -165,6 +173,11 @@ def test_where_nothing_is_taken_away_few_learners_do_and_where_much_is_many_do()
     )
     assert calm.sites[1].machines_per_learner == 8
     assert rough.sites[1].machines_per_learner < 4
+
+
+def test_a_lone_site_has_two_learners_at_least() -> None:
+    regions = Regions(model=Model(parameters=1e9, tokens_per_step=1e4), sites=(site("a", machines_per_learner=0),))
+    assert plan_of(regions).learners == 2
 
 
 def test_a_slow_link_costs_who_is_taken_away_time_to_fetch_its_state() -> None:
@@ -189,6 +202,7 @@ def document() -> dict[str, Any]:
     [
         ("sites.0.machines", "two", "sites[0].machines: Expected `int`, got `str`"),
         ("sites.0.machines", 0, "site 'a': machines = 0 must be above 0"),
+        ("sites.0.machines", 5000, "site 'a': machines = 5,000 are too many to simulate: 4,096 at most"),
         ("sites.0.machine", 1, "sites[0]: Object contains unknown field `machine`"),
         ("sites.0.price_per_hour", -1.0, "site 'a': price_per_hour = -1 must be a number of 0 or more"),
         ("sites.0.tokens_per_s", 5.0, "site 'a': give step_s or tokens_per_s, one of the two"),

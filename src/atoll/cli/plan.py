@@ -23,8 +23,9 @@ from atoll.protocol.errors import ConfigError
 
 def plan(*, file: Path, seeds: int, hours: float, json_: bool) -> None:
     check_question(seeds, hours)
+    document = document_of(file)
     try:
-        regions = read_regions(file)
+        regions = read_regions(document, file.parent)
         profile = profiles.load(regions.profile)
         found = make_plan(regions, profile, seeds=seeds, hours=hours)
     except ConfigError as error:
@@ -36,18 +37,15 @@ def plan(*, file: Path, seeds: int, hours: float, json_: bool) -> None:
     _print(regions, found, commands, profile.provenance)
 
 
-def read_regions(file: Path) -> Regions:
-    """Numbers may be written as 7B; links that were measured take their figures from the doctor's file."""
-    document = document_of(file)
+def read_regions(document: dict[str, Any], folder: Path) -> Regions:
+    """Numbers may be written as 7B; links that were measured take their figures from the doctor's file in `folder`."""
     model = document.get("model")
     for key in ("parameters", "tokens_per_step", "tokens"):
         if isinstance(model, dict) and isinstance(model.get(key), str):
             model[key] = number(f"model.{key}", model[key])
     regions = convert_regions(document)
     links = [
-        msgspec.structs.replace(link, measured="", **_read_measured(file.parent / link.measured))
-        if link.measured
-        else link
+        msgspec.structs.replace(link, measured="", **_read_measured(folder / link.measured)) if link.measured else link
         for link in regions.links
     ]
     return msgspec.structs.replace(regions, links=tuple(links))

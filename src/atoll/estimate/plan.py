@@ -2,12 +2,13 @@
 
 Nothing is modelled here: links are judged by `bandwidth`, machines that fail or are taken away by `goodput`, what a
 learner fetches when it comes back by `upsizing`. Decided here is what to ask them, in this order:
-- learners: the fewest, so the most machines in each, whose goodput is within a point of the best. More learners cost
-  traffic and some loss. What comes over the links does not decide it;
+- learners: the fewest, so the most machines in each, whose goodput is within a point of that of one machine each. More
+  learners cost traffic and some loss. What comes over the links does not decide it;
 - H and codecs: of the steps below the first that every link carries, each with four fifths of its width (ROOM), and in
   which fragments return while P − 1 rounds are under way. Codecs first, since int4 both ways cost 0.1 to 0.4 % of loss
   where it was measured (docs/measured.md) and a larger H more; never topk, which costs far more unless it is tuned for;
-- a relay in every site whose link carries that only with one. It changes nothing but where sums are made.
+- a relay in every site of several learners whose link carries that only with one, or whose traffic is paid for. It
+  changes nothing but where sums are made.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LADDER: tuple[tuple[Codec, Codec], ...] = (("bf16", "fp32"), ("bf16", "bf16"), (
 FIRST_H, DOUBLINGS = 24, 7
 FRAGMENTS, OVERLAP = 24, 2
 WITHIN = 0.01
-"""Of the best goodput: a point."""
+"""Of the goodput with one machine a learner: a point."""
 HOUR_S, DAY_S = 3600.0, 86_400.0
 GIGABYTES = 1 / 8
 """Of a gigabit."""
@@ -156,21 +157,19 @@ def pace_s(regions: Regions, sizes: Mapping[str, int]) -> float:
 
 def choose_learners(regions: Regions, profile: Profile, seeds: int, hours: float) -> dict[str, int]:
     """By site, how many machines make a learner."""
-    asked = {site.name: site.machines_per_learner for site in regions.sites}
-    open_sites = [site for site in regions.sites if not site.machines_per_learner]
-    if not open_sites:
-        return asked
-    common = math.gcd(*(site.machines for site in open_sites))
-    sizes = [size for size in range(1, common + 1) if common % size == 0]
-    found = {}
-    for size in sizes:
-        chosen = {name: count or size for name, count in asked.items()}
-        if size == 1 or sum(site.machines // chosen[site.name] for site in regions.sites) > 1:
-            played = play_sites(regions, profile, chosen, seeds, hours)
-            whole = sum(_most_tokens_per_s(regions, site.name) for site in regions.sites)
-            found[size] = sum(played[name] * _most_tokens_per_s(regions, name) for name in played) / whole
-    size = max(size for size, goodput in found.items() if goodput >= max(found.values()) - WITHIN)
-    return {name: count or size for name, count in asked.items()}
+    chosen = {site.name: site.machines_per_learner or 1 for site in regions.sites}
+    best = play_sites(regions, profile, chosen, seeds, hours)
+    for site in regions.sites:
+        if site.machines_per_learner:
+            continue
+        # A run of one learner is none: where there is no other site, two are the fewest.
+        fewest = 2 if len(regions.sites) == 1 and site.machines > 1 else 1
+        for learners in (count for count in range(fewest, site.machines) if site.machines % count == 0):
+            sizes = chosen | {site.name: site.machines // learners}
+            if play_sites(regions, profile, sizes, seeds, hours, only=site)[site.name] >= best[site.name] - WITHIN:
+                chosen[site.name] = site.machines // learners
+                break
+    return chosen
 
 
 def play_sites(
@@ -180,10 +179,11 @@ def play_sites(
     seeds: int,
     hours: float,
     sync_every: int | None = None,
+    only: Site | None = None,
 ) -> dict[str, float]:
     """The goodput of each site. With H, learners that come back also fetch their state over the link."""
-    jobs = []
-    for site in regions.sites:
+    jobs, sites = [], regions.sites if only is None else (only,)
+    for site in sites:
         fetch_s = _fetch_s(regions, site, sync_every) if sync_every is not None else 0.0
         values = {
             "step_s": site.seconds_of(regions.model),
@@ -195,7 +195,7 @@ def play_sites(
         }
         learners = site.machines // sizes[site.name]
         jobs.append(Job(with_values(profile, values), "decoupled", learners, site.machines, 0, hours, rounds=0))
-    return {site.name: cell.goodput for site, cell in zip(regions.sites, cells(jobs, seeds), strict=True)}
+    return {site.name: cell.goodput for site, cell in zip(sites, cells(jobs, seeds), strict=True)}
 
 
 def _fetch_s(regions: Regions, site: Site, sync_every: int) -> float:
@@ -242,11 +242,12 @@ def _ladder(regions: Regions, step_s: float) -> Iterator[SpreadRun]:
 def _judge_direct_or_relayed(
     regions: Regions, site: Site, sizes: Mapping[str, int], run: SpreadRun
 ) -> tuple[LinkPlan, bool]:
-    """Its link, and whether it takes a relay to carry the site's learners."""
+    """Its link, and whether a relay stands before the site's learners."""
     link, learners = regions.link_of(site), site.machines // sizes[site.name]
     assert link is not None
     direct = judge_link(link, site, learners, run)
-    if learners == 1 or (direct.carried and direct.away_steps <= most_away_steps(run)):
+    enough = direct.carried and direct.away_steps <= most_away_steps(run)
+    if learners == 1 or (enough and not link.price_per_gb):
         return direct, False
     return judge_link(link, site, 1, run), True
 

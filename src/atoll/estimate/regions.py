@@ -14,6 +14,8 @@ import msgspec
 from atoll.protocol.errors import ConfigError
 
 MOST = 1e18
+MOST_MACHINES = 4096
+"""In a site: each is simulated."""
 
 
 class RegionPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,6 +70,8 @@ class Site(RegionPart, frozen=True):
         try:
             RegionPart.__post_init__(self)
             self.check_above_0("machines", "away_h", "mtbf_h")
+            if self.machines > MOST_MACHINES:
+                raise ConfigError(f"machines = {self.machines:,} are too many to simulate: {MOST_MACHINES:,} at most")
             if bool(self.step_s) == bool(self.tokens_per_s):
                 raise ConfigError("give step_s or tokens_per_s, one of the two")
             if self.machines_per_learner and self.machines % self.machines_per_learner:
