@@ -161,6 +161,13 @@ def test_traffic_that_is_paid_for_goes_through_a_relay() -> None:
     assert dear.links[0].price_per_day == pytest.approx(0.02 * dear.links[0].gigabytes_per_day)
 
 
+def test_a_relay_makes_no_sums_of_learners_of_several_ranks() -> None:
+    regions = two_sites(gbit_s=1000.0, gpus=8)
+    (link,) = plan_of(replace(regions, links=(replace(regions.links[0], price_per_gb=0.02),))).links
+    assert link.up_gbit_s == pytest.approx(4 * 16 / 24), "four contributions in bf16, in 24 steps of a second"
+    assert link.down_gbit_s == pytest.approx(32 / 24), "and one version in fp32"
+
+
 def test_a_link_that_carries_nothing_is_said_and_its_real_h_is_told() -> None:
     (link,) = plan_of(two_sites(gbit_s=1e-4)).links
     assert not link.carried and link.effective_h > 24 << 6

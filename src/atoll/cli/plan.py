@@ -84,16 +84,18 @@ def list_commands(regions: Regions, plan: Plan) -> Iterator[str]:
             join = f"atoll-relays/{site.site}/link"
         if site.site != regions.home:
             yield f"atoll doctor --join LINK --parameters {regions.model.parameters:.0f} --step {plan.step_s:.3g}"
-        yield _learner_command(site, join)
+        yield _learner_command(site, regions.site(site.site).gpus, join)
 
 
-def _learner_command(site: SitePlan, join: str) -> str:
+def _learner_command(site: SitePlan, gpus: int, join: str) -> str:
     names = f"{site.site}-0" if site.learners == 1 else f"{site.site}-0 … {site.site}-{site.learners - 1}"
-    if site.machines_per_learner == 1:
-        return f"atoll learn train.py --join {join} --name NAME    # {names}"
-    nodes = f"--nnodes {site.machines_per_learner} --nproc-per-node GPUS"
-    launch = f"torchrun {nodes} --rdzv-backend c10d --rdzv-endpoint FIRST:29500"
-    return f"{launch} --module atoll learn train.py --join {join} --name NAME    # {names}"
+    learn = f"atoll learn train.py --join {join} --name NAME    # {names}"
+    if site.machines_per_learner * gpus == 1:
+        return learn
+    launch = f"torchrun --nnodes {site.machines_per_learner} --nproc-per-node {gpus}"
+    if site.machines_per_learner > 1:
+        launch += " --rdzv-backend c10d --rdzv-endpoint FIRST:29500"
+    return f"{launch} --module {learn}"
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------

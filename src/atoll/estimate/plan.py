@@ -245,23 +245,26 @@ def _judge_direct_or_relayed(
     """Its link, and whether a relay stands before the site's learners."""
     link, learners = regions.link_of(site), site.machines // sizes[site.name]
     assert link is not None
-    direct = judge_link(link, site, learners, run)
+    direct = judge_link(link, site, learners, learners, run)
     enough = direct.carried and direct.away_steps <= most_away_steps(run)
     if learners == 1 or (enough and not link.price_per_gb):
         return direct, False
-    return judge_link(link, site, 1, run), True
+    # Of learners of several ranks a relay makes no sums: it passes contributions on, and serves versions.
+    ranks = site.gpus * sizes[site.name]
+    return judge_link(link, site, 1 if ranks == 1 else learners, 1, run), True
 
 
-def judge_link(link: Link, site: Site, copies: int, run: SpreadRun) -> LinkPlan:
-    """`copies`: of every fragment, which cross it in each direction in H steps."""
-    spread = msgspec.structs.replace(run, learners=2 * copies, latency_s=link.trip_s / 2)
-    widths = (ROOM * link.width_up, ROOM * link.width_down)
+def judge_link(link: Link, site: Site, copies_up: int, copies_down: int, run: SpreadRun) -> LinkPlan:
+    """`copies`: of every fragment, which cross it in H steps."""
+    spread = msgspec.structs.replace(run, learners=2 * copies_down, latency_s=link.trip_s / 2)
+    more = copies_up / copies_down  # so many times what goes down: as a width that is so much less
+    widths = (ROOM * link.width_up / more, ROOM * link.width_down)
     up, down = (gbit / (run.sync_every * run.step_s) for gbit in loads_gbit(spread))
     pace = max(1.0, effective_h(spread, *widths) / run.sync_every)  # rounds come less often where it is not carried
-    gigabytes = (up + down) / pace * DAY_S * GIGABYTES
+    gigabytes = (more * up + down) / pace * DAY_S * GIGABYTES
     return LinkPlan(
         site=site.name,
-        up_gbit_s=up,
+        up_gbit_s=more * up,
         down_gbit_s=down,
         share=max(up / widths[0], down / widths[1]),
         gigabytes_per_day=gigabytes,

@@ -55,6 +55,8 @@ class Site(RegionPart, frozen=True):
     """… tokens that one machine trains in a second."""
     machines_per_learner: int = 0
     """0: the plan chooses. 1 where machines of the site do not share a fast network."""
+    gpus: int = 1
+    """Of one machine: several are ranks of one learner, which a relay makes no sums of."""
     price_per_hour: float = 0.0
     """Of one machine."""
     preempted_every_h: float = 0.0
@@ -69,7 +71,7 @@ class Site(RegionPart, frozen=True):
     def __post_init__(self) -> None:
         try:
             RegionPart.__post_init__(self)
-            self.check_above_0("machines", "away_h", "mtbf_h")
+            self.check_above_0("machines", "gpus", "away_h", "mtbf_h")
             if self.machines > MOST_MACHINES:
                 raise ConfigError(f"machines = {self.machines:,} are too many to simulate: {MOST_MACHINES:,} at most")
             if bool(self.step_s) == bool(self.tokens_per_s):
