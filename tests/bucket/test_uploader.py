@@ -91,11 +91,11 @@ def test_what_was_appended_is_put_and_nothing_behind_its_mark(run: RunDir, bucke
     mark = mark_of(journal, 1)
     journal.append([entry(1, b"second")])
     copy = copy_of(run, bucket, mark)
-    copy.put_through(mark, never)
+    copy.put_through(mark, {}, never)
     assert stored(bucket, "payload-000001-0000") == b"first"
     whole = (run.journal / "segment-000001.log").read_bytes()
     assert stored(bucket, "segment-000001") == whole[: mark.segment_bytes] != whole
-    copy.put_through(mark_of(journal, 2), never)
+    copy.put_through(mark_of(journal, 2), {}, never)
     assert stored(bucket, "segment-000001") == whole
 
 
@@ -106,7 +106,7 @@ def test_a_later_term_sends_what_the_one_before_had_not_sent_up_to_its_seal(run:
     sealed = first.position.offset
     first.append([entry(1)])  # by a syncer that was replaced and does not know it yet
     mark = mark_of(second, 1)
-    copy_of(run, bucket, mark).put_through(mark, never)
+    copy_of(run, bucket, mark).put_through(mark, {}, never)
     assert len(stored(bucket, "segment-000001")) == sealed
     assert stored(bucket, "segment-000002") == (run.journal / "segment-000002.log").read_bytes()
     assert stored(bucket, "payload-000001-0000") == b"first"
@@ -120,10 +120,26 @@ def test_records_do_not_go_past_payloads_that_are_gone_before_a_cut_is_there(run
     copy = copy_of(run, bucket, mark)
     (run.journal / "payload-000001-0000.bin").unlink()
     with pytest.raises(MissingPayloads):
-        copy.put_through(mark, never)
+        copy.put_through(mark, {}, never)
     assert stored(bucket, "segment-000001") == stored(bucket, "segment-000002") == b""
-    copy.put_through(mark, lambda place: place < (2, 0))
+    copy.put_through(mark, {}, lambda place: place < (2, 0))
     assert stored(bucket, "segment-000002") == (run.journal / "segment-000002.log").read_bytes()
+
+
+def test_payloads_of_this_term_that_were_deleted_before_they_were_put_are_missed_too(
+    run: RunDir, bucket: Bucket
+) -> None:
+    failing, journal = FailingBucket(bucket), begin(run)
+    uploader = uploader_of(run, failing)
+    journal.append([entry(0, b"first")])
+    uploader.note_append(mark_of(journal, 1))
+    journal.rotate()
+    journal.append([entry(1, b"second")])
+    uploader.note_append(mark_of(journal, 2))
+    journal.trim(1, 1)
+    with pytest.raises(MissingPayloads):
+        uploader._put_journal()
+    assert stored(bucket, "segment-000001") == b"" and uploader.lag().rounds == 2
 
 
 def test_many_small_pieces_become_one(run: RunDir, bucket: Bucket) -> None:
@@ -133,7 +149,7 @@ def test_many_small_pieces_become_one(run: RunDir, bucket: Bucket) -> None:
         journal.append([entry(round)])
         mark = mark_of(journal, round + 1)
         copy = copy or copy_of(run, bucket, mark)
-        copy.put_through(mark, never)
+        copy.put_through(mark, {}, never)
     assert copy is not None
     copy.join_small_pieces(lambda: None)
     assert len(bucket.list_objects("journal")) == 1

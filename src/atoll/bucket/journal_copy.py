@@ -8,7 +8,7 @@ next term's head says (the seal) is uploaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,25 +61,30 @@ class JournalCopy:
     def __init__(self, bucket: Bucket, folder: Path, listing: Listing, mark: JournalMark) -> None:
         self._bucket, self._folder, self._listing = bucket, folder, listing
         self._sealed = list_sealed(folder, mark.term)
-        self.stored: JournalMark | None = None
-        """What the bucket has of this term."""
+        self._done: set[str] = set()
+        """Payload files that do not grow any more and were put, or are not needed."""
 
-    def put_through(self, mark: JournalMark, has_cut_behind: Callable[[tuple[int, int]], bool]) -> None:
-        """Upload everything up to this mark. `has_cut_behind`: whether the bucket has a cut that needs no payload file
-        up to this (term, number)."""
-        for name, size in sorted({**self._sealed, **self._list_payloads(mark)}.items()):
-            if (place := payload_place(name)) is not None:
-                try:
-                    self._put_file(name, size)
-                except FileNotFoundError:
-                    if not has_cut_behind(place):
-                        raise MissingPayloads(name) from None
+    def put_through(
+        self, mark: JournalMark, written: Mapping[str, int], has_cut_behind: Callable[[tuple[int, int]], bool]
+    ) -> None:
+        """Upload everything up to this mark. `written`: payload files of this term that were written to, with sizes at
+        or past the mark; `has_cut_behind`: whether the bucket has a cut that needs no payload file up to this (term,
+        number)."""
+        for name, size in sorted({**self._sealed, **self._list_payloads(mark), **written}.items()):
+            if (place := payload_place(name)) is None or name in self._done:
+                continue
+            try:
+                self._put_file(name, size)
+            except FileNotFoundError:
+                if not has_cut_behind(place):
+                    raise MissingPayloads(name) from None
+            if place < (mark.term, mark.file):
+                self._done.add(name)
         for name, size in sorted(self._sealed.items()):
             if payload_place(name) is None:
                 self._put_file(name, size)
         self._put_file(segment_name(mark.term), mark.segment_bytes)
         self._sealed.clear()
-        self.stored = mark
 
     def _list_payloads(self, mark: JournalMark) -> dict[str, int]:
         """Of this term. Those before the current one have their last size."""

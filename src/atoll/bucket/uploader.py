@@ -30,7 +30,7 @@ from atoll.bucket.claims import (
 from atoll.bucket.client import Bucket, StoreRefused, open_bucket
 from atoll.bucket.files_copy import FilesCopy
 from atoll.bucket.journal_copy import JournalCopy, JournalMark
-from atoll.bucket.layout import Listing, read_listing
+from atoll.bucket.layout import Listing, payload_name, payload_place, read_listing
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import Deposed
@@ -72,6 +72,8 @@ class Uploader:
         self._stop, self._marked = threading.Event(), threading.Event()
         self._waiting: deque[JournalMark] = deque()
         """Marks that are not in the bucket, but for those between the first and the last."""
+        self._written: dict[str, int] = {}
+        """Payload files that may not be in the bucket as far as they were written: one that is deleted is missed."""
         self._stored_rounds = 0
         self._failing: dict[str, tuple[float, str]] = {}
         """By lane, since when it fails and with what."""
@@ -90,6 +92,8 @@ class Uploader:
                 self._waiting[-1] = mark
             else:
                 self._waiting.append(mark)
+            if mark.payload_bytes:
+                self._written[payload_name(mark.term, mark.file)] = mark.payload_bytes
         self._marked.set()
         if self.told_after_put:
             self._put_before_told(mark)
@@ -176,9 +180,14 @@ class Uploader:
             if not waiting:
                 return
             mark = waiting[-1]
-            journal.put_through(mark, files.has_cut_behind)
+            with self._marks:
+                written = dict(self._written)
+            journal.put_through(mark, written, files.has_cut_behind)
             self._stored_rounds = mark.rounds
             with self._marks:  # another append may have taken the last mark's place meanwhile: then it is what waits
+                for name in written:
+                    if payload_place(name) != (mark.term, mark.file):
+                        self._written.pop(name, None)
                 newest = self._waiting[-1]
                 self._waiting.clear()
                 if newest is not mark:
