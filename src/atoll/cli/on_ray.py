@@ -65,12 +65,13 @@ def start_on_ray(
 def resume_on_ray(engine: str, folder: Path, words: list[str], max_restarts: int, *, as_json: bool) -> None:
     """Watch the run if it goes on, else go on with it."""
     address = parse_engine(engine)
-    import_ray()
+    ray = import_ray()
     connect(address)
     from atoll.launch.on_ray.controller import RunJob, find_controller, make_controller
 
     run = RunDir(folder.absolute())
-    if (controller := find_controller(run.path)) is not None:
+    controller = find_controller(run.path)
+    if controller is not None and not ray.get(controller.is_over.remote(), timeout=ANSWER_S):
         if words:
             raise ConfigError(f"{words[0]}: the run goes on; change it by atoll set or atoll scale")
         watch_run(controller, run, as_json=as_json)

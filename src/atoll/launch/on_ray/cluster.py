@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from atoll.launch.on_ray.naming import NAMESPACE
 from atoll.protocol.errors import ConfigError, Unreachable
+
+DIAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,11 @@ def connect(address: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     where = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
+        if (parts := urlsplit(where if "://" in where else f"ray://{where}")).port is not None:
+            with socket.create_connection((parts.hostname or "", parts.port), DIAL_S):
+                pass  # Ray itself would try for minutes
         ray.init(address=where, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+    except (ImportError, RuntimeError, ValueError, OSError) as error:
         start = "" if address else " (name one by ray://HOST:10001 or RAY_ADDRESS, or start one: ray start --head)"
         shown = "" if where == "auto" else f" at {where}"
         words = str(error).strip().splitlines()

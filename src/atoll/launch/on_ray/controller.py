@@ -327,6 +327,9 @@ class Controller:
         )
         return msgspec.msgpack.encode(told)
 
+    def is_over(self) -> bool:
+        return self._state in ("ended", "failed")
+
     def interrupt(self) -> None:
         """Once: the run ends in good order; twice: everything is killed."""
         if self._run is not None and self._loop is not None:
@@ -342,21 +345,25 @@ class Controller:
             failure = import_named("closes", self._job.closes)(self._out, self._run.shortfall)
             if failure:
                 raise RunFailed(failure)
-            self._state = "ended"
+            self._close("ended")
         except AtollError as error:
             self._fail(error)
         except Exception as error:  # of whatever kind: nobody else would tell of it
             self._fail(RunFailed(f"the controller failed: {type(error).__name__}: {error}"))
         finally:
-            if self._run is not None:
-                self._run.close()
             time.sleep(LINGER_S)
             ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def _fail(self, error: AtollError) -> None:
         self._error = error if isinstance(error, RunFailed) else RunFailed(str(error))
         self._error.exit_code = error.exit_code
-        self._state = "failed"
+        self._close("failed")
+
+    def _close(self, state: str) -> None:
+        """Every process and keeper is gone before anybody hears that it is over."""
+        if self._run is not None:
+            self._run.close()
+        self._state = state
 
     async def _run_to_end(self, run: RayRun) -> None:
         self._loop = asyncio.get_running_loop()
@@ -405,8 +412,12 @@ def make_controller(folder: Path, job: RunJob) -> Any:
     """ConfigError: the run has one."""
     options = {"name": name_actor(folder, CONTROLLER), "namespace": NAMESPACE, "lifetime": "detached"}
     make = ray.remote(Controller).options(**options, num_cpus=0, max_restarts=-1, max_concurrency=8)
+    if (before := find_controller(folder)) is not None and ray.get(before.is_over.remote(), timeout=PROBE_S):
+        ray.kill(before, no_restart=True)  # it stays a while for those who watch
     try:
-        return make.remote(msgspec.msgpack.encode(job))
+        made = make.remote(msgspec.msgpack.encode(job))
+        ray.get(made.is_over.remote(), timeout=PROBE_S)  # through a Ray Client this is the first to know
+        return made
     except ValueError:
         raise ConfigError(
             f"run {folder} is alive on this cluster: watch it with atoll train --on ray --resume {folder}, or use "
