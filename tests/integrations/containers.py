@@ -173,7 +173,8 @@ class Container:
 
     def words(self) -> list[str]:
         """Process 1 of it is the command."""
-        root = tempfile.mkdtemp(prefix="root-")
+        root = Path(tempfile.gettempdir()) / "atoll-test-root"  # each has a file system of its own mounted there
+        root.mkdir(exist_ok=True)
         mounts = [Volume(one, str(one), read_only=True) for one in _host_folders()]
         mounts += [Volume(Path("/proc"), "/proc"), Volume(Path("/dev"), "/dev"), *self.volumes]
         flat = [word for one in mounts for word in (("ro" if one.read_only else "rw"), str(one.source), one.target)]
@@ -183,7 +184,7 @@ class Container:
         values = [f"{key}={value}" for key, value in self.environment.items()]
         inside = ["env", "-i", f"--chdir={self.folder}", *values, *self.command]
         space = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return [*space, "sh", "-c", ENTER, "enter", root, *flat, "--", *rights, *inside]
+        return [*space, "sh", "-c", ENTER, "enter", str(root), *flat, "--", *rights, *inside]
 
 
 def _host_folders() -> list[Path]:
