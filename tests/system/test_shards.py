@@ -55,10 +55,13 @@ def compile_codec(name: str) -> None:
     decode_contribution(codec, part, body, values)
 
 
-@pytest.mark.parametrize("codec", ["fp32", pytest.param("int4", marks=pytest.mark.faults)])
-def test_the_model_has_the_bits_of_a_syncer_of_one_process(run: Run, codec: str) -> None:
+FURTHER = [pytest.param(*one, marks=pytest.mark.faults) for one in (("int4", "rda-row"), ("fp32", "rda"))]
+
+
+@pytest.mark.parametrize(("codec", "merge"), [("fp32", "rda-row"), *FURTHER])
+def test_the_model_has_the_bits_of_a_syncer_of_one_process(run: Run, codec: str, merge: str) -> None:
     compile_codec(codec)
-    settings = (*SYNCHRONOUS, "--set", f"codec={codec}")
+    settings = (*SYNCHRONOUS, "--set", f"codec={codec}", "--set", f"merge={merge}")
     run.train(*WIDE, *settings, "--syncer-shards", "2").ended()
     check_clean(run)
     assert sum(path.stat().st_size for path in (run.out / "shards" / "2" / "journal").rglob("*.bin")) > 0

@@ -25,6 +25,8 @@ from atoll.protocol.shard_messages import (
     FromLead,
     FromShard,
     InitialHere,
+    NormsHere,
+    NormsOfAll,
     ShardHello,
     Stage,
     Staged,
@@ -94,6 +96,8 @@ class SimulatedLead:
         """All shards have been ready in this term."""
         self._held: list[fx.SyncerEffect] = []
         self._own: dict[int, fx.Merge] = {}
+        self._measured: dict[int, Stage] = {}
+        """By order, what waits for the norms of all holders."""
         """By order: of the lead's own part, until all have staged theirs."""
         self._cuts: dict[int, tuple[fx.TakeCut, list[float], int]] = {}
         self._first: fx.TakeCut | None = None
@@ -280,20 +284,30 @@ class SimulatedLead:
 
     def _order_own(self, message: FromLead) -> None:
         match message:
+            case Stage(order=order) if pure.LEAD in self.state.holders(message.fragment):
+                self._measured[order] = message
+                self._syncer.tell_lead_later(self._merge_s / 2, NormsHere(order=order, turn=0, squares=b"own"))
             case Stage():
-                parts = tuple(fx.Part(one.learner, one.attempt, one.weight, one.base) for one in message.given)
-                merge = fx.Merge(message.round, message.fragment, parts)
-                if (failed := self._syncer.stage_own(merge)) is not None:
-                    unstaged = Unstaged(order=message.order, reason=failed.reason, reset=failed.reset)
-                    self._syncer.tell_lead_later(self._merge_s, unstaged)
-                else:
-                    self._own[message.order] = merge
-                    self._syncer.tell_lead_later(self._merge_s, Staged(order=message.order, digest="digest"))
+                self._stage_own(message)
+            case NormsOfAll(order=order):
+                if (stage := self._measured.pop(order, None)) is not None:
+                    self._stage_own(stage)
             case Unstage(order=order, fragment=fragment):
+                self._measured.pop(order, None)
                 if self._own.pop(order, None) is not None:
                     self._syncer.drop_own(fragment)
             case _:
                 raise AssertionError(f"the lead carries out no {message}")
+
+    def _stage_own(self, stage: Stage) -> None:
+        parts = tuple(fx.Part(one.learner, one.attempt, one.weight, one.base) for one in stage.given)
+        merge = fx.Merge(stage.round, stage.fragment, parts)
+        if (failed := self._syncer.stage_own(merge)) is not None:
+            unstaged = Unstaged(order=stage.order, reason=failed.reason, reset=failed.reset)
+            self._syncer.tell_lead_later(self._merge_s, unstaged)
+        else:
+            self._own[stage.order] = merge
+            self._syncer.tell_lead_later(self._merge_s, Staged(order=stage.order, digest="digest"))
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 

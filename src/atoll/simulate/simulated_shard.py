@@ -116,6 +116,8 @@ class SimulatedShard:
         self.theta: list[Cells] = []
         self.versions = [-1] * self.fragments
         self.staged: dict[int, tuple[Cells, Cells]] = {}
+        self._measured: dict[int, msg.Stage] = {}
+        """By order, what waits for the norms of all."""
         """By fragment: the outer gradient of its part, and the new values."""
         self.bodies: dict[msg.Body, Cells] = {}
         self.expected: dict[msg.Body, msg.Expect] = {}
@@ -255,7 +257,13 @@ class SimulatedShard:
             case sh.AskFor(asked):
                 self.asked = asked
             case sh.Step(stage):
-                self._later(self.world.merge_s, self._step, stage)
+                self._later(self.world.merge_s / 2, self._measure, stage)
+            case sh.UseNorms(norms):
+                if (waits := self._measured.pop(norms.order, None)) is not None:
+                    self._later(self.world.merge_s / 2, self._step, waits)
+            case sh.Abandon(order):
+                if self._measured.pop(order, None) is not None:
+                    self._later(0.0, self.handle, sh.StepFailed(order, "taken back while norms were waited for"))
             case sh.Write(stage):
                 self._later(self.world.draw_sync_s(), self._write, stage)
             case sh.Undo(fragment):
@@ -304,6 +312,11 @@ class SimulatedShard:
         record = self.disk.chain[decision.head]
         self.theta[decision.fragment] = self.theta[decision.fragment] - self.world.outer_lr * record.gradient
         self.versions[decision.fragment] = decision.version
+
+    def _measure(self, stage: msg.Stage) -> None:
+        """Its merge needs the norms of all holders, as that of merge = "rda" does."""
+        self._measured[stage.order] = stage
+        self.handle(sh.Measured(stage.order, 0, b"own"))
 
     def _step(self, stage: msg.Stage) -> None:
         bodies = [self.bodies.get((one.learner, stage.round, one.attempt)) for one in stage.given]
