@@ -144,6 +144,16 @@ class Learner:
         return self._session is not None and self._session.done
 
     @property
+    def finished(self) -> bool:
+        """The run has ended, and the model holds its final parameters: known once this learner has left."""
+        return self._session is not None and self._left and self._session.finished
+
+    @property
+    def has_budget(self) -> bool:
+        """The run ends after so many steps or tokens. False while it has not been heard of, and alone."""
+        return self._session is not None and self._session.has_budget
+
+    @property
     def index(self) -> int:
         """This learner's number in the run, 0 or above: no other has it, and it keeps it when it starts again.
 

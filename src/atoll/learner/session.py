@@ -101,7 +101,7 @@ class RunSession:
         """The newest that the courier said of the run."""
         self._known = RunProgress()
         """What the step under way goes by."""
-        self._done = self._final = self._stopped = False
+        self._done = self._final = self._stopped = self._finished = False
         self._joined = False
         """It has the run's parameters, and said so."""
 
@@ -109,6 +109,16 @@ class RunSession:
     def done(self) -> bool:
         """The run has ended, or this machine is taken away."""
         return self._done or self._exchange.leaving
+
+    @property
+    def finished(self) -> bool:
+        """The final parameters are in the model."""
+        return self._finished
+
+    @property
+    def has_budget(self) -> bool:
+        boundary = self.shared.boundary
+        return boundary is not None and (boundary.settings.steps > 0 or boundary.settings.tokens > 0)
 
     @property
     def progress(self) -> float:
@@ -464,6 +474,7 @@ class RunSession:
             self._courier.send(Goodbye(leaving.goodbye_reason(asked, saved=saved)))
         elif boundary is not None:
             boundary.load_base()
+            self._finished = True
 
     def _await_the_end(self) -> LeaveWait:
         """Wait until the run is over, or until nothing keeps this learner in it any more."""

@@ -1,0 +1,56 @@
+"""The samples and the learning rate of a run, under the dataloader and the schedule of another library.
+
+A dataloader keeps its own BatchSampler, workers and collate function; only where the indices come from is changed. A
+schedule keeps its shape; only how far it is, is the run's word and not the count of this learner's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import BatchSampler, IterableDataset, Sampler
+
+from atoll.learner.learner import Learner
+
+
+class LeasedIndices(Sampler[int]):
+    """The samples that the run leases to this learner, one by one, for a BatchSampler of the same batch size."""
+
+    def __init__(self, learner: Learner, dataset: Any, batch_size: int) -> None:
+        self._batches = learner.sampler(dataset, batch_size)
+        self._length = len(dataset)
+
+    def __len__(self) -> int:
+        """Of one pass, as other libraries count their epochs; the leases themselves go on until the run is done."""
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self._batches:
+            yield from batch
+
+
+def lease_samples(loader: Any, learner: Learner) -> bool:
+    """Let a dataloader load what the run leases; False: its data has no length or makes its own batches."""
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
+        return False
+    batches.sampler = LeasedIndices(learner, loader.dataset, batches.batch_size)
+    return True
+
+
+def follow_run(schedule: object, learner: Learner, steps: int) -> bool:
+    """Let a schedule over `steps` steps be as far as the run is; False: it is no LambdaLR, and is left as it is."""
+    if not isinstance(schedule, LambdaLR):
+        return False
+    schedule.lr_lambdas = [_at_progress(factor, learner, steps) for factor in schedule.lr_lambdas]
+    rates = [base * factor(0) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # who joins late begins with the rate of the others
+    schedule._last_lr = rates
+    return True
+
+
+def _at_progress(factor: Callable[[Any], float], learner: Learner, steps: int) -> Callable[[Any], float]:
+    return lambda _: factor(learner.progress * steps)
