@@ -1,0 +1,144 @@
+"""Hugging Face's Trainer: alone it counts and trains as ever; in a run it trains the global model and saves it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tests.integrations.conftest import EXAMPLES, Run, told_loss
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+from atoll.integrations.hf import joined
+from atoll.learner.model import describe
+
+pytestmark = pytest.mark.integrations
+
+SAMPLES = [{"input_ids": torch.arange(i, i + 8) % 16, "labels": torch.arange(i, i + 8) % 16} for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def _no_run_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATOLL_SYNCER", "ATOLL_JOIN", "ATOLL_LEARNER", "ATOLL_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make_model() -> GPT2LMHeadModel:
+    set_seed(0)
+    size = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+
+
+def make_trainer(folder: Path, model: Any = None, kind: type[Trainer] = Trainer, **arguments: Any) -> Trainer:
+    usual = {"max_steps": 3, "per_device_train_batch_size": 4, "include_num_input_tokens_seen": "all"}
+    quiet = {"disable_tqdm": True, "dataloader_pin_memory": False, "save_strategy": "no", "use_cpu": True}
+    args = TrainingArguments(str(folder), **{**usual, **quiet, **arguments})
+    return kind(model if model is not None else make_model(), args, train_dataset=SAMPLES)
+
+
+def test_tokens_must_be_counted(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, include_num_input_tokens_seen="no")
+    with pytest.raises(ValueError, match=r'include_num_input_tokens_seen="all"'), joined(trainer):
+        trainer.train()
+
+
+def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2)
+    with joined(trainer) as joined_by:
+        trainer.train()
+    learner = joined_by.learner
+    assert learner is not None and learner.steps == 3
+    assert learner._tally.tokens == 3 * 2 * 4 * 8
+    assert joined_by not in trainer.callback_handler.callbacks and "training_step" not in vars(trainer)
+
+
+def test_alone_it_trains_as_it_does_without(tmp_path: Path) -> None:
+    plain, watched = make_trainer(tmp_path / "a"), make_trainer(tmp_path / "b")
+    for trainer in (plain, watched):
+        set_seed(1)
+        if trainer is plain:
+            trainer.train()
+        else:
+            with joined(trainer):
+                trainer.train()
+    for one, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_step_that_the_scaler_leaves_out_is_none(tmp_path: Path) -> None:
+    class Overflowing(Trainer):
+        def compute_loss(self, *given: Any, **named: Any) -> torch.Tensor:
+            loss = super().compute_loss(*given, **named)
+            return loss * float("inf") if self.state.global_step == 1 else loss
+
+    trainer = make_trainer(tmp_path, kind=Overflowing, max_grad_norm=0.0)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with joined(trainer) as joined_by:
+        trainer.train()
+    assert trainer.state.global_step == 3
+    learner = joined_by.learner
+    assert learner is not None and learner.steps == 2 and learner._tally.tokens == 2 * 4 * 8
+
+
+def test_an_error_of_the_training_passes_and_the_learner_has_left(tmp_path: Path) -> None:
+    class Failing(Trainer):
+        def compute_loss(self, *given: Any, **named: Any) -> torch.Tensor:
+            raise ZeroDivisionError("as in a user's loss")
+
+    trainer = make_trainer(tmp_path, kind=Failing)
+    with pytest.raises(ZeroDivisionError), joined(trainer) as joined_by:
+        trainer.train()
+    assert joined_by.learner is not None and "has left" in repr(joined_by.learner)
+
+
+def test_of_a_peft_model_the_adapters_travel_and_are_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    trainer = make_trainer(tmp_path / "out", model)
+    with joined(trainer, save_to=tmp_path / "saved"):
+        trainer.train()
+    assert all("lora_" in tensor.name for tensor in describe(model))
+    with safe_open(tmp_path / "saved" / "adapter_model.safetensors", framework="numpy") as saved:
+        assert all("lora_" in name for name in saved.keys())  # noqa: SIM118
+    loaded = peft.PeftModel.from_pretrained(make_model(), tmp_path / "saved")
+    ids = SAMPLES[0]["input_ids"][None]
+    assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score(run: Run) -> None:
+    script = EXAMPLES / "hf_trainer.py"
+    assert len(script.read_text().splitlines()) <= 40
+    run.train(script, "--learners", "2", "--steps", "60", "--set", "sync_every=8")
+    run.until(lambda events: sum(event["kind"] == "round" for event in events) >= 8)
+    os.kill(run.pid("learner-1"), signal.SIGKILL)
+    run.ended()
+    summary = run.summary
+    assert summary["restarts"] >= 1 and summary["validation_loss_end"] < summary["validation_loss_start"]
+    assert not run.events("same_batches") and "not leased" not in run.logs()
+    saved = run.folder / "atoll-hf"
+    assert json.loads((saved / "config.json").read_text())["model_type"] == "gpt2"
+    assert (saved / "tokenizer.json").exists() and not list(saved.glob("checkpoint-*"))
+    assert told_loss(run, script, saved) == pytest.approx(summary["validation_loss_end"], rel=1e-4)
+
+
+def test_a_loop_with_accelerate_trains_in_a_run_with_a_kill(run: Run) -> None:
+    script = EXAMPLES / "accelerate_loop.py"
+    assert len(script.read_text().splitlines()) <= 40
+    run.train(script, "--learners", "2", "--steps", "60", "--set", "sync_every=8")
+    run.until(lambda events: sum(event["kind"] == "round" for event in events) >= 8)
+    os.kill(run.pid("learner-1"), signal.SIGKILL)
+    run.ended()
+    assert run.summary["restarts"] >= 1 and not run.events("same_batches") and "not leased" not in run.logs()
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+    model = GPT2LMHeadModel.from_pretrained(run.folder / "atoll-accelerate").eval()
+    windows = torch.tensor(list(inspect.getsource(argparse).encode())).unfold(0, 64, 32)[-100:]
+    with torch.no_grad():
+        loss = model(input_ids=windows, labels=windows).loss.item()
+    assert loss == pytest.approx(run.summary["validation_loss_end"], rel=1e-4)

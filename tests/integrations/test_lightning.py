@@ -1,0 +1,113 @@
+"""Lightning's Trainer: alone it counts and trains as ever; in a run it trains the global model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from tests.integrations.conftest import EXAMPLES, Run, told_loss
+from torch import nn
+from torch.utils.data import DataLoader
+
+from atoll.integrations.lightning import AtollCallback
+
+pytestmark = [
+    pytest.mark.integrations,
+    # What Lightning says of its own calls, of a small machine and of the options below.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_run_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATOLL_SYNCER", "ATOLL_JOIN", "ATOLL_LEARNER", "ATOLL_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TwoOptimizers(Module):
+    """By hand, as a GAN has them."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=0.1) for p in self.net.parameters()]
+
+
+class Failing(Module):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            raise ZeroDivisionError("as in a user's loss")
+        return super().training_step(batch, batch_idx)
+
+
+def fit(module: Module, *callbacks: AtollCallback, **options: Any) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(max_epochs=1, callbacks=list(callbacks), enable_model_summary=False, **quiet, **options)
+    trainer.fit(module, DataLoader(torch.arange(32.0).view(16, 2) / 32, batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "steps"),
+    [(Module, {}, 8), (Module, {"accumulate_grad_batches": 4}, 2), (TwoOptimizers, {}, 8)],
+    ids=["plain", "accumulated", "two optimizers"],
+)
+def test_a_step_is_counted_when_the_batch_moved_the_global_step(
+    module: type[Module], options: dict[str, Any], steps: int
+) -> None:
+    callback = AtollCallback(tokens=len)
+    fit(module(), callback, **options)
+    assert callback.learner is not None and callback.learner.steps == steps
+    assert callback.learner._tally.tokens == 16 and "has left" in repr(callback.learner)
+
+
+def test_alone_it_trains_as_it_does_without() -> None:
+    plain, watched = Module(), Module()
+    fit(plain)
+    fit(watched, AtollCallback(tokens=len))
+    assert torch.equal(plain.net.weight, watched.net.weight)
+
+
+def test_an_error_of_the_training_passes_and_the_learner_has_left() -> None:
+    callback = AtollCallback(tokens=len)
+    with pytest.raises(ZeroDivisionError):
+        fit(Failing(), callback)
+    assert callback.learner is not None and "has left" in repr(callback.learner)
+
+
+def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score(run: Run) -> None:
+    script = EXAMPLES / "lightning_fit.py"
+    assert len(script.read_text().splitlines()) <= 40
+    run.train(script, "--learners", "2", "--steps", "300", "--set", "sync_every=8")
+    run.until(lambda events: sum(event["kind"] == "round" for event in events) >= 8)
+    os.kill(run.pid("learner-1"), signal.SIGKILL)
+    run.ended()
+    assert run.summary["restarts"] >= 1
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+    assert not run.events("same_batches") and "not leased" not in run.logs()
+    saved = run.folder / "atoll-lightning.ckpt"
+    assert told_loss(run, script, saved) == pytest.approx(run.summary["validation_loss_end"], rel=1e-4)
