@@ -511,10 +511,17 @@ class TestInARun:
 
 
 class TestLeaving:
+    def test_it_knows_of_a_budget_and_that_it_holds_the_final_parameters(self) -> None:
+        joined = Joined(small(), Settings(steps=1, fragments=2, overlap=0).resolved(2), join_wait_s=5.0)
+        with joined.learner as learner:
+            assert learner.has_budget and not learner.finished
+        assert learner.finished
+
     def test_a_script_that_ends_early_says_so_once_nothing_is_left_to_merge(self, joined: Joined) -> None:
         joined.leaving = []
-        with joined.learner:
-            pass
+        with joined.learner as learner:
+            assert not learner.has_budget
+        assert not learner.finished
         assert joined.courier.of(Goodbye) == [Goodbye("it left before the run ended")]
         assert joined.courier.closed
 
@@ -763,5 +770,5 @@ def test_in_a_notebook_it_says_where_it_belongs_and_how_far_it_is() -> None:
 
 
 def test_names_and_help_are_those_of_a_user() -> None:
-    assert dir(atoll) == ["KeptMoments", "Learner", "__version__", "evaluate", "kept_moments"]
+    assert dir(atoll) == ["KeptMoments", "Learner", "__version__", "attach", "evaluate", "kept_moments"]
     assert "learner.step(tokens=batch.numel(), loss=loss)" in (atoll.Learner.__doc__ or "")
