@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import lightning
 import pytest
 import torch
 from tests.integrations.conftest import EXAMPLES, Run, told_loss
+from tests.system.conftest import members
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -111,3 +114,20 @@ def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score
     assert not run.events("same_batches") and "not leased" not in run.logs()
     saved = run.folder / "atoll-lightning.ckpt"
     assert told_loss(run, script, saved) == pytest.approx(run.summary["validation_loss_end"], rel=1e-4)
+
+
+def test_a_learner_that_is_taken_away_leaves_in_good_order(run: Run) -> None:
+    run.train(EXAMPLES / "lightning_fit.py", "--learners", "2", "--steps", "1500", "--set", "sync_every=24")
+    run.until(lambda events: ("learner-1", 1) in members(events))
+    os.kill(run.pid("learner-1"), signal.SIGTERM)
+    run.ended()
+    [left] = [event for event in run.events("left") if event["learner"] == "learner-1"]
+    assert "SIGTERM" in left["reason"] and "its state is saved" in left["reason"]
+
+
+def test_without_the_library_one_line_says_what_to_install() -> None:
+    for name, extra in {"lightning": "lightning", "hf": "hf"}.items():
+        library = {"lightning": "lightning", "hf": "transformers"}[name]
+        code = f"import sys; sys.modules[{library!r}] = None; import atoll.integrations.{name}"
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+        assert told.stderr.splitlines()[-1].endswith(f"pip install 'atoll[{extra}]'")

@@ -10,6 +10,8 @@ with a budget ends by it, whatever `max_epochs` and `max_steps` say. Alone the T
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,6 +55,7 @@ class AtollCallback(Callback):  # type: ignore[misc]
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         for number, schedule in enumerate(schedules):
             learner.register(f"schedule-{number}", schedule, from_peers=True)
+        free_sigterm(trainer)
         learner.__enter__()
         if lease_samples(trainer.train_dataloader, learner):
             iter(trainer.fit_loop._data_fetcher)  # workers have begun to load what the loader itself would choose
@@ -90,7 +93,7 @@ class AtollCallback(Callback):  # type: ignore[misc]
             self.learner.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """SIGTERM is no mistake: a machine is taken away, and the last steps go to the run."""
+        """SIGTERM, where it stayed Lightning's, is no mistake: the last steps go to the run."""
         if self.learner is not None:
             self.learner.leave(None if isinstance(exception, SIGTERMException) else exception)
 
@@ -104,6 +107,14 @@ def check_in_run(trainer: Trainer) -> None:
         )
     if trainer.global_step > 0:
         raise ValueError("a run restores its learners itself: call trainer.fit() without ckpt_path")
+
+
+def free_sigterm(trainer: Trainer) -> None:
+    """Lightning ends training by an exception after SIGTERM. A learner that hears of it itself leaves at the next step
+    and saves its state too; it listens where nobody else does. A handler of the script's own stays."""
+    before = getattr(trainer._signal_connector, "_original_handlers", {}).get(signal.SIGTERM)
+    if before is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def read_scale(trainer: Trainer) -> float:
