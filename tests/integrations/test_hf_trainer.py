@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,20 @@ def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score
     assert json.loads((saved / "config.json").read_text())["model_type"] == "gpt2"
     assert (saved / "tokenizer.json").exists() and not list(saved.glob("checkpoint-*"))
     assert told_loss(run, script, saved) == pytest.approx(summary["validation_loss_end"], rel=1e-4)
+
+
+def test_lora_on_a_stream_ends_with_the_run_and_so_does_its_learning_rate(run: Run) -> None:
+    script = Path(__file__).parent / "scripts" / "lora_stream.py"
+    run.train(script, "--learners", "2", "--steps", "40", "--set", "sync_every=8").ended()
+    summary = run.summary
+    assert summary["validation_loss_end"] < summary["validation_loss_start"] and not run.events("same_batches")
+    for number in (0, 1):
+        log = (run.out / "logs" / f"learner-{number}.log").read_text()
+        rates = [float(rate) for rate in re.findall(r"'learning_rate': '([^']+)'", log)]
+        assert max(rates) > 0.009 and rates[-1] < 0.001, "of 1,000 steps that Trainer would make it made 40"
+    with safe_open(run.out / "model.safetensors", framework="numpy") as merged:
+        assert all("lora_" in name for name in merged.keys())  # noqa: SIM118
+    assert (run.folder / "adapters" / "adapter_model.safetensors").exists()
 
 
 def test_a_loop_with_accelerate_trains_in_a_run_with_a_kill(run: Run) -> None:
