@@ -61,20 +61,6 @@ def test_of_several_optimizers_a_step_is_made_when_each_has_made_one() -> None:
     learner.leave()
 
 
-def test_a_step_that_a_scaler_leaves_out_is_none() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    learner = atoll.attach(model, optimizer, tokens=1)
-    for factor in (1.0, float("inf"), 1.0):
-        optimizer.zero_grad()
-        scaler.scale(factor * model(torch.ones(1, 2)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    learner.leave()
-    assert learner.steps == 2
-
-
 def test_one_kernel_may_join_leave_and_join_again() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -110,3 +96,18 @@ def test_a_script_that_ends_leaves_before_pools_are_closed(tmp_path: Path, last:
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "left 0\n"), done.stderr
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_leaves_out_is_none(fused: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    learner = atoll.attach(model, optimizer, tokens=1)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert learner.steps == 2
+    learner.leave()

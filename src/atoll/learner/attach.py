@@ -1,7 +1,7 @@
 """`atoll.attach`: a learner that steps itself, for a training loop that is left as it is.
 
 It joins at once, and counts a step whenever every one of its optimizers has made one: by a hook behind
-`optimizer.step()`. A step that a GradScaler leaves out runs no hook, and is none. When the run is done, or this machine
+`optimizer.step()`. A step that a GradScaler leaves out is none. When the run is done, or this machine
 is taken away, the hook leaves the run and ends the script (`SystemExit`), which would not know; a loop that asks
 `learner.done` itself says `at_end="go on"`.
 
@@ -87,6 +87,9 @@ class SelfStepping:
             handle.remove()
 
     def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        # A GradScaler calls a fused optimizer in any case, and lets it leave the step out itself.
+        if (overflow := getattr(optimizer, "found_inf", None)) is not None and bool(overflow):
+            return
         self._stepped.add(id(optimizer))
         if len(self._stepped) < len(self._optimizers):
             return
