@@ -41,6 +41,8 @@ from atoll.simulate.simulated_rank import FromRank, ReadFact, SentPart, Simulate
 from atoll.simulate.training import Copy, Payload
 
 BASE_REPLACED = "the version it was made on is being replaced"
+ENCODE_SHARE = 0.1
+"""Of what a message between ranks takes: to encode a part takes little of a round's deadline."""
 MOST_SENDING = 256
 """Answers that are remembered while some rank may still send its part."""
 NOTICE_S = 0.5
@@ -484,7 +486,7 @@ class RankedLearner(SimulatedLearner):
             self.world.queue.call_later(MUTE_S, self._say_to_leader, rank, failed)
             return
         base = held.base[order.fragment]
-        encode_s = self.layout.delay_s * (1 + rank) + held.lag_s
+        encode_s = ENCODE_SHARE * self.layout.delay_s * (1 + rank) + held.lag_s
         self.world.queue.call_later(encode_s, self._encode_part, rank, order, base)
 
     def _encode_part(self, rank: int, order: UploadPart, base: Cells) -> object:
