@@ -124,7 +124,7 @@ def test_the_default_rhythm_of_cuts_is_what_it_was_at_the_beginning() -> None:
     [
         ("quorum", "'quorum' is not understood: write it as quorum=2"),
         ("quorum=", "'quorum=' is not understood: write it as quorum=2"),
-        ("=2", "there is no setting '': known are seed, init, ranks, strict_devices, learners"),
+        ("=2", "there is no setting '': known are seed, init, ranks, strict_devices, "),
         ("qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
         (
             "fragments=3",

@@ -199,7 +199,7 @@ def test_an_old_cut_that_is_kept_to_go_back_to_is_no_gap(tmp_path: Path) -> None
     for _ in range(5):
         run.round()
         run.cut()
-    assert prune(run.dir.cuts, 3, spared=4) == [0, 5]
+    assert prune(run.dir.cuts, 3, 4) == [0, 5]
     well(run)
     shutil.rmtree(folder_of(run.dir.cuts, 6))
     assert "cut 6 is missing" in wrong(run)

@@ -8,7 +8,8 @@ import pytest
 from atoll.protocol.errors import PeerError
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer import ending
-from atoll.syncer.ending import RunEnding, describe_unheard_drain
+from atoll.syncer.ending import RunEnding
+from atoll.syncer.operator import describe_unheard_drain
 from atoll.telemetry.events import EventLog
 
 

@@ -233,7 +233,8 @@ def _value(one: Parameter, words: list[str] | None) -> Any:
 
 def _unknown_option(command: Command, path: str, name: str, known: Iterable[str], for_script: str) -> str:
     suggested = command.suggest(name, for_script) if command.suggest is not None else ""
-    near = difflib.get_close_matches(name, [*known, *HELP], n=3, cutoff=0.6)
+    names = [one for one in (*known, *HELP) if len(one) > len("--on")]  # of a shorter one the -- alone is near to any
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}?" if near else ""
     both = f"{meant} If not, {for_script}" if meant and for_script else meant or for_script
     return f"{path} has no option {name}: {suggested or both or f'see {path} --help'}"
