@@ -95,6 +95,7 @@ def test_carry_with_moments_over_an_overlap_is_training_alone_where_there_is_one
     assert ours["rounds"] == 11 * 2 + 12 * 4 // 8 + 4
 
 
+@pytest.mark.faults
 def test_muon_with_all_matrices_of_a_shape_at_once_is_that_of_torch() -> None:
     """Weights, wide, high and square, differ by one rounding at most; momenta by none."""
     settings = WorkloadSettings(depth=2, optimizer="muon", weight_decay=0.3)
@@ -133,6 +134,7 @@ class CallCount(TorchDispatchMode):
         return call(*args, **(kwargs or {}))
 
 
+@pytest.mark.faults
 def test_a_step_of_muon_has_as_many_calls_however_many_matrices_there_are() -> None:
     counted = []
     for depth in (1, 3):

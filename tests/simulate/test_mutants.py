@@ -41,7 +41,6 @@ EASY = [
     "a learner keeps its own steps on top of a rollback",
     "ranks carry out what each has, not what all have",
     "the boxes of two ranks are swapped",
-    "ranks that got different versions adopt them",
     "a contribution is told of before every rank has sent its part",
     "every rank counts the tokens of all",
     "a round is decided before the other shards have written it",
