@@ -92,7 +92,7 @@ STAGES: dict[str, list[tuple[type, str]]] = {
         (Intake, "_fill"),
         (Intake, "receive"),
         (Merging, "_decode_and_screen"),
-        (Merging, "_merge_and_step"),
+        (Merging, "merge_and_step"),
         (RunStore, "append"),
         (Parameters, "commit_version"),
     ],
@@ -105,7 +105,7 @@ NAMES = {
     "_fill": "receive contribution",
     "receive": "receive contribution, with digest",
     "_decode_and_screen": "decode and screen",
-    "_merge_and_step": "merge, outer step, digest",
+    "merge_and_step": "merge, outer step, digest",
     "append": "journal, durable",
     "commit_version": "commit",
 }
