@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from atoll.bucket.layout import (
     PIECE_BYTES,
-    Piece,
+    CopyPiece,
     StoredCutKey,
     cover,
     covered,
@@ -47,7 +47,7 @@ def test_a_listing_is_read_back_into_what_it_is_of() -> None:
     assert found.journal_end(1) == 30 and found.journal_end(2) == 0
     assert found.complete_cuts() == [StoredCutKey(120, 2)]
     assert found.choose_files() == {"run.toml": (1, 3)}
-    assert found.events == {1: {Piece(0, 100)}}
+    assert found.events == {1: {CopyPiece(0, 100)}}
 
 
 def test_a_piece_whose_size_is_not_what_its_name_says_counts_for_nothing() -> None:
@@ -67,7 +67,7 @@ def test_a_model_counts_only_if_the_newest_term_wrote_it() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.data())
 def test_pieces_of_any_growth_and_any_joins_cover_all_of_it(grown: list[int], data: st.DataObject) -> None:
-    pieces, size = set[Piece](), 0
+    pieces, size = set[CopyPiece](), 0
     for more in grown:
         size += more
         pieces.update(cut_pieces(covered(pieces), size, most=16))
@@ -82,22 +82,22 @@ def test_pieces_of_any_growth_and_any_joins_cover_all_of_it(grown: list[int], da
 
 
 def test_a_gap_ends_what_counts() -> None:
-    assert covered([Piece(0, 10), Piece(12, 20)]) == 10
-    assert covered([Piece(5, 10)]) == 0
+    assert covered([CopyPiece(0, 10), CopyPiece(12, 20)]) == 10
+    assert covered([CopyPiece(5, 10)]) == 0
 
 
 def test_few_pieces_or_large_ones_are_left_as_they_are() -> None:
-    assert join_pieces([Piece(0, 1), Piece(1, 2)], many=3) is None
-    large = [Piece(n * PIECE_BYTES, (n + 1) * PIECE_BYTES) for n in range(4)]
+    assert join_pieces([CopyPiece(0, 1), CopyPiece(1, 2)], many=3) is None
+    large = [CopyPiece(n * PIECE_BYTES, (n + 1) * PIECE_BYTES) for n in range(4)]
     assert join_pieces(large, many=3) is None
-    tail = [Piece(4 * PIECE_BYTES + n, 4 * PIECE_BYTES + n + 1) for n in range(3)]
-    assert join_pieces([*large, *tail], many=3) == Piece(4 * PIECE_BYTES, 4 * PIECE_BYTES + 3)
+    tail = [CopyPiece(4 * PIECE_BYTES + n, 4 * PIECE_BYTES + n + 1) for n in range(3)]
+    assert join_pieces([*large, *tail], many=3) == CopyPiece(4 * PIECE_BYTES, 4 * PIECE_BYTES + 3)
 
 
 def test_events_of_a_later_term_take_the_place_of_what_a_replaced_syncer_went_on_to_say() -> None:
-    laid = lay_events({1: [Piece(0, 100), Piece(100, 150)], 3: [Piece(100, 120), Piece(120, 140)]})
+    laid = lay_events({1: [CopyPiece(0, 100), CopyPiece(100, 150)], 3: [CopyPiece(100, 120), CopyPiece(120, 140)]})
     assert [(part.term, part.begin, part.end) for part in laid] == [(1, 0, 100), (3, 100, 140)]
-    anew = lay_events({1: [Piece(0, 100)], 4: [Piece(0, 30)]})
+    anew = lay_events({1: [CopyPiece(0, 100)], 4: [CopyPiece(0, 30)]})
     assert [(part.term, part.begin, part.end) for part in anew] == [(4, 0, 30)]
 
 

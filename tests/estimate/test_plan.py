@@ -17,7 +17,7 @@ from atoll import cli
 from atoll.estimate.bandwidth import ROOM
 from atoll.estimate.plan import LADDER, Plan, make_plan
 from atoll.estimate.profile import Profile, load
-from atoll.estimate.regions import Link, Model, Regions, Site, SyncerPlace, convert_regions, measured_values
+from atoll.estimate.regions import Link, PlannedModel, Regions, Site, SyncerSite, convert_regions, measured_values
 from atoll.observe.doctor.link import MeasuredTransfer, RoundTrip, judge_bandwidth, judge_trips
 from atoll.protocol.errors import ConfigError
 
@@ -38,7 +38,7 @@ def site(name: str, **more: Any) -> Site:
 
 def two_sites(gbit_s: float = 1.0, parameters: float = 1e9, **away: Any) -> Regions:
     return Regions(
-        model=Model(parameters=parameters, tokens_per_step=1e4),
+        model=PlannedModel(parameters=parameters, tokens_per_step=1e4),
         sites=(site("home"), site("away", **away)),
         links=(Link(between=("home", "away"), gbit_s=gbit_s),),
     )
@@ -75,8 +75,8 @@ def any_regions(draw: st.DrawFn) -> Regions:
         )
         for name in names[1:]
     ]
-    model = Model(parameters=draw(st.floats(1e6, 2e10)), tokens_per_step=draw(st.floats(1e3, 1e6)), tokens=1e9)
-    return Regions(model=model, sites=tuple(sites), links=tuple(links), syncer=SyncerPlace(price_per_hour=0.5))
+    model = PlannedModel(parameters=draw(st.floats(1e6, 2e10)), tokens_per_step=draw(st.floats(1e3, 1e6)), tokens=1e9)
+    return Regions(model=model, sites=tuple(sites), links=tuple(links), syncer=SyncerSite(price_per_hour=0.5))
 
 
 regular = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -183,7 +183,9 @@ def test_where_nothing_is_taken_away_few_learners_do_and_where_much_is_many_do()
 
 
 def test_a_lone_site_has_two_learners_at_least() -> None:
-    regions = Regions(model=Model(parameters=1e9, tokens_per_step=1e4), sites=(site("a", machines_per_learner=0),))
+    regions = Regions(
+        model=PlannedModel(parameters=1e9, tokens_per_step=1e4), sites=(site("a", machines_per_learner=0),)
+    )
     assert plan_of(regions).learners == 2
 
 

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.bucket.client import Bucket, TakenKey
-from atoll.bucket.layout import EVENTS, JOURNAL, Listing, Piece, StoredCutKey, cut_pieces, file_key, needless_objects
+from atoll.bucket.layout import (
+    EVENTS,
+    JOURNAL,
+    CopyPiece,
+    Listing,
+    StoredCutKey,
+    cut_pieces,
+    file_key,
+    needless_objects,
+)
 from atoll.store.cuts import BadCut, StoredCut, complete_cuts, open_cut, read_manifest
 from atoll.store.rundir import UNMERGED, RunDir
 
@@ -195,7 +204,7 @@ class FilesCopy:
                 data = file.read(piece.end - piece.begin)
             with suppress(TakenKey):  # our own put, whose answer was lost
                 self.bucket.create(piece.key(f"{EVENTS}/{self.term:06d}"), data)
-            known.add(Piece(piece.begin, piece.end))
+            known.add(CopyPiece(piece.begin, piece.end))
 
 
 def _stamp(path: Path) -> Stamp | None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from atoll.bucket.client import Bucket, TakenKey
 from atoll.bucket.layout import (
     JOURNAL,
+    CopyPiece,
     Listing,
-    Piece,
     covered,
     cut_pieces,
     join_pieces,
@@ -106,7 +106,7 @@ class JournalCopy:
         for piece in cut_pieces(covered(tuple(known)), size):
             self._put_piece(name, piece)
 
-    def _put_piece(self, name: str, piece: Piece) -> None:
+    def _put_piece(self, name: str, piece: CopyPiece) -> None:
         with (self._folder / local_name(name)).open("rb") as file:
             file.seek(piece.begin)
             data = file.read(piece.end - piece.begin)

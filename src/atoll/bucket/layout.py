@@ -83,7 +83,7 @@ def segment_term(journal_file: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Piece:
+class CopyPiece:
     """The bytes of a growing file that one object holds."""
 
     begin: int
@@ -93,14 +93,14 @@ class Piece:
         return f"{folder}/{self.begin:012d}-{self.end:012d}"
 
 
-def cut_pieces(done: int, size: int, most: int = PIECE_BYTES) -> list[Piece]:
+def cut_pieces(done: int, size: int, most: int = PIECE_BYTES) -> list[CopyPiece]:
     """What is still to be put of a file that has grown to this size."""
-    return [Piece(begin, min(begin + most, size)) for begin in range(done, size, most)]
+    return [CopyPiece(begin, min(begin + most, size)) for begin in range(done, size, most)]
 
 
-def cover(pieces: Iterable[Piece]) -> list[Piece]:
+def cover(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
     """Of pieces that may overlap, the fewest that lead from the first byte on without a gap, in order."""
-    way: list[Piece] = []
+    way: list[CopyPiece] = []
     waiting = sorted(pieces)
     end = 0
     while True:
@@ -111,25 +111,25 @@ def cover(pieces: Iterable[Piece]) -> list[Piece]:
         end = best.end
 
 
-def covered(pieces: Iterable[Piece]) -> int:
+def covered(pieces: Iterable[CopyPiece]) -> int:
     way = cover(pieces)
     return way[-1].end if way else 0
 
 
-def needless_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+def needless_pieces(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
     """Those that lie inside of another."""
     known = list(pieces)
     return [one for one in known if any(o != one and o.begin <= one.begin and one.end <= o.end for o in known)]
 
 
-def join_pieces(pieces: Sequence[Piece], many: int = MANY_PIECES) -> Piece | None:
+def join_pieces(pieces: Sequence[CopyPiece], many: int = MANY_PIECES) -> CopyPiece | None:
     """The piece that is to take the place of many small ones; None: there are few, or they are large."""
     way = cover(pieces)
     small = [one for one in way if one.end - one.begin < PIECE_BYTES // 2]
     if len(small) < many:
         return None
     begin = small[0].begin
-    return Piece(begin, min(way[-1].end, begin + PIECE_BYTES))
+    return CopyPiece(begin, min(way[-1].end, begin + PIECE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +151,13 @@ class Listing:
     terms: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     heads: set[int] = field(default_factory=set)
-    journal: dict[str, set[Piece]] = field(default_factory=dict)
+    journal: dict[str, set[CopyPiece]] = field(default_factory=dict)
     """By file: segment-000003, payload-000003-0002."""
     cuts: dict[StoredCutKey, dict[str, int]] = field(default_factory=dict)
     """Their files with sizes; learners' parts as learners/NAME/FILE."""
     files: dict[int, dict[str, int]] = field(default_factory=dict)
     """By term, sizes."""
-    events: dict[int, set[Piece]] = field(default_factory=dict)
+    events: dict[int, set[CopyPiece]] = field(default_factory=dict)
     """By term."""
     holds_store: bool = False
 
@@ -198,13 +198,13 @@ def read_listing(objects: Mapping[str, int]) -> Listing:
         elif cut := _CUT.fullmatch(key):
             found.cuts.setdefault(StoredCutKey(int(cut[1]), int(cut[2])), {})[cut[3]] = size
         elif (piece := _PIECE.fullmatch(key)) and int(piece[3]) - int(piece[2]) == size:
-            _add_piece(found, piece[1], Piece(int(piece[2]), int(piece[3])))
+            _add_piece(found, piece[1], CopyPiece(int(piece[2]), int(piece[3])))
         elif (file := _FILE.fullmatch(key)) and file[1] == FILES:
             found.files.setdefault(int(file[2]), {})[file[3]] = size
     return found
 
 
-def _add_piece(found: Listing, folder: str, piece: Piece) -> None:
+def _add_piece(found: Listing, folder: str, piece: CopyPiece) -> None:
     kind, _, name = folder.partition("/")
     if kind == JOURNAL:
         found.journal.setdefault(name, set()).add(piece)
@@ -221,7 +221,7 @@ class EventPart:
     end: int
 
 
-def lay_events(events: Mapping[int, Iterable[Piece]]) -> list[EventPart]:
+def lay_events(events: Mapping[int, Iterable[CopyPiece]]) -> list[EventPart]:
     """Whose bytes count, in order: from where a later term began to write, its own."""
     parts: list[EventPart] = []
     for term in sorted(events):

@@ -33,7 +33,7 @@ class RegionPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 raise ConfigError(f"{name} = {getattr(self, name):g} must be above 0")
 
 
-class Model(RegionPart, frozen=True):
+class PlannedModel(RegionPart, frozen=True):
     parameters: float
     """7e9, or "7B"."""
     tokens_per_step: float
@@ -84,7 +84,7 @@ class Site(RegionPart, frozen=True):
         except ConfigError as error:
             raise ConfigError(f"site {self.name!r}: {error}") from None
 
-    def seconds_of(self, model: Model) -> float:
+    def seconds_of(self, model: PlannedModel) -> float:
         """Of a step."""
         return self.step_s or model.tokens_per_step / self.tokens_per_s
 
@@ -124,7 +124,7 @@ class Link(RegionPart, frozen=True):
         return self.round_trip_ms / 1000
 
 
-class SyncerPlace(RegionPart, frozen=True):
+class SyncerSite(RegionPart, frozen=True):
     site: str = ""
     """The first site, unless another is named."""
     price_per_hour: float = 0.0
@@ -132,10 +132,10 @@ class SyncerPlace(RegionPart, frozen=True):
 
 
 class Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    model: Model
+    model: PlannedModel
     sites: tuple[Site, ...]
     links: tuple[Link, ...] = ()
-    syncer: SyncerPlace = SyncerPlace()
+    syncer: SyncerSite = SyncerSite()
     profile: str = "spot"
     """What sites do not say of their machines: a profile of `atoll simulate goodput`."""
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.launch.on_ray.cluster import LearnerNeeds, RayNode, find_shortage, parse_engine
-from atoll.launch.on_ray.naming import name_actor
+from atoll.launch.on_ray.cluster import LearnerNeeds, RayNode, find_shortage, name_actor, parse_engine
 from atoll.protocol.errors import ConfigError
 
 NODES = [RayNode("a", "10.0.0.1", 16, 8), RayNode("b", "10.0.0.2", 16, 8), RayNode("c", "10.0.0.3", 64, 0)]

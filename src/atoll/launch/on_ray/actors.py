@@ -21,8 +21,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from atoll.launch.children import NODE_LOST, Child, open_log
+from atoll.launch.on_ray.cluster import NAMESPACE
 from atoll.launch.on_ray.keeper import Keeper, KeeperReport, ProcessOrder
-from atoll.launch.on_ray.naming import NAMESPACE
 from atoll.protocol.errors import ConfigError
 
 AGAIN_S = 1.0

@@ -1,19 +1,37 @@
-"""A Ray cluster: how it is reached, which nodes it has, and whether a run fits on it."""
+"""A Ray cluster: how it is reached, what a run is called there, which nodes it has, and whether a run fits on it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from atoll.launch.on_ray.naming import NAMESPACE
 from atoll.protocol.errors import ConfigError, Unreachable
 
 DIAL_S = 10.0
+NAMESPACE = "atoll"
+CONTROLLER = "controller"
+
+
+# ---- names of a run's actors: its folder, and the process ------------------------------------------------------------
+
+
+def name_run(folder: Path) -> str:
+    """One name for one folder, whoever asks."""
+    return re.sub(r"[^A-Za-z0-9._/-]", "_", str(folder.absolute()))
+
+
+def name_actor(folder: Path, process: str) -> str:
+    return f"{name_run(folder)}:{process}"
+
+
+# ---- nodes ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

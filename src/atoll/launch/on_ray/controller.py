@@ -31,8 +31,17 @@ from atoll.launch.children import Child
 from atoll.launch.environment import LaunchEnvironment
 from atoll.launch.local import NEWCOMER_NICE, RUNNER, LocalRun
 from atoll.launch.on_ray.actors import ActorChild, close_actors
-from atoll.launch.on_ray.cluster import LearnerNeeds, RayNode, find_shortage, list_leaving_nodes, list_nodes
-from atoll.launch.on_ray.naming import CONTROLLER, NAMESPACE, name_actor, name_run
+from atoll.launch.on_ray.cluster import (
+    CONTROLLER,
+    NAMESPACE,
+    LearnerNeeds,
+    RayNode,
+    find_shortage,
+    list_leaving_nodes,
+    list_nodes,
+    name_actor,
+    name_run,
+)
 from atoll.launch.on_ray.syncers import SyncerPair
 from atoll.launch.resume import plan_resume
 from atoll.launch.scale import number_of
