@@ -36,7 +36,7 @@ test: setup ## the checks, and every test but the long ones of `make faults`
 	wait $$checks; checked=$$?; cat $$said; rm -f $$said; test $$tests = 0 -a $$checked = 0
 
 integrations: $(RUNTIME) $(INTEGRATIONS) ## the examples, also those with transformers and peft, deployments: at most 10 minutes
-	$(BIN)/pytest tests/integrations -m 'integrations and not faults' --session-timeout 600
+	$(BIN)/pytest tests/integrations -m 'integrations and not faults' -n 3 --dist loadfile --no-loadscope-reorder --durations 15 --session-timeout 600
 
 check: $(DEV) ## ruff, mypy --strict, the layers of the house
 	$(BIN)/ruff check .
