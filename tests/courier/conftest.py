@@ -191,7 +191,6 @@ class Training:
 
     def listen(self) -> None:
         self._readable.clear()
-        self.peers.settle()
         for data in self.channel.receive():
             self.take_frame(decode_to_training(data))
 

@@ -40,7 +40,6 @@ class Process:
         self.peers.carry_out(fx.Capture(1, frozen=True), t=7)
         if self.peers._thread is not None:
             self.peers._thread.join(20)
-            self.peers.settle()
         copy: StateCopyMade = self.post.sent[-1]
         return copy
 

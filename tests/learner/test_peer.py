@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -66,7 +67,6 @@ class Process:
         self.peers.carry_out(fx.Capture(number), t=7)
         assert self.peers._thread is not None
         self.peers._thread.join(20)
-        self.peers.settle()
         return self.post.sent[-1], self.post.descriptors[-1]
 
     def takes(self, frame: StateCopyMade, fd: int) -> fx.Taken:
@@ -111,7 +111,6 @@ def test_what_is_given_is_the_state_at_the_boundary_whatever_comes_after() -> No
     peer.step()
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
-    peer.peers.settle()
     newcomer.takes(peer.post.sent[-1], peer.post.descriptors[-1])
     assert equal(newcomer.moments(), then) and not equal(newcomer.moments(), peer.moments())
 
@@ -172,18 +171,24 @@ def test_too_little_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
     peer.peers.carry_out(fx.Capture(1), t=7)
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
-    peer.peers.settle()
     [frame] = peer.post.sent
     assert "1 MiB are free" in frame.reason
 
 
-def test_what_a_dead_courier_had_ordered_is_not_for_the_next() -> None:
+def test_what_a_dead_courier_had_ordered_is_not_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    died, write = threading.Event(), module._in_memory
+
+    def write_once_it_died(*order: Any) -> tuple[StateCopyMade, int]:
+        assert died.wait(20)
+        return write(*order)
+
+    monkeypatch.setattr(module, "_in_memory", write_once_it_died)
     peer = Process(steps=1)
     peer.peers.carry_out(fx.Capture(1), t=7)
+    peer.peers.courier_died()
+    died.set()
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
-    peer.peers.courier_died()
-    peer.peers.settle()
     assert peer.post.sent == []
     frame, fd = peer.gives(number=1)
     assert frame.number == 1

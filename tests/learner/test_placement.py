@@ -110,3 +110,17 @@ def test_the_environment_says_it_where_the_script_does_not(monkeypatch: pytest.M
     monkeypatch.setenv("ATOLL_PLACEMENT", "gpu")
     with pytest.raises(ValueError, match="placement = 'gpu' is not known"):
         wished()
+
+
+@pytest.mark.parametrize("versions, is_base", [((), True), ((-1, -1), True), ((3, 2), False)])
+def test_the_model_is_the_base_unless_the_run_has_versions(versions: tuple[int, ...], is_base: bool) -> None:
+    """A newcomer's own values are replaced before it trains: writing them would only keep it from the run's."""
+    courier, model = Courier(), nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    shared = SharedMailbox(model, courier, courier)  # type: ignore[arg-type]
+    shared.describe()
+    settings = Settings(fragments=2).resolved(2)
+    assert shared.apply_welcome(Welcomed(settings, make_plan(shared.tensors, 2).fingerprint, 1, versions))
+    assert shared.box is not None
+    assert any(shared.box.base(fragment).any() for fragment in range(2)) == is_base
+    shared.close()

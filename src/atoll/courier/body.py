@@ -201,8 +201,12 @@ class FragmentTransfers:
 
     async def _copy_into_base(self, slot: int, fragment: int, version: int) -> None:
         async with self._base_locks[fragment]:
+            arrived, is_first = self._box.incoming(slot, fragment), self._box.base_version[fragment] < 0
             self._box.base_version[fragment] = -1
-            await asyncio.to_thread(np.copyto, self._box.base(fragment), self._box.incoming(slot, fragment))
+            if is_first:  # of a newcomer, whose pages nobody has touched yet
+                await asyncio.to_thread(self._box.write_base, fragment, arrived)
+            else:
+                await asyncio.to_thread(np.copyto, self._box.base(fragment), arrived)
         self._replacing.discard(fragment)
         self._box.base_version[fragment] = version
 

@@ -74,9 +74,13 @@ class Boundary:
         tape: TapeRecorder | None = None,
         moments: InnerMoments | None = None,
         prepare: Callable[[], None] | None = None,
+        *,
+        is_base: bool = True,
     ) -> None:
         """`moments`: where they are shared. `prepare`: of a learner of several ranks, called before its parameters are
-        read or written; then all ranks adopt what they are told at the same step, and wait for it if need be."""
+        read or written; then all ranks adopt what they are told at the same step, and wait for it if need be.
+        `is_base`: not of a newcomer's parameters, which are replaced before they are trained: writing them takes as
+        long as fetching the run's."""
         self.settings, self._moments = settings, moments
         self._prepare: Callable[[], None] = prepare or (lambda: None)
         self._together = prepare is not None
@@ -106,7 +110,7 @@ class Boundary:
         """Per fragment, the step and the version at its last copy."""
         self._base_copies: dict[int, Future[None]] = {}
         """Of fragments whose base a snapshot still copies."""
-        for part in box.plan.fragments:
+        for part in box.plan.fragments if is_base else ():
             for at, own in zip(part.offsets, self._own(part.index), strict=True):
                 values = own.detach().to("cpu", torch.float32).contiguous()
                 box.write_base(part.index, values.numpy(), at)
@@ -429,19 +433,20 @@ class SharedMailbox:
                 self.boundary.settings = frame.settings
                 return False
             self.close()
-        box, _ = self._make(plan, frame.settings)
+        box, _ = self._make(plan, frame.settings, is_base=min(frame.versions, default=-1) < 0)
         box.set_count("incarnation", frame.incarnation)
         return True
 
     def continue_from(self, place: dict[str, Any]) -> None:
         """As it was when this place (saved_state.py) was saved."""
         settings, self.index = settings_of(place), place.get("index", -1)
-        box, boundary = self._make(make_plan(self.tensors, settings.fragments, settings.plan), settings)
+        plan = make_plan(self.tensors, settings.fragments, settings.plan)
+        box, boundary = self._make(plan, settings, is_base=False)
         fill_box(box, place, os.environ.get("ATOLL_RUN", ""))
         boundary.take_base()
         boundary.continue_from(place["t"], place["total"], place["feed"].get("position", -1))
 
-    def _make(self, plan: FragmentPlan, settings: Settings) -> tuple[Mailbox, Boundary]:
+    def _make(self, plan: FragmentPlan, settings: Settings, *, is_base: bool) -> tuple[Mailbox, Boundary]:
         taking_part, replays = merged_here(self._model, self._buffers), self._courier.replays
         self._fingerprint, prepare = plan.fingerprint, None
         if self._ranks is not None:
@@ -454,7 +459,8 @@ class SharedMailbox:
             say(placement.text)
         how = {"on_device": placement.on_device, "ranks": self._ranks is not None}
         self.box, self._made_for = Mailbox.create(plan, settings, **how), settings
-        self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape, moments, prepare)
+        using = (self._courier, self._tape, moments, prepare)
+        self.boundary = Boundary(self.box, settings, taking_part, *using, is_base=is_base)
         return self.box, self.boundary
 
     def hand_to_courier(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:

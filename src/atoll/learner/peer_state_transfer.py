@@ -21,7 +21,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 import torch
@@ -80,7 +79,6 @@ class PeerStates:
         self._unmerged = unmerged or UnmergedTensors(model, buffers, "mine")
         self.waits = False
         """A peer's state is on its way, or sought."""
-        self._made: SimpleQueue[tuple[int, StateCopyMade, int | None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._couriers = 0
         """How many couriers have died: what one of them ordered is not for the next."""
@@ -109,18 +107,6 @@ class PeerStates:
     def courier_died(self) -> None:
         self._couriers += 1
 
-    def settle(self) -> None:
-        """Hand over what the thread has finished."""
-        try:
-            while True:
-                courier, frame, fd = self._made.get_nowait()
-                if courier == self._couriers:
-                    self._courier.send(frame, fd)
-                if fd is not None:
-                    os.close(fd)
-        except Empty:
-            pass
-
     # ---- ours ---------------------------------------------------------------------------------------------------
 
     def _give(self, number: int, t: int, frozen: bool) -> None:
@@ -142,13 +128,23 @@ class PeerStates:
     def _write(
         self, courier: int, number: int, t: int, begun: BegunSnapshot, frozen: Mapping[str, torch.Tensor]
     ) -> None:
+        """A thread. It tells the courier itself: a newcomer would wait for the end of a step otherwise."""
         ignore_graph_captures()
         try:
             copied = begun.finish()
-            whole = Snapshot({**copied.tensors, **frozen}, copied.states)
-            self._made.put((courier, *_in_memory(number, t, whole)))
+            frame, fd = _in_memory(number, t, Snapshot({**copied.tensors, **frozen}, copied.states))
         except Exception as error:  # whatever it is: the courier waits for an answer
-            self._made.put((courier, StateCopyMade(number, t, reason=f"its state could not be copied: {error}"), None))
+            self._hand_over(courier, StateCopyMade(number, t, reason=f"its state could not be copied: {error}"))
+            return
+        try:
+            self._hand_over(courier, frame, fd)
+        finally:
+            os.close(fd)
+
+    def _hand_over(self, courier: int, frame: StateCopyMade, fd: int | None = None) -> None:
+        """One that is started in this moment gets it too, and lets go what it has not ordered."""
+        if courier == self._couriers:
+            self._courier.send(frame, fd)
 
     # ---- a peer's -----------------------------------------------------------------------------------------------
 

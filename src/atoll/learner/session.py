@@ -377,7 +377,6 @@ class RunSession:
             self._carry_out(frame)
         for saved in self._saver.results():
             self._courier.send(saved)
-        self._peers.settle()
         if self.shared.boundary is not None:
             self.shared.boundary.send_finished_copies()
 
