@@ -112,7 +112,7 @@ def test_the_environment_says_it_where_the_script_does_not(monkeypatch: pytest.M
         wished()
 
 
-@pytest.mark.parametrize("versions, is_base", [((), True), ((-1, -1), True), ((3, 2), False)])
+@pytest.mark.parametrize(("versions", "is_base"), [((), True), ((-1, -1), True), ((3, 2), False)])
 def test_the_model_is_the_base_unless_the_run_has_versions(versions: tuple[int, ...], is_base: bool) -> None:
     """A newcomer's own values are replaced before it trains: writing them would only keep it from the run's."""
     courier, model = Courier(), nn.Linear(4, 4)
