@@ -52,7 +52,7 @@ class LockstepLearner:
                 group["lr"], group["capturable"] = self._lrs["adamw"], device.type == "cuda"
         if "muon" in self._optimizers:
             self._optimizers["muon"] = BatchedMuon(self._optimizers["muon"], self._lrs["muon"])
-        if self._stream is not None:
+        if self._stream is not None and not settings.experts:  # how many bytes an expert gets changes with every step
             self._capture(self._stream)
 
     def step(self, batch: torch.Tensor, progress: float) -> None:

@@ -267,6 +267,7 @@ def make_parser(about: str | None, rows: Mapping[str, AnyRow], out: Path) -> arg
     parser.add_argument("--minutes", type=float, default=60.0, help="end within this time")
     for name, value in REFERENCE.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--experts", type=int, default=0, help="of every block, a byte goes through two of them")
     parser.add_argument("--data", nargs="+", default=[], help="text; without it, the Python source installed here")
     parser.add_argument("--mixed", action="store_true", help="steps compiled and with bf16 autocast")
     parser.add_argument("--commit", default="", help="of the source, where git cannot say it")
@@ -300,12 +301,13 @@ def join_tables(out: Path, others: list[Path], open_table: Callable[[Path, dict[
 
 
 def read_settings(options: argparse.Namespace) -> WorkloadSettings:
-    return WorkloadSettings(**{key: getattr(options, key) for key in ("depth", "block", "batch")})
+    return WorkloadSettings(**{key: getattr(options, key) for key in ("depth", "block", "batch", "experts")})
 
 
 def describe_options(options: argparse.Namespace, settings: WorkloadSettings, text: Text) -> dict[str, Any]:
     """Losses of two tables compare where these are equal."""
     shape = {key: getattr(options, key) for key in (*REFERENCE, "mixed")}
+    shape |= {"experts": settings.experts} if settings.experts else {}
     inner = {key: getattr(settings, key) for key in ("warmup", "floor", "weight_decay", "clip", "eval_windows")}
     about = {"betas": list(settings.betas), "text": text.name, "text_bytes": len(text.train), "digest": text.digest}
     return shape | inner | about

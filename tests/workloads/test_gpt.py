@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from atoll.workloads.gpt import Gpt, GptConfig
+from atoll.workloads.gpt import BALANCE, Experts, Gpt, GptConfig
 from atoll.workloads.settings import OPTIMIZERS, WorkloadSettings
 from atoll.workloads.training import build_model, build_optimizers
 
@@ -47,11 +47,13 @@ def test_it_does_not_see_the_future() -> None:
     assert not torch.allclose(model.logits(x)[:, 10:], model.logits(changed)[:, 10:])
 
 
+@pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_it_learns_a_sentence_and_recites_it(optimizer: str) -> None:
+def test_it_learns_a_sentence_and_recites_it(optimizer: str, experts: int) -> None:
     sentence = b"atolls are rings. "
-    model = build_model(SMALL, seed=0)
-    optimizers = build_optimizers(model, msgspec.structs.replace(SMALL, optimizer=optimizer))
+    settings = msgspec.structs.replace(SMALL, optimizer=optimizer, experts=experts)
+    model = build_model(settings, seed=0)
+    optimizers = build_optimizers(model, settings)
     batch = torch.tensor([list((sentence * 2)[i : i + 17]) for i in range(len(sentence))])
     losses = []
     for _ in range(120):
@@ -70,3 +72,31 @@ def test_writing_is_decided_by_the_generator() -> None:
     once, again = (model.generate(b"", 24, 1.0, torch.Generator().manual_seed(5)) for _ in range(2))
     assert once == again
     assert len(once) == 24
+
+
+def test_a_byte_goes_through_two_experts_weighed_by_the_router() -> None:
+    experts = Experts(width=8, count=3)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 5, 8)
+    written, _ = experts(x)
+    for row, out in zip(x.reshape(-1, 8), written.reshape(-1, 8), strict=True):
+        chances = torch.softmax(experts.router(row), 0)
+        first, second = chances.topk(2).indices.tolist()
+        each = {e: experts.down[e](torch.relu(experts.up[e](row)) ** 2) * chances[e] for e in (first, second)}
+        assert torch.allclose(out, (each[first] + each[second]) / (chances[first] + chances[second]), atol=1e-4)
+
+
+def test_spread_evenly_over_experts_is_one_and_all_to_the_same_two_is_half_their_number() -> None:
+    experts, x = Experts(width=4, count=4), torch.eye(4)[None]
+    experts.router.weight.data = 50.0 * (torch.eye(4) + torch.eye(4).roll(1, 0))
+    assert float(experts(x)[1].detach()) == pytest.approx(1.0)
+    experts.router.weight.data = torch.tensor([[50.0] * 4, [50.0] * 4, [0.0] * 4, [0.0] * 4])
+    assert float(experts(x)[1].detach()) == pytest.approx(2.0)
+
+
+def test_the_balance_of_experts_is_trained_and_not_scored() -> None:
+    model = build_model(msgspec.structs.replace(SMALL, experts=4), seed=0)
+    batch = torch.randint(256, (4, 17))
+    trained, scored = float(model(batch).detach()), float(model.eval()(batch).detach())
+    assert BALANCE * 0.9 < trained - scored < BALANCE * 2.1

@@ -4,6 +4,10 @@ Chosen by measurement for few steps on one CPU thread (docs/LOG.md): embedding a
 are rotary, each byte's embedding is mixed with the one before it (`smear`, which hands the first block bigrams for the
 price of one vector), squared ReLU, no biases. Both matrices that write into the residual stream start at zero: every
 block begins as the identity, and the loss near ln 256.
+
+With `experts` every block has so many small networks in place of its one, and a router sends each byte through two of
+them. Training adds a loss that keeps the router from sending all bytes to the same ones. It is of the learner's own
+batch: what others route is not known, and need not be, since they merge one router (docs/quality.md).
 """
 
 from __future__ import annotations
@@ -16,6 +20,10 @@ from torch.nn import functional as F
 
 VOCABULARY = 256
 HEAD_CHANNELS = 32
+CHOSEN = 2
+"""Experts that a byte goes through."""
+BALANCE = 0.01
+"""Weight of the loss that spreads bytes over experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,8 @@ class GptConfig:
     # Blocks; width and heads follow from it.
     block: int = 64
     # The longest context, in bytes.
+    experts: int = 0
+    # Networks in each block, of which a byte goes through two; 0: one network for all.
 
     @property
     def width(self) -> int:
@@ -45,8 +55,36 @@ class Gain(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight)
 
 
+class Experts(nn.Module):
+    """Together as large as `count` / 2 networks of a block without experts; a byte costs as much as there."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count, bias=False)
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width // CHOSEN, bias=False) for _ in range(count))
+        self.down = nn.ModuleList(nn.Linear(4 * width // CHOSEN, width, bias=False) for _ in range(count))
+        for reads in (self.router.weight, *self.up.parameters()):
+            nn.init.normal_(reads, std=width**-0.5)
+        for writes in self.down.parameters():
+            nn.init.zeros_(writes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What they write, and how unevenly the bytes are spread: 1 is evenly, `count` / 2 all to the same two."""
+        rows = x.reshape(-1, x.shape[-1])
+        chances = torch.softmax(self.router(rows), dim=-1)
+        weights, chosen = chances.topk(CHOSEN, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        written = torch.zeros_like(rows)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            row, place = torch.where(chosen == expert)
+            hidden = F.relu(up(rows[row])).square()
+            written = written.index_add(0, row, down(hidden) * weights[row, place, None])
+        shares = F.one_hot(chosen, len(self.up)).float().mean((0, 1))
+        return written.view_as(x), len(self.up) * (shares * chances.mean(0)).sum()
+
+
 class Block(nn.Module):
-    """x ← x + attention(norm(x));  x ← x + mlp(norm(x))."""
+    """x ← x + attention(norm(x));  x ← x + mlp(norm(x)). With experts also how unevenly these are used."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -56,18 +94,23 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.mix = nn.Linear(width, width, bias=False)
         self.norm_mlp = Gain(width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-        for reads in (self.qkv, self.up):
+        self.experts = Experts(width, config.experts) if config.experts else None
+        if self.experts is None:
+            self.up = nn.Linear(width, 4 * width, bias=False)
+            self.down = nn.Linear(4 * width, width, bias=False)
+        for reads in (self.qkv, *([self.up] if self.experts is None else [])):
             nn.init.normal_(reads.weight, std=width**-0.5)
-        for writes in (self.mix, self.down):
+        for writes in (self.mix, *([self.down] if self.experts is None else [])):
             nn.init.zeros_(writes.weight)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
         x = x + self.mix(self.attend(self.norm_attention(x), cos, sin))
-        hidden: Tensor = self.up(self.norm_mlp(x))
-        written: Tensor = self.down(F.relu(hidden).square())
-        return x + written
+        read = self.norm_mlp(x)
+        if self.experts is not None:
+            written, unevenness = self.experts(read)
+            return x + written, unevenness
+        hidden: Tensor = self.up(read)
+        return x + self.down(F.relu(hidden).square()), None
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -95,19 +138,27 @@ class Gpt(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, batch: Tensor) -> Tensor:
-        logits = self.logits(batch[:, :-1])
-        return F.cross_entropy(logits.reshape(-1, VOCABULARY), batch[:, 1:].reshape(-1))
+        logits, unevenness = self._read(batch[:, :-1])
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), batch[:, 1:].reshape(-1))
+        return loss + BALANCE * sum(unevenness) if self.training and unevenness else loss
 
     def logits(self, x: Tensor) -> Tensor:
         """[B, T] bytes, T at most `block`, to [B, T, 256]: what may follow each of them."""
+        return self._read(x)[0]
+
+    def _read(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Logits, and of every block with experts how unevenly it uses them."""
         length = x.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]
         h = self.embedding(x)
         h = h + self.smear * F.pad(h, (0, 0, 1, -1))
         h = F.rms_norm(h, (self.config.width,))
+        unevenness = []
         for block in self.blocks:
-            h = block(h, cos, sin)
-        return F.linear(self.norm(h), self.embedding.weight)
+            h, uneven = block(h, cos, sin)
+            if uneven is not None:
+                unevenness.append(uneven)
+        return F.linear(self.norm(h), self.embedding.weight), unevenness
 
     @torch.no_grad()
     def generate(

@@ -17,6 +17,8 @@ PARALLEL = ("fsdp", "ddp")
 class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     depth: int = 2
     # Blocks of the GPT, and the one dial of its size: 32 * depth channels, depth attention heads.
+    experts: int = 0
+    # Networks in each block of the GPT, of which a byte goes through two; 0: one network for all.
     block: int = 64
     # Bytes of context per training window.
     batch: int = 8
@@ -49,6 +51,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     def __post_init__(self) -> None:
         for key in ("depth", "block", "batch", "eval_windows", "eval_every"):
             _check(key, getattr(self, key) >= 1, getattr(self, key), "a whole number of at least 1")
+        _check("experts", self.experts == 0 or self.experts >= 2, self.experts, "0, or a whole number of at least 2")
         _check("optimizer", self.optimizer in OPTIMIZERS, repr(self.optimizer), " or ".join(OPTIMIZERS))
         _check("parallel", self.parallel in PARALLEL, repr(self.parallel), " or ".join(PARALLEL))
         for key in ("lr", "clip"):

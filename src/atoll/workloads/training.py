@@ -24,7 +24,7 @@ def build_model(settings: WorkloadSettings, seed: int) -> Gpt:
     """The model with the same initial weights in every process of a run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Gpt(GptConfig(depth=settings.depth, block=settings.block))
+        return Gpt(GptConfig(depth=settings.depth, block=settings.block, experts=settings.experts))
 
 
 def build_optimizers(model: Gpt, settings: WorkloadSettings) -> dict[str, Optimizer]:
