@@ -68,7 +68,7 @@ $(PACKAGES): pyproject.toml constraints.txt
 	@echo "Installing Atoll into $(VENV): a minute or two the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --no-compile 'pip>=25' 2>/dev/null || true
-	@$(PIP) --no-compile -e .
+	@$(PIP) --no-compile -e '.[torch,plots]'
 	@touch $@
 
 $(VENV)/.imported: $(PACKAGES)

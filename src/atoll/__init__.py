@@ -32,6 +32,15 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+    from atoll.extras import explained
+
+    with explained(f"atoll.{name}"):
+        return _resolve(name)
+
+
+def _resolve(name: str) -> object:
     if name == "Learner":
         from atoll.learner.learner import Learner
 
@@ -44,8 +53,6 @@ def __getattr__(name: str) -> object:
         from atoll.learner.evaluate import evaluate
 
         return evaluate
-    if name in ("KeptMoments", "kept_moments"):
-        from atoll.learner import kept_moments
+    from atoll.learner import kept_moments
 
-        return getattr(kept_moments, name)
-    raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+    return getattr(kept_moments, name)

@@ -1,17 +1,24 @@
-"""Syncer, courier and command line start without torch: it costs seconds and more than 100 MB in every process."""
+"""Syncer, courier and every command start without torch: `pip install atoll` brings none, and where there is one it
+costs seconds and more than 100 MB in every process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pkgutil import iter_modules
+
+import atoll.cli
 
 MODULES = (
     "atoll",
-    "atoll.cli",
+    *(f"atoll.cli.{one.name}" for one in iter_modules(atoll.cli.__path__) if one.name != "__main__"),
     "atoll.courier.service",
     "atoll.launch.local",
     "atoll.observe.dashboard",
+    "atoll.observe.plots.html",
+    "atoll.observe.plots.png",
     "atoll.observe.screen",
+    "atoll.relay.process",
     "atoll.syncer.service",
 )
 PROBE = """

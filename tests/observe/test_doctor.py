@@ -164,7 +164,7 @@ def test_what_fails_makes_the_command_fail_and_names_the_next_step(
     monkeypatch.setattr(local, "check_torch", lambda: local.judge_torch(None, "No module named 'torch'"))
     assert atoll(monkeypatch, "doctor") == 1
     out = capsys.readouterr().out
-    assert "✗ torch" in out and "pip install 'torch>=2.6'" in out and "checks fail" in out
+    assert "✗ torch" in out and "pip install 'atoll[torch]'" in out and "checks fail" in out
 
 
 @pytest.mark.usefixtures("quick")

@@ -182,8 +182,8 @@ def test_a_project_that_cannot_be_opened_is_one_line(fake: list[tuple[str, Any]]
 @pytest.mark.parametrize(
     ("missing", "command", "said"),
     [
-        ("tensorboard", "train --tensorboard board", "--tensorboard needs a package that is not here: pip install 'at"),
-        ("wandb", "train --wandb mine", "--wandb needs a package that is not here: pip install 'atoll[tracking]'"),
+        ("tensorboard", "train --tensorboard board", "--tensorboard needs tensorboard, which is not installed here"),
+        ("wandb", "train --wandb mine", "which is not installed here: pip install 'atoll[tracking]'"),
         ("", "train --tensorboard board --tape a.tape", "follow a run with a syncer: leave --tape and --algorithm out"),
     ],
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from atoll.extras import missing
 from atoll.protocol.errors import AtollError, ConfigError
 
 T = TypeVar("T")
@@ -184,7 +185,7 @@ def open_bucket(url: str) -> ObjectBucket:
     try:
         stores: Any = import_module("obstore.store")
     except ImportError:
-        raise ConfigError("--store needs obstore, which is not installed: pip install 'atoll[store]'") from None
+        raise missing("obstore", "--store") from None
     parts = urlsplit(url)
     if parts.scheme == "file":
         return ObjectBucket(url, stores.LocalStore(Path(parts.path), mkdir=True))

@@ -15,7 +15,7 @@ from atoll.chaos.performance import ChaosRun
 from atoll.chaos.plan import KINDS, FaultPlan
 from atoll.chaos.standby import follow_attack, hand_over_plan
 from atoll.chaos.verdict import Finding
-from atoll.cli.shared import compile_kernels, document_of, short, write_summary
+from atoll.cli.shared import check_workload, compile_kernels, document_of, short, write_summary
 from atoll.config import Config, convert, parse_settings
 from atoll.launch.local import WORKLOAD, script_arguments
 from atoll.observe import dashboard
@@ -63,6 +63,7 @@ def chaos(
         _attack(found, going, [RunDir.open(one) for one in calm], json_)
         return
     arguments = script_arguments(script, arguments) if script is not None else list(WORKLOAD)
+    check_workload(script)
     run_dir = RunDir.create(out, force=force)
     console = Console(stderr=json_)
     compile_kernels(console)

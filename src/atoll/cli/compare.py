@@ -13,7 +13,7 @@ from atoll.baselines.compare import METHODS, Method, MethodOutcome, comparable, 
 from atoll.chaos import plan as plans
 from atoll.chaos.plan import FaultPlan
 from atoll.cli.lists import names
-from atoll.cli.shared import compile_kernels, short
+from atoll.cli.shared import check_workload, compile_kernels, short
 from atoll.observe.figures import table
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import write_atomic
@@ -32,6 +32,7 @@ def compare(plan: Path, out: Path | None, methods: str, checkpoint_every: int, f
         raise ConfigError(f"--checkpoint-every {checkpoint_every} is below 0; 0 makes one every 10 s")
     chosen = list(dict.fromkeys(names("--methods", methods, METHODS)))
     asked = comparable(plans.load_plan(plan), str(plan))
+    check_workload(None)
     folder = (out or unused_path(time.localtime())).absolute()
     places = {method: RunDir.create(folder / method, force=force) for method in chosen}
     console = Console(stderr=True)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.cli.shared import address_of, is_address, read_failure, short, where
+from atoll.extras import check_installed
 from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
@@ -238,6 +239,7 @@ def _commands_by_hand(run: str, status: RunStatus, wanted: int) -> list[str]:
 
 
 def report(run: Path, out: Path | None, json_: bool) -> None:
+    check_installed("plotly", "atoll report")
     console = Console(stderr=json_)
     with console.status("drawing"):
         found, path = write_report(run, out)

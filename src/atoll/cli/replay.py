@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from atoll.cli.shared import document_of
+from atoll.cli.shared import check_workload, document_of
 from atoll.config import convert
 from atoll.launch.replay.play import RunReplay
 from atoll.launch.replay.syncer import ReplayOutcome
@@ -23,6 +23,7 @@ def replay(directory: Path, until: int | None, cut: int | None, jobs: int, logs:
         raise ConfigError(f"--jobs {jobs} is below 0; 0 takes one for each core")
     out = RunDir.open(directory)
     config = convert(document_of(out.settings), str(out.settings))
+    check_workload(config.script)
     kernels.warm()
     console = Console(stderr=True)
     columns = (

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from atoll.cli.keys import Last, join_link, own_address, pins_of, remember
-from atoll.cli.shared import close, document_of, setting_words, settings_of, short, without_own_shards
+from atoll.cli.shared import check_store, close, document_of, setting_words, settings_of, short, without_own_shards
 from atoll.cli.store import finish_upload, restore_if_empty
 from atoll.config import Config, Service, convert, merged, parse_settings, parse_shard
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
@@ -239,6 +239,7 @@ def _serve(
 
 def check_service(service: Service) -> None:
     """Before anything is made: who binds beyond this machine has TLS and tokens."""
+    check_store(service.store)
     check_bind(service.host, secured=bool(service.keys) and not service.front)
     if (service.mutual or service.front) and not service.keys:
         raise ConfigError("--mutual and --front go with --keys: make them with `atoll cert`")

@@ -14,6 +14,7 @@ import msgspec
 from rich.console import Console
 
 from atoll.config import convert, merged, parse_settings
+from atoll.extras import check_installed
 from atoll.fabric.address import SCHEME, SyncerAddress, parse_address, without_secrets
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.local_secrets import published_secrets
@@ -70,6 +71,18 @@ def without_own_shards(words: Sequence[str], folder: Path) -> list[str]:
     path = folder / "run.toml"
     has = document_of(path).get("service", {}).get("shards", 1) if path.is_file() else 1
     return [word for word in words if word != f"shards={has}"]
+
+
+def check_workload(script: object) -> None:
+    """Where there is no script of the user's own, the built-in GPT trains."""
+    if not script:
+        check_installed("torch", "the built-in GPT")
+
+
+def check_store(url: str) -> None:
+    """Before anything is made of a run that is copied there."""
+    if url:
+        check_installed("obstore", "--store")
 
 
 def compile_kernels(console: Console) -> None:

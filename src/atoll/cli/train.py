@@ -18,6 +18,8 @@ from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
 from atoll.cli.on_ray import resume_on_ray, start_on_ray
 from atoll.cli.shared import (
+    check_store,
+    check_workload,
     close,
     compile_kernels,
     document_of,
@@ -143,6 +145,9 @@ def train(
         raise ConfigError("--syncer-shards is for learners of a syncer: leave --tape and --algorithm out")
     if settings.ranks > 1 and settings.protocol.shares_moments:
         raise ConfigError("--share moments is for learners of one rank: leave it out, or --ranks")
+    if on is None:
+        check_workload(script)
+        check_store(settings.service.store)
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
     elif algorithm == "data-parallel":
@@ -249,6 +254,7 @@ def _go_on(
     if found.only_end:
         _bring_to_its_end(settings, run_dir, console, as_json)
         return
+    check_workload(settings.script)
     arguments = list(settings.script) or list(WORKLOAD)
     _train(settings, run_dir, console, arguments, (), as_json, found, targets, options=options)
 

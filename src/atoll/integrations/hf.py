@@ -20,16 +20,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import atoll
-from atoll.integrations.loaders import follow_run, lease_samples
-from atoll.learner.script import find_syncer, say
+from atoll.extras import explained
 
-try:
+with explained(__name__, "hf"):
+    import torch
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
-except ImportError:
-    raise ImportError("atoll.integrations.hf needs transformers and accelerate: pip install 'atoll[hf]'") from None
+
+    from atoll.integrations.loaders import follow_run, lease_samples
+    from atoll.learner.script import find_syncer, say
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
 """What Trainer.evaluate measures of itself."""

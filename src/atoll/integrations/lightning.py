@@ -15,17 +15,16 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 import atoll
-from atoll.integrations.loaders import follow_run, lease_samples
-from atoll.learner.script import say
+from atoll.extras import explained
 
-try:
+with explained(__name__, "lightning"):
+    import torch
     from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
     from lightning.pytorch.utilities.exceptions import SIGTERMException
-except ImportError:
-    raise ImportError("atoll.integrations.lightning needs lightning: pip install 'atoll[lightning]'") from None
+
+    from atoll.integrations.loaders import follow_run, lease_samples
+    from atoll.learner.script import say
 
 
 class AtollCallback(Callback):  # type: ignore[misc]

@@ -1,7 +1,8 @@
 """`python -m atoll.launch.script FILE|-m MODULE [ARGS…]`: a training script as a supervisor starts it.
 
-It runs as if it were started by itself; three things are added. A mistake that Atoll can name ends it with one line and
-exit code 2 instead of a traceback, and so does `sys.exit("a sentence")`: it would only say it again. A traceback shows
+It runs as if it were started by itself; three things are added. A mistake that Atoll can name (torch is not installed)
+ends it with one line and exit code 2 instead of a traceback, and so does `sys.exit("a sentence")`: it would only say it
+again. A traceback shows
 the script's own frames and its libraries', not Atoll's. And it does not outlive its supervisor.
 """
 
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from atoll.extras import EXTRAS, missing
 from atoll.protocol.errors import AtollError, ConfigError
 
 SUPERVISOR = "ATOLL_SUPERVISOR"
@@ -60,6 +62,9 @@ def main() -> None:
             sys.exit(ConfigError.exit_code)
         raise
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+            print(f"atoll: {missing(error.name, Path(sys.argv[0]).name)}", file=sys.stderr, flush=True)
+            sys.exit(ConfigError.exit_code)
         usage = is_usage_error(error)
         remove_own_frames(error, usage=usage or is_wrong_return(error))
         sys.excepthook(type(error), error, error.__traceback__)

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from atoll.extras import missing
 from atoll.observe.figures import plain
 from atoll.protocol.errors import ConfigError
 from atoll.telemetry.events import Event
@@ -181,4 +182,4 @@ def _package(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         top = name.split(".")[0]
-        raise ConfigError(f"--{top} needs a package that is not here: pip install 'atoll[tracking]'") from error
+        raise missing(top, f"--{top}") from error

@@ -2,6 +2,7 @@
 
     AtollError
     ├── ConfigError      the operator asked for something that cannot be: the text names the key and the fix
+    │   └── MissingPackage   it needs a package that is not installed: the text has the command; also an ImportError
     ├── PlanError        a model does not fit the run, or cannot be cut into the fragments asked for
     ├── PeerError        the other side sent something that may not be: wrong size, version, type or order
     ├── Unreachable      the other side cannot be reached now; trying again later may help
@@ -22,6 +23,10 @@ class AtollError(Exception):
 
 class ConfigError(AtollError):
     exit_code = 2
+
+
+class MissingPackage(ConfigError, ImportError):
+    pass
 
 
 class PlanError(AtollError):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from atoll.extras import missing
 from atoll.protocol.errors import ConfigError, Unreachable
 
 DIAL_S = 10.0
@@ -84,7 +85,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError("--on ray needs Ray, which is not installed here: pip install 'atoll[ray]'") from None
+        raise missing("ray", "--on ray") from None
     return ray
 
 

@@ -141,7 +141,7 @@ class Dashboard:
     async def _serve_plotly(self, request: web.Request) -> web.StreamResponse:
         path = plotly_file()
         if path is None:
-            raise Rejected(404, "the installed plotly has no script of its own: the page goes without its charts")
+            raise Rejected(404, "no plotly here: the page goes without its charts (pip install 'atoll[plots]')")
         return _file(path)
 
     async def _serve_metrics(self, request: web.Request) -> web.StreamResponse:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from atoll.extras import check_installed
 from atoll.observe.plots.pictures import (
     Curve,
     CurveChart,
@@ -44,6 +45,7 @@ def check_plot_path(path: Path) -> None:
     """Raise ConfigError now where `write_picture` could not write later: worth a call before a long simulation."""
     if path.suffix not in (".html", ".png"):
         raise ConfigError(f"--plot {path}: write FILE.html or FILE.png")
+    check_installed("plotly" if path.suffix == ".html" else "matplotlib", f"--plot {path}")
     if os.path.isdir(path):  # a name may be too long to ask pathlib
         raise ConfigError(f"--plot {path}: this is a folder; name a file in it")
     if not os.path.isdir(path.parent):

@@ -36,7 +36,7 @@ export class Charts {
   }
 
   #without() {
-    for (const place of Object.values(this.places)) place.textContent = "plotly is not installed with the syncer: no charts.";
+    for (const place of Object.values(this.places)) place.textContent = "No charts: the syncer's machine has no plotly (pip install 'atoll[plots]').";
   }
 }
 

@@ -1,0 +1,74 @@
+"""Packages that only a part of Atoll needs, and the extra that installs each of them (pyproject.toml).
+
+Without any extra Atoll serves, relays, simulates, plans and looks at runs. What needs more says so in one line with the
+command that installs it, and before it begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import TracebackType
+
+from atoll.protocol.errors import MissingPackage
+
+EXTRAS = {
+    "torch": "torch",
+    "jax": "jax",
+    "optax": "jax",
+    "plotly": "plots",
+    "matplotlib": "plots",
+    "transformers": "hf",
+    "accelerate": "hf",
+    "lightning": "lightning",
+    "ray": "ray",
+    "obstore": "store",
+    "tensorboard": "tracking",
+    "wandb": "tracking",
+}
+
+
+def is_installed(package: str) -> bool:
+    """Without importing it."""
+    return find_spec(package) is not None
+
+
+def check_installed(package: str, needed_by: str) -> None:
+    """`needed_by`: what the user asked for, as the subject of a sentence."""
+    if not is_installed(package):
+        raise missing(package, needed_by)
+
+
+def missing(package: str, needed_by: str, extra: str = "") -> MissingPackage:
+    command = f"pip install 'atoll[{extra or EXTRAS[package]}]'"
+    words = f"{needed_by} needs {package}, which is not installed here: {command}"
+    return MissingPackage(words, name=package)
+
+
+@contextmanager
+def explained(needed_by: str, extra: str = "") -> Iterator[None]:
+    """Around imports on behalf of a user's own code; `extra`: what installs all of them. Caught, what is missing is an
+    ImportError like any other; where nobody catches it, Python prints the one line alone."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        if not isinstance(sys.excepthook, OneLine):
+            sys.excepthook = OneLine(sys.excepthook)
+        raise missing(error.name, needed_by, extra) from None
+
+
+class OneLine:
+    """In place of `sys.excepthook`."""
+
+    def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, MissingPackage):
+            print(f"atoll: {error}", file=sys.stderr)
+        else:
+            self._before(kind, error, trace)
