@@ -21,6 +21,7 @@ from atoll.courier.service import Courier
 from atoll.learner.boundary import Boundary
 from atoll.learner.moments import InnerMoments
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
+from atoll.learner.trained_model import TorchModel
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     CourierChannel,
@@ -139,7 +140,7 @@ class Training:
         """Whether newcomers may fetch its state from its courier."""
         self.model = nn.Linear(4, 3)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
-        self.peers = PeerStates(self.model, self.optimizer, {}, self)  # type: ignore[arg-type]
+        self.peers = PeerStates(TorchModel(self.model, self.optimizer), {}, self)  # type: ignore[arg-type]
         self._readable = asyncio.Event()
 
     # ---- its courier --------------------------------------------------------------------------------------------

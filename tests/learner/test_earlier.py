@@ -12,6 +12,7 @@ from atoll.learner.earlier import find_saved_part
 from atoll.learner.saved_state import OwnState, RunPlace, Saver, part_name
 from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, write
+from atoll.learner.trained_model import TorchModel
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def test_parts_of_nobody_knows_which_run_are_left_alone(tmp_path: Path) -> None:
 
 def test_parameters_come_back_only_exactly_and_chance_only_in_the_end() -> None:
     model = nn.Linear(2, 1)
-    own = OwnState(model, None, {})
+    own = OwnState(TorchModel(model), {})
     saved = own.begin_capture(RunPlace({"t": 7, "base": []}))[0].finish()
     weight, next_value = model.weight.detach().clone(), torch.rand(1)
     with torch.no_grad():

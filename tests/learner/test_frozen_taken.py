@@ -14,6 +14,7 @@ from torch import nn
 
 from atoll.learner.peer_state_transfer import PeerStates
 from atoll.learner.snapshot import write
+from atoll.learner.trained_model import TorchModel
 from atoll.learner.unmerged import FrozenRule, UnmergedTensors
 from atoll.mailbox.channel import StateCopyMade, TakeOrder
 from atoll.protocol.errors import ConfigError
@@ -33,8 +34,8 @@ class Process:
         self.unmerged = UnmergedTensors(self.model, None, rule)
         self.unmerged.describe()
         self.post = Post()
-        whole = (self.model, self.optimizer, {}, self.post)
-        self.peers = PeerStates(*whole, None, None, self.unmerged)  # type: ignore[arg-type]
+        trained = TorchModel(self.model, self.optimizer)
+        self.peers = PeerStates(trained, {}, self.post, None, self.unmerged)  # type: ignore[arg-type]
 
     def gives(self) -> StateCopyMade:
         self.peers.carry_out(fx.Capture(1, frozen=True), t=7)

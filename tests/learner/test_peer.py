@@ -13,6 +13,7 @@ from torch import nn
 from atoll.digests import compute_digest
 from atoll.learner import peer_state_transfer as module
 from atoll.learner.peer_state_transfer import PeerStates
+from atoll.learner.trained_model import TorchModel
 from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import StateCopyMade, TakeOrder, ToCourier
 from atoll.protocol.errors import PeerError
@@ -56,7 +57,7 @@ class Process:
         for _ in range(steps):
             self.step()
         self.post = Post()
-        self.peers = PeerStates(self.model, self.optimizer, {"counter": self.counter}, self.post)  # type: ignore[arg-type]
+        self.peers = PeerStates(TorchModel(self.model, self.optimizer), {"counter": self.counter}, self.post)  # type: ignore[arg-type]
 
     def step(self) -> None:
         self.model(torch.randn(4, 3)).square().mean().backward()

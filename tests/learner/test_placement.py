@@ -11,6 +11,7 @@ from torch import nn
 import atoll
 from atoll.learner.boundary import SharedMailbox
 from atoll.learner.placement import PlacementWish, choose_placement, device_bytes, staging_bytes
+from atoll.learner.trained_model import TorchModel
 from atoll.mailbox.channel import MailboxReady, Welcomed
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import ConfigError
@@ -79,7 +80,7 @@ class Courier(Remembers):
 
 def test_a_welcome_makes_the_memory_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     courier, model = Courier(), nn.Linear(4, 4)
-    shared = SharedMailbox(model, courier, courier, placement="device")  # type: ignore[arg-type]
+    shared = SharedMailbox(TorchModel(model), courier, courier, placement="device")  # type: ignore[arg-type]
     shared.describe()
     settings = Settings(fragments=2, codec="topk").resolved(2)
     plan = make_plan(shared.tensors, 2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.learner.state import check_random_state, random_state, set_random_state
+from atoll.learner.capture import check_random_state, random_state, set_random_state
 from atoll.protocol.errors import ConfigError
 
 

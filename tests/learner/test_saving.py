@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from atoll.learner import saved_state
+from atoll.learner.capture import BegunSnapshot
 from atoll.learner.saved_state import Saver, list_parts, part_name, read_run
 from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, read
-from atoll.learner.state import BegunSnapshot, begin_capture
+from atoll.learner.state import begin_capture
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.learner.effects import Saved
 from atoll.store.cuts import digest_file

@@ -16,6 +16,7 @@ from atoll.fabric.wire import METRICS, ScoreReport, decode_score
 from atoll.launch.script import is_wrong_return, remove_own_frames
 from atoll.learner.evaluator import Evaluator, ScoreFigures, read_figures
 from atoll.learner.model import describe
+from atoll.learner.scored_model import ScoredModule
 from atoll.numerics.fragments import make_plan
 from atoll.telemetry.status import RunStatus
 
@@ -67,7 +68,7 @@ async def test_a_scorer_that_returns_no_score_is_named_with_its_line(monkeypatch
 
     monkeypatch.setattr("atoll.learner.evaluator.get_json", answer)
     monkeypatch.setattr(Evaluator, "_fetch", answer)
-    evaluator = Evaluator("http://127.0.0.1:9", model, score_badly, None, {}, "")  # type: ignore[arg-type]
+    evaluator = Evaluator("http://127.0.0.1:9", ScoredModule(model), score_badly, None, {}, "")  # type: ignore[arg-type]
     line = score_badly.__code__.co_firstlineno
     words = rf"the scorer score_badly \(line {line} of test_scoring.py\) returned str as 'loss': return a loss"
     with pytest.raises(TypeError, match=words) as caught:
@@ -100,7 +101,7 @@ async def test_an_evaluator_says_which_run_it_joined_and_what_it_scored(
     monkeypatch.setattr("atoll.learner.evaluator.post_score", post)
     monkeypatch.setattr(Evaluator, "_fetch", fetched)
     figures = {"loss": 0.25, "accuracy": 0.9996, "depth": math.nan}
-    await Evaluator("http://127.0.0.1:9", model, lambda model: figures, None, {}, "").run()
+    await Evaluator("http://127.0.0.1:9", ScoredModule(model), lambda model: figures, None, {}, "").run()
     assert posted == [7]
     assert capsys.readouterr().err == (
         "atoll: joined run r1 as its evaluator\natoll: scored round 7: loss 0.25, accuracy 0.9996, depth not finite\n"

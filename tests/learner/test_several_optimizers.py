@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from atoll.learner.capture import Stateful
 from atoll.learner.learner import Learner
-from atoll.learner.peer_state_transfer import take_peer_state
+from atoll.learner.peer_state_checks import take_peer_state
 from atoll.learner.snapshot import decode, encode
-from atoll.learner.state import Optimizers, Stateful, optimizers_by_path, restore
+from atoll.learner.state import Optimizers, optimizers_by_path, restore
 from atoll.protocol.errors import ConfigError, PeerError
 
 

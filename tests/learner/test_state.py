@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler as schedules
 
+from atoll.learner import capture as capture_module
 from atoll.learner import packing
-from atoll.learner import state as state_module
+from atoll.learner.capture import Stateful, random_state, set_random_state
 from atoll.learner.snapshot import Snapshot, decode, encode, read, write
-from atoll.learner.state import Stateful, begin_capture, random_state, restore, set_random_state
+from atoll.learner.state import begin_capture, restore
 from atoll.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -457,7 +458,7 @@ def test_random_states_that_cannot_be_are_refused(
     drawn = random_state()
     change(drawn)
     with monkeypatch.context() as patched:
-        patched.setattr(state_module, "random_state", lambda: drawn)
+        patched.setattr(capture_module, "random_state", lambda: drawn)
         snapshot = first.capture()
     assert "random state" in refused(second, snapshot)
 

@@ -12,17 +12,18 @@ from tests.learner.same import capture
 from tests.learner.test_peer import Process
 from torch import nn
 
-from atoll.learner import peer_state_transfer
+from atoll.learner import peer_state_checks
 from atoll.learner.packing import Packing, Unpacking
-from atoll.learner.peer_state_transfer import (
-    PeerStates,
+from atoll.learner.peer_state_checks import (
     StateSpec,
     expected_layout,
     fit_states,
     take_peer_state,
     wrong_buffers,
 )
+from atoll.learner.peer_state_transfer import PeerStates
 from atoll.learner.snapshot import Snapshot, encode, ranged
+from atoll.learner.trained_model import TorchModel
 from atoll.mailbox.box import reserve
 from atoll.mailbox.channel import StateCopyMade
 from atoll.protocol.errors import ConfigError
@@ -138,11 +139,11 @@ def test_two_names_for_one_tensor_are_two_tensors() -> None:
 
 def test_what_the_script_does_not_allow_is_neither_given_nor_taken() -> None:
     peer, newcomer = Process(steps=4), Process()
-    newcomer.peers = PeerStates(newcomer.model, newcomer.optimizer, {}, newcomer.post)  # type: ignore[arg-type]
+    newcomer.peers = PeerStates(TorchModel(newcomer.model, newcomer.optimizer), {}, newcomer.post)  # type: ignore[arg-type]
     assert newcomer.takes(*peer.gives()).reason == "", "an earlier version gives it all the same"
     assert newcomer.counter.count == 0 and newcomer.moments()[0]["step"] == 4
     silent = Process(steps=1)
-    silent.peers = PeerStates(silent.model, silent.optimizer, {}, silent.post)  # type: ignore[arg-type]
+    silent.peers = PeerStates(TorchModel(silent.model, silent.optimizer), {}, silent.post)  # type: ignore[arg-type]
     frame, fd = silent.gives()
     assert b"extra/" not in os.pread(fd, frame.size, 0)
     os.close(fd)
@@ -150,7 +151,7 @@ def test_what_the_script_does_not_allow_is_neither_given_nor_taken() -> None:
 
 def test_what_was_allowed_and_does_not_come_is_refused() -> None:
     peer, newcomer = Process(steps=4), Process()
-    peer.peers = PeerStates(peer.model, peer.optimizer, {}, peer.post)  # type: ignore[arg-type]
+    peer.peers = PeerStates(TorchModel(peer.model, peer.optimizer), {}, peer.post)  # type: ignore[arg-type]
     taken = newcomer.takes(*peer.gives())
     assert "'extra/counter' is here, not in the snapshot" in taken.reason and taken.refused
     assert not newcomer.optimizer.state
@@ -200,13 +201,13 @@ class TestLayout:
         plain, momentum = list(model.parameters())[:3], list(model.parameters())[3:]
         optimizer = torch.optim.SGD([{"params": plain}, {"params": momentum, "momentum": 0.9}], lr=0.01)
         stand_ins: list[torch.Tensor] = []
-        make = peer_state_transfer._state_of_stand_in
+        make = peer_state_checks._state_of_stand_in
 
         def count(optimizer: Any, group: Any, parameter: torch.Tensor) -> dict[str, Any]:
             stand_ins.append(parameter)
             return make(optimizer, group, parameter)
 
-        monkeypatch.setattr(peer_state_transfer, "_state_of_stand_in", count)
+        monkeypatch.setattr(peer_state_checks, "_state_of_stand_in", count)
         layout = expected_layout(optimizer, model)
         assert [sorted(kept) for kept in layout.values()] == [[]] * 3 + [["momentum_buffer"]] * 2
         assert len(stand_ins) == 2

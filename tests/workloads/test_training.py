@@ -7,7 +7,7 @@ import torch
 from tests.learner.same import capture, same
 from torch.optim import Optimizer
 
-from atoll.learner.peer_state_transfer import take_peer_state
+from atoll.learner.peer_state_checks import take_peer_state
 from atoll.learner.snapshot import decode, encode
 from atoll.learner.state import restore
 from atoll.protocol.errors import ConfigError

@@ -18,26 +18,24 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from atoll.choices import ADOPT
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.device_offload import DeviceOffload
-from atoll.learner.model import BufferRule, describe, merged, merged_here, view_piece
+from atoll.learner.model import view_piece
 from atoll.learner.moments import InnerMoments
 from atoll.learner.offload import DeviceCopy, Offload, find_device, make_offload
 from atoll.learner.placement import PlacementWish, choose_placement, free_bytes
-from atoll.learner.ranks import RankGroup, find_boxes, reshard
+from atoll.learner.ranks import RankGroup
 from atoll.learner.saved_state import fill_box, settings_of
 from atoll.learner.script import say
-from atoll.learner.state import Optimizers
+from atoll.learner.trained_model import TrainedModel, as_torch
 from atoll.mailbox.box import Mailbox, serves
 from atoll.mailbox.channel import (
     BASE,
@@ -74,16 +72,19 @@ class Boundary:
         tape: TapeRecorder | None = None,
         moments: InnerMoments | None = None,
         prepare: Callable[[], None] | None = None,
+        note_adopted: Callable[[Iterable[str]], None] | None = None,
         *,
         is_base: bool = True,
     ) -> None:
         """`moments`: where they are shared. `prepare`: of a learner of several ranks, called before its parameters are
         read or written; then all ranks adopt what they are told at the same step, and wait for it if need be.
+        `note_adopted`: told the names of what was written to.
         `is_base`: not of a newcomer's parameters, which are replaced before they are trained: writing them takes as
         long as fetching the run's."""
         self.settings, self._moments = settings, moments
         self._prepare: Callable[[], None] = prepare or (lambda: None)
         self._together = prepare is not None
+        self._note_adopted: Callable[[Iterable[str]], None] = note_adopted or (lambda names: None)
         self._box, self._courier, self._tape = box, courier, tape or TapeRecorder(courier)
         self._steps, self._tokens = box.steps, box.tokens
         self._parameters = parameters
@@ -264,10 +265,7 @@ class Boundary:
             steps = int(self._box.steps[f]) - order.minus_steps
             tokens = int(self._box.tokens[f]) - order.minus_tokens
         self._prepare()
-        own, arrived = self._own(f), self._offload.arrived(f, order.slot)
-        adopt(own, arrived, order.rule, blend=order.blend, read=read)
-        if held := self._buffers[f]:  # statistics are taken as they are: carried on, a variance could fall below zero
-            adopt([own[place] for place in held], [arrived[place] for place in held], "overwrite")
+        self._write(f, self._offload.arrived(f, order.slot), order.rule, blend=order.blend, read=read)
         if order.moments:
             self._take_moments(order, steps)
         self._offload.release(f, order.slot)
@@ -283,6 +281,22 @@ class Boundary:
         if (copy := self._base_copies.pop(f, None)) is not None:
             copy.result()
         self._courier.send(VersionTaken(order.slot, adopted, self.epoch))
+
+    def _write(
+        self,
+        fragment: int,
+        new: list[torch.Tensor],
+        rule: str = "overwrite",
+        *,
+        blend: float = 0.0,
+        read: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Into the model."""
+        own = self._own(fragment)
+        adopt(own, new, rule, blend=blend, read=read)
+        if held := self._buffers[fragment]:  # taken as they are: carried on, a variance could fall below zero
+            adopt([own[place] for place in held], [new[place] for place in held], "overwrite")
+        self._note_adopted(piece.tensor.name for piece in self._box.plan.fragments[fragment].pieces)
 
     def _take_moments(self, order: AdoptOrder, steps: int) -> None:
         """Adopt the averaged moments that came with a version. The courier sends none with a carry that has no copy to
@@ -316,7 +330,7 @@ class Boundary:
         self._prepare()
         for fragment in range(self._box.layout.fragments):
             if self._box.base_version[fragment] >= 0:
-                adopt(self._own(fragment), self._offload.base(fragment), "overwrite")
+                self._write(fragment, self._offload.base(fragment))
 
     # ---- forgetting ---------------------------------------------------------------------------------------------
 
@@ -347,7 +361,7 @@ class Boundary:
         """Broken numbers are gone at once: steps on what is left of them would break the fresh optimizer again."""
         self._prepare()
         for fragment in range(self._box.layout.fragments):
-            adopt(self._own(fragment), self._offload.base(fragment), "overwrite")
+            self._write(fragment, self._offload.base(fragment))
 
     def close(self) -> None:
         self._awaited.put(None)
@@ -380,19 +394,16 @@ def adopt(
 class SharedMailbox:
     def __init__(
         self,
-        model: nn.Module,
+        trained: TrainedModel,
         courier: CourierProcess,
         tape: TapeRecorder,
-        buffers: BufferRule = None,
         placement: PlacementWish = "auto",
-        optimizers: Optimizers = None,
         ranks: RankGroup | None = None,
     ) -> None:
         self._ranks = ranks
         self.boxes: tuple[RankBoxes, ...] = ()
         """Of every rank, where there are several."""
-        self._model, self._courier, self._tape, self._buffers = model, courier, tape, buffers
-        self._optimizers = optimizers
+        self._trained, self._courier, self._tape = trained, courier, tape
         self._fingerprint = ""
         """Of the whole model's plan."""
         self._wish, self._made_for = placement, Settings()
@@ -408,13 +419,13 @@ class SharedMailbox:
 
     def describe(self) -> None:
         """ConfigError: this model cannot take part."""
-        self.tensors = describe(self._model, self._buffers)
+        self.tensors = self._trained.describe()
         if self._ranks is not None:
             self.boxes = self._exchange_boxes(self._ranks)
 
     def _exchange_boxes(self, ranks: RankGroup) -> tuple[RankBoxes, ...]:
         """ConfigError: another rank has another model. All ranks find that, and say it."""
-        own = (self.tensors, find_boxes(merged(self._model, self._buffers), ranks.rank))
+        own = (self.tensors, as_torch(self._trained).find_boxes(ranks.rank))
         told = ranks.gather(own, tuple[tuple[TensorSpec, ...], RankBoxes])
         for rank, (tensors, _) in enumerate(told):
             if (apart := difference(tensors, told[0][0])) is not None:
@@ -447,20 +458,20 @@ class SharedMailbox:
         boundary.continue_from(place["t"], place["total"], place["feed"].get("position", -1))
 
     def _make(self, plan: FragmentPlan, settings: Settings, *, is_base: bool) -> tuple[Mailbox, Boundary]:
-        taking_part, replays = merged_here(self._model, self._buffers), self._courier.replays
-        self._fingerprint, prepare = plan.fingerprint, None
+        replays, self._fingerprint, prepare = self._courier.replays, plan.fingerprint, None
         if self._ranks is not None:
-            plan, prepare = make_rank_plan(plan, self.boxes[self._ranks.rank]).plan, partial(reshard, self._model)
-        device = next(iter(taking_part.values())).device
-        moments = InnerMoments(plan, taking_part, self._optimizers) if settings.shares_moments else None
+            plan = make_rank_plan(plan, self.boxes[self._ranks.rank]).plan
+            prepare = as_torch(self._trained).reshard
+        device = self._trained.device
+        moments = self._trained.make_moments(plan) if settings.shares_moments else None
         case = {"replays": replays, "ranks": self._ranks is not None}
         placement = choose_placement(self._wish, device, plan, settings, free_bytes(device), **case)
         if placement.text:
             say(placement.text)
         how = {"on_device": placement.on_device, "ranks": self._ranks is not None}
         self.box, self._made_for = Mailbox.create(plan, settings, **how), settings
-        using = (self._courier, self._tape, moments, prepare)
-        self.boundary = Boundary(self.box, settings, taking_part, *using, is_base=is_base)
+        using = (self._courier, self._tape, moments, prepare, self._trained.note_adopted)
+        self.boundary = Boundary(self.box, settings, self._trained.tensors(), *using, is_base=is_base)
         return self.box, self.boundary
 
     def hand_to_courier(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:

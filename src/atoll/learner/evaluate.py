@@ -16,6 +16,7 @@ from typing import Any, get_args
 from torch import nn
 
 from atoll.learner.model import check_model
+from atoll.learner.scored_model import ScoredModel, ScoredModule
 from atoll.learner.script import end_script, explain_keywords, find_syncer
 from atoll.protocol.errors import AtollError
 from atoll.protocol.limits import LONGEST, Direction
@@ -37,6 +38,18 @@ def evaluate(
     `sample(model)` is a few lines that the model wrote. `unit` is that of the loss, as it is to be shown.
     """
     check_model(model)
+    score_run(ScoredModule(model), score, sample=sample, directions=directions, unit=unit)
+
+
+def score_run(
+    scored: ScoredModel,
+    score: Callable[[Any], float | Mapping[str, float]],
+    *,
+    sample: Callable[[Any], str] | None,
+    directions: Mapping[str, Direction] | None,
+    unit: str,
+) -> None:
+    """In the evaluator process, until the run ends, and the script with it."""
     if not callable(score):
         raise TypeError(
             f"'score' is of type {type(score).__name__}: give the function that scores a model, without calling it"
@@ -54,7 +67,7 @@ def evaluate(
     if not (syncer := find_syncer(os.environ)):
         sys.exit("atoll: which run is to be scored? Name it by ATOLL_JOIN, as its syncer printed it")
     try:
-        asyncio.run(Evaluator(syncer, model, score, sample, directions, unit, best).run())
+        asyncio.run(Evaluator(syncer, scored, score, sample, directions, unit, best).run())
     except AtollError as error:
         end_script(str(error), error.exit_code, error)
     sys.exit(0)

@@ -20,19 +20,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch import nn
 
 from atoll.fabric.address import parse_address
 from atoll.fabric.bodies import fetch_one_version
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
-from atoll.learner.model import BufferRule, describe, merged, view_piece
+from atoll.learner.model import view_piece
+from atoll.learner.scored_model import ScoredModel
 from atoll.learner.script import say
-from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.fragments import FragmentPlan, assemble_tensors, difference
+from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.shard_plan import PartPlace, make_shard_plan
-from atoll.protocol.errors import AtollError, PeerError, PlanError, Unreachable
+from atoll.protocol.errors import AtollError, PeerError, Unreachable
 from atoll.protocol.limits import LONGEST, Direction, near
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 from atoll.telemetry.status import RunStatus
@@ -203,18 +202,18 @@ class Evaluator:
     def __init__(
         self,
         url: str,
-        model: nn.Module,
+        scored: ScoredModel,
         score: Callable[[Any], float | Mapping[str, float]],
         sample: Callable[[Any], str] | None,
         directions: Mapping[str, Direction],
         unit: str,
         best: BestModel | None = None,
     ) -> None:
-        self._url, self._model, self._score, self._sample = url, model, score, sample
+        self._url, self._scored, self._score, self._sample = url, scored, score, sample
         self._directions, self._unit = directions, unit
         self._best = best
         """Where the best model is kept; None: nowhere."""
-        self._parameters: dict[str, torch.Tensor] = {}
+        self._parameters: Mapping[str, torch.Tensor] = {}
         self._checked = False
         self._cpu_s = 0.0
 
@@ -249,11 +248,13 @@ class Evaluator:
         manifest: Any = await get_json(self._url, "/v1/manifest")
         plan = msgspec.convert(manifest["plan"], FragmentPlan)
         if not self._checked:
-            self._check(plan, str(manifest.get("frozen", "")))
+            self._parameters = self._scored.fit_run(plan.tensors, str(manifest.get("frozen", "")))
+            self._checked = True
         shards = ShardedSyncer(self._url, plan, manifest.get("shards", ()), manifest.get("codecs", ()))
         fetched = await self._fetch(plan, shards, str(manifest["run"]), round)
-        found = read_figures(self._score(self._model), name_scorer(self._score))
-        text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
+        model = self._scored.hand_over()
+        found = read_figures(self._score(model), name_scorer(self._score))
+        text = self._sample(model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent
         score = ScoreReport(
@@ -273,20 +274,6 @@ class Evaluator:
         await post_score(self._url, score)
         say(f"scored round {round}: {found.describe()}")
         return float(manifest["evaluate_steps"])
-
-    def _check(self, plan: FragmentPlan, frozen: str) -> None:
-        run = plan.tensors
-        rules: tuple[BufferRule, ...] = (None, "local", "mean", "first")  # which one, the learners' script says
-        rule = next((one for one in rules if difference(describe(self._model, one), run) is None), None)
-        if (reason := difference(describe(self._model, rule), run)) is not None:
-            raise PlanError(reason)
-        if frozen and digest_unmerged(self._model, rule) != frozen:
-            raise PlanError(
-                "the evaluator's frozen parameters or buffers are not those of the run's first learner: "
-                "load them from the same file, or draw them after the same torch.manual_seed"
-            )
-        self._parameters = merged(self._model, rule)
-        self._checked = True
 
     async def _fetch(self, plan: FragmentPlan, shards: ShardedSyncer, run: str, round: int) -> FetchedModel:
         """Into the model; and as it came, where the best is kept. Fragments may be of different rounds: each is the

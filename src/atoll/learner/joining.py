@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from atoll.fabric.address import parse_address
 from atoll.learner.folder import ask_run
-from atoll.learner.model import BufferRule
 from atoll.learner.placement import PlacementWish
 from atoll.learner.script import say
 from atoll.learner.unmerged import FrozenRule
@@ -40,7 +39,6 @@ class JoinRequest:
     pid: int = 0
     proof: str = ""
     """Where it is, and that it is the successor of whoever had its name (folder.py)."""
-    buffers: BufferRule = None
     frozen: FrozenRule = "run"
     placement: PlacementWish = "auto"
 

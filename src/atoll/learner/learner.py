@@ -14,12 +14,13 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from atoll.fabric.address import without_secrets
+from atoll.learner.capture import Stateful
 from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Datasets, Drawn, Feed, MapDataset, NamedDataset, collect
 from atoll.learner.folder import LearnerFolder, claim_folder
@@ -36,11 +37,12 @@ from atoll.learner.loading import (
 )
 from atoll.learner.model import BufferRule, check_model, refuse_old_shards
 from atoll.learner.placement import WISHES, PlacementWish
-from atoll.learner.ranks import DataShare, RankGroup, count_ranks, find_data_share, find_ranks, rank_folder
+from atoll.learner.ranks import DataShare, RankGroup, count_ranks, find_ranks, rank_folder
 from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find_syncer, say
 from atoll.learner.session import RunSession
-from atoll.learner.state import Optimizers, Stateful, check_kept, check_trained
+from atoll.learner.state import Optimizers, check_kept, check_trained
 from atoll.learner.step_stats import StepCounter
+from atoll.learner.trained_model import TorchModel, TrainedModel, as_torch
 from atoll.learner.unmerged import FrozenRule
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.messages import BUFFER_RULES
@@ -51,55 +53,24 @@ JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters and a peer's state before training begins without them."""
 
 
-class Learner:
-    """Joins the run it was launched in; alone, without a syncer, it only counts.
+class BaseLearner:
+    """What learners of torch and of JAX share: all but how the script hands its model over."""
 
-        with atoll.Learner(model, optimizer) as learner:
-            for batch in learner.batches(dataset, batch_size=8):  # or your own loader, until learner.done
-                loss = model(batch)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                learner.step(tokens=batch.numel(), loss=loss)
-
-    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one, or several of them
-    in a list or in a dict by name, all of parameters of `model`. Its state stays here, but for a copy that a newcomer
-    may ask for; joining a running run, or when this learner's numbers are broken, its tensors are replaced by a healthy
-    peer's, together with the model's buffers and what was registered for it; its options (learning rate, betas) stay
-    the script's own. `data` is a digest of what it trains on: it is noted in the run, and learners whose digests differ
-    are warned of.
-    `buffers` says how the model's buffers are merged: "mean" averages those of floating point, "first" takes those of a
-    round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
-    and all others are local. Frozen parameters and local buffers are not merged: where they are not those of the run's
-    first learner, a peer's are taken; with `frozen` = "refuse" the learner is refused, with "mine" they may differ.
-    `name` is its own in the run; by default the machine and the lowest free number (folder.py).
-    `placement` says where base and feedback are: "host", "device" or, by default, what fits (placement.py); also
-    ATOLL_PLACEMENT.
-    `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
-    """
-
-    @explain_keywords
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizers = None,
+        trained: TrainedModel,
         *,
         syncer: str | None = None,
         name: str | None = None,
         seed: int | None = None,
         data: str = "",
         tokens_per_step: int = 0,
-        buffers: BufferRule = None,
         frozen: FrozenRule = "run",
         placement: PlacementWish | None = None,
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
-        if os.environ.get("ATOLL_ROLE") == "evaluator":
-            raise SystemExit("atoll: this script brings no scorer: it does not call atoll.evaluate")
-        check_model(model)
-        check_kept(optimizer)
-        _refuse_mistakes(model, optimizer)
-        self.model, self.optimizer = model, optimizer
+        refuse_evaluator()
+        self._trained = trained
         url = syncer or find_syncer(os.environ)
         self._ranks = _find_ranks() if url or count_ranks() > 1 else None
         self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""), self._ranks)
@@ -107,13 +78,11 @@ class Learner:
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
         if tokens_per_step < 0:
             raise ValueError(f"tokens_per_step = {tokens_per_step} is below zero")
-        if buffers not in (None, "local", *BUFFER_RULES):
-            raise ValueError(f'buffers = {buffers!r} is not known: use "local", "mean" or "first"')
         if frozen not in ("run", "refuse", "mine"):
             raise ValueError(f'frozen = {frozen!r} is not known: use "run", "refuse" or "mine"')
         declared, place = operator.index(tokens_per_step), _find_placement(placement)
         whence = (folder.host, folder.pid, folder.proof)
-        self._joining = JoinRequest(url, self.name, seed, data, join_wait_s, declared, *whence, buffers, frozen, place)
+        self._joining = JoinRequest(url, self.name, seed, data, join_wait_s, declared, *whence, frozen, place)
         self._courier = CourierProcess(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = StepCounter()
         self._feed = Feed(seed=seed, name=self.name)
@@ -208,10 +177,9 @@ class Learner:
         self._extras[name] = thing
         (self._from_peers.add if from_peers else self._from_peers.discard)(name)
 
-    def __enter__(self) -> Learner:
+    def __enter__(self) -> Self:
         if self._inside or (self._left and not self.alone):
             raise RuntimeError("a Learner is entered once: make another one for another run")
-        _refuse_mistakes(self.model, self.optimizer)  # parameters may have been replaced since
         if not self.alone and count_ranks() != (1 if self._ranks is None else self._ranks.size):
             raise RuntimeError("torch.distributed.init_process_group comes before atoll.Learner(...)")
         self._inside = True
@@ -220,8 +188,7 @@ class Learner:
         else:
             self._session = RunSession(
                 self._joining,
-                self.model,
-                self.optimizer,
+                self._trained,
                 self._extras,
                 self._from_peers,
                 folder=self._folder,
@@ -240,16 +207,14 @@ class Learner:
 
     def _begin_alone(self) -> None:
         if self._ranks is not None:
-            self._share = find_data_share(self._ranks, self.model)
+            self._share = as_torch(self._trained).find_data_share(self._ranks)
         if self._ranks is None or self._ranks.rank == 0:
             say(
                 "alone: no run is named, so nothing is merged (join one by atoll train, or by ATOLL_JOIN and a link); "
                 "learner.batches and learner.sampler make one pass, learner.done stays False"
             )
 
-    @explain_keywords
-    def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
-        """Call after every optimizer step, with the tokens (or samples) it trained on."""
+    def _step(self, tokens: int, loss: torch.Tensor | float | None) -> None:
         if not self._inside:
             raise RuntimeError("learner.step() outside of 'with atoll.Learner(...) as learner:'")
         try:
@@ -377,6 +342,84 @@ class Learner:
             end_script(str(error), error.exit_code, error)
         if isinstance(error, KeyboardInterrupt):
             end_script("interrupted; the same command lets it join again", INTERRUPTED, error)
+
+
+class Learner(BaseLearner):
+    """Joins the run it was launched in; alone, without a syncer, it only counts.
+
+        with atoll.Learner(model, optimizer) as learner:
+            for batch in learner.batches(dataset, batch_size=8):  # or your own loader, until learner.done
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                learner.step(tokens=batch.numel(), loss=loss)
+
+    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one, or several of them
+    in a list or in a dict by name, all of parameters of `model`. Its state stays here, but for a copy that a newcomer
+    may ask for; joining a running run, or when this learner's numbers are broken, its tensors are replaced by a healthy
+    peer's, together with the model's buffers and what was registered for it; its options (learning rate, betas) stay
+    the script's own. `data` is a digest of what it trains on: it is noted in the run, and learners whose digests differ
+    are warned of.
+    `buffers` says how the model's buffers are merged: "mean" averages those of floating point, "first" takes those of a
+    round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
+    and all others are local. Frozen parameters and local buffers are not merged: where they are not those of the run's
+    first learner, a peer's are taken; with `frozen` = "refuse" the learner is refused, with "mine" they may differ.
+    `name` is its own in the run; by default the machine and the lowest free number (folder.py).
+    `placement` says where base and feedback are: "host", "device" or, by default, what fits (placement.py); also
+    ATOLL_PLACEMENT.
+    `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
+    """
+
+    @explain_keywords
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        syncer: str | None = None,
+        name: str | None = None,
+        seed: int | None = None,
+        data: str = "",
+        tokens_per_step: int = 0,
+        buffers: BufferRule = None,
+        frozen: FrozenRule = "run",
+        placement: PlacementWish | None = None,
+        join_wait_s: float = JOIN_WAIT_S,
+    ) -> None:
+        refuse_evaluator()
+        check_model(model)
+        check_kept(optimizer)
+        _refuse_mistakes(model, optimizer)
+        if buffers not in (None, "local", *BUFFER_RULES):
+            raise ValueError(f'buffers = {buffers!r} is not known: use "local", "mean" or "first"')
+        self.model, self.optimizer = model, optimizer
+        super().__init__(
+            TorchModel(model, optimizer, buffers),
+            syncer=syncer,
+            name=name,
+            seed=seed,
+            data=data,
+            tokens_per_step=tokens_per_step,
+            frozen=frozen,
+            placement=placement,
+            join_wait_s=join_wait_s,
+        )
+
+    def __enter__(self) -> Self:
+        _refuse_mistakes(self.model, self.optimizer)  # parameters may have been replaced since
+        return super().__enter__()
+
+    @explain_keywords
+    def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
+        """Call after every optimizer step, with the tokens (or samples) it trained on."""
+        self._step(tokens, loss)
+
+
+def refuse_evaluator() -> None:
+    """A script that came this far in the evaluator process has not called atoll.evaluate."""
+    if os.environ.get("ATOLL_ROLE") == "evaluator":
+        raise SystemExit("atoll: this script brings no scorer: it does not call atoll.evaluate")
 
 
 def _find_ranks() -> RankGroup | None:

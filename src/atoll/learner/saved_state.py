@@ -31,15 +31,14 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 
+from atoll.learner.capture import BegunSnapshot, Stateful
 from atoll.learner.copy_room import CopyRoom
 from atoll.learner.folder import RUN, read_run
-from atoll.learner.model import BufferRule
 from atoll.learner.offload import ignore_graph_captures
 from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, write
-from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, begin_capture, large_tensors, restore
+from atoll.learner.trained_model import TrainedModel
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner.effects import Saved
@@ -294,36 +293,32 @@ PLACE = "atoll"
 
 
 class OwnState:
-    def __init__(
-        self, model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Stateful], buffers: BufferRule = None
-    ) -> None:
+    def __init__(self, trained: TrainedModel, extras: Mapping[str, Stateful]) -> None:
         """`extras`: what the script registered, by name."""
-        self._model, self._optimizers, self._extras, self._buffers = model, optimizers, extras, buffers
+        self._trained, self._extras = trained, extras
         self.room = CopyRoom()
 
     def make_room(self, box: Mailbox) -> None:
         """After the first step, when the optimizers have their states: so that the first cut holds nobody up."""
         if not self.room.is_begun:
-            own = large_tensors(self._model, self._optimizers, self._buffers)
-            self.room.make_ready([*own, *bases(box)])
+            self.room.make_ready([*self._trained.large_tensors(), *bases(box)])
 
     def begin_capture(self, place: RunPlace) -> tuple[BegunSnapshot, list[Future[None]]]:
         """Also returns the copy under way of every fragment's base, which must not change until that is made."""
         extras, room, held = {**self._extras, PLACE: place}, self.room.take(), place.state["base"]
-        whole = (self._model, self._optimizers, extras)
-        begun = begin_capture(*whole, buffers=self._buffers, room=room, steady=held)
+        begun = self._trained.begin_capture(extras, room=room, steady=held)
         return begun, [begun.packing.steady_copies[id(base)] for base in held]
 
     def restore_exactly(self, saved: Snapshot) -> dict[str, Any]:
         """Restore everything but random states; returns the place it was saved at."""
         place = RunPlace({})
         extras = {**self._extras, PLACE: place}
-        restore(self._model, self._optimizers, extras, saved, rng=False, buffers=self._buffers)
+        self._trained.restore(extras, saved, rng=False)
         return place.state
 
     def restore_saved(self, saved: Snapshot) -> dict[str, Any]:
         """Restore what the run does not know: optimizer, schedules, random states; returns its place."""
         place = RunPlace({})
         extras = {**self._extras, PLACE: place}
-        restore(self._model, self._optimizers, extras, saved, parameters=False, buffers=self._buffers)
+        self._trained.restore(extras, saved, parameters=False)
         return place.state

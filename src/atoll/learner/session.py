@@ -16,24 +16,22 @@ from pathlib import Path
 
 import torch
 from msgspec import structs
-from torch import nn
 
 from atoll.learner.boundary import SharedMailbox
+from atoll.learner.capture import BegunSnapshot, Stateful
 from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe_machine
 from atoll.learner.data import Feed, NamedDataset
 from atoll.learner.earlier import SavedPart, find_earlier_state
 from atoll.learner.folder import LearnerFolder
 from atoll.learner.joining import JoinRequest, JoinWait
 from atoll.learner.meeting import AgreedFacts, RankExchange
-from atoll.learner.model import load_weights
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
-from atoll.learner.ranks import DataShare, RankGroup, find_data_share, introduce_rank, rank_folder
+from atoll.learner.ranks import DataShare, RankGroup, introduce_rank, rank_folder
 from atoll.learner.saved_state import OwnState, Saver, describe_place
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot
-from atoll.learner.state import BegunSnapshot, Optimizers, Stateful, optimizers_by_path
-from atoll.learner.step_stats import InputDigest, StepCounter
-from atoll.learner.unmerged import UnmergedTensors
+from atoll.learner.step_stats import StepCounter
+from atoll.learner.trained_model import TrainedModel, as_torch
 from atoll.mailbox.channel import (
     DialFailed,
     ForgetOrder,
@@ -59,8 +57,7 @@ class RunSession:
     def __init__(
         self,
         joining: JoinRequest,
-        model: nn.Module,
-        optimizers: Optimizers,
+        trained: TrainedModel,
         extras: Mapping[str, Stateful],
         from_peers: Collection[str] = (),
         *,
@@ -72,22 +69,21 @@ class RunSession:
     ) -> None:
         """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer;
         `folder`: where it saves its part of cuts, by the run."""
-        self._joining, self._model, self._optimizers = joining, model, optimizers
+        self._joining, self._trained = joining, trained
         self._courier, self._tally, self._feed = courier, tally, feed
         self._session = secrets.token_hex(8)
         self._tape = TapeRecorder(courier)
-        where = (joining.buffers, joining.placement, optimizers, ranks)
-        self.shared = SharedMailbox(model, courier, self._tape, *where)
+        self.shared = SharedMailbox(trained, courier, self._tape, joining.placement, ranks)
         self._ranks = ranks
         self._leads = ranks is None or ranks.rank == 0
-        self.data_share = DataShare() if ranks is None else find_data_share(ranks, model)
-        self._unmerged = UnmergedTensors(model, joining.buffers, joining.frozen if ranks is None else "mine")
+        self.data_share = DataShare() if ranks is None else as_torch(trained).find_data_share(ranks)
+        self._unmerged = trained.find_unmerged(joining.frozen if ranks is None else "mine")
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         rest = [name for name in extras if name not in from_peers]
-        self._own = OwnState(model, optimizers, extras, joining.buffers)
-        kept = (joining.buffers, self._unmerged, rest, self._own.room)
-        self._peers = PeerStates(model, optimizers, shared, courier, self._tape, *kept)
-        self._inputs = InputDigest(model, wanted=lambda: feed.position < 0)
+        self._own = OwnState(trained, extras)
+        kept = (self._unmerged, rest, self._own.room)
+        self._peers = PeerStates(trained, shared, courier, self._tape, *kept)
+        self._inputs = trained.watch_inputs(wanted=lambda: feed.position < 0)
         self._restored = False
         """Its inner optimizer comes from what this learner saved, and is put back once it has joined."""
         self._own_folder, self._folder, self._saver = folder, folder.path, Saver(folder.path)
@@ -136,7 +132,7 @@ class RunSession:
         self._preemption.watch()
         self.shared.describe()
         if init := os.environ.get("ATOLL_INIT"):
-            load_weights(self._model, Path(init))
+            self._trained.load_weights(Path(init))
         self._join_wait.begin()
         run = self._find_run()
         self._use_folder_of(run)
@@ -220,9 +216,8 @@ class RunSession:
         self._feed.load(place["feed"])
 
     def _began(self, earlier: SavedPart | None) -> BeganEntry:
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         file, exact = (earlier.file, earlier.exact) if earlier is not None else ("", False)
-        began = describe_machine(self._tally.t, device, file, exact)
+        began = describe_machine(self._tally.t, self._trained.device, file, exact)
         return began if self._ranks is None else structs.replace(began, ranks=self._ranks.size)
 
     def _introduce(self, *, sure: bool = False) -> None:
@@ -429,9 +424,7 @@ class RunSession:
     def _forget(self, reset: bool) -> None:
         self._tape.add(ForgotEntry(self._tally.t, reset))
         self._feed.forget()
-        if reset and (optimizers := optimizers_by_path(self._optimizers)):
-            for optimizer in optimizers.values():
-                optimizer.state.clear()
+        if reset and self._trained.reset_optimizer():
             say("the inner optimizer starts afresh")
 
     def _begin_capture(self) -> BegunSnapshot:

@@ -1,13 +1,8 @@
-"""Everything that determines a training process's future, captured between two steps and restored into a fresh process.
+"""What there is to capture of a torch model and its inner optimizers (capture.py does it).
 
-That is: trained parameters, persistent buffers, the inner optimizers' state, the state of whatever else the script
-registered (schedules, a GradScaler: anything with state_dict() and load_state_dict()), and the global random states.
-Frozen parameters are not included: each learner loads its own. `begin_capture` only copies, into host memory, and does
-not wait for the copies that training cannot disturb; writing and sending happen in the background.
-
-`restore` loads in place, so that whoever holds a parameter still holds it. It first checks that names, shapes and types
-are the same here and there; whatever is refused, also by an object's own load_state_dict, leaves everything as it was.
-State from a peer goes through peer_state_transfer.py, which trusts less.
+That is: trained parameters, persistent buffers, the optimizers' state, what the script registered, random states.
+Frozen parameters are not included: each learner loads its own. `restore` loads in place, so that whoever holds a
+parameter still holds it. State from a peer goes through peer_state_transfer.py, which trusts less.
 
 Inner optimizers: their state is keyed by the names of their parameters, so that another process can load it; torch keys
 it by position, and so do we if some parameter of the optimizer has no name in the model. What is loaded is bit for bit
@@ -18,42 +13,20 @@ parameters of the model: tensors that only an optimizer knows would be merged by
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from atoll.learner.capture import BegunSnapshot, InnerState, Stateful, capture, extras_by_path, restore_captured
 from atoll.learner.copy_room import TakenRoom
 from atoll.learner.model import BufferRule, merged_buffers, named_parameters, persistent_buffers
-from atoll.learner.packing import Json, Packing, Unpacking
+from atoll.learner.packing import Packing
 from atoll.learner.ranks import make_like, take_local
 from atoll.learner.snapshot import Snapshot
 from atoll.protocol.errors import ConfigError
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
-
-
-@dataclass(frozen=True, slots=True)
-class BegunSnapshot:
-    """A snapshot whose copies are under way."""
-
-    packing: Packing
-    states: Mapping[str, Json]
-    rng: Json
-
-    def finish(self) -> Snapshot:
-        """Wait for the copies. By any thread."""
-        self.packing.finish()
-        return Snapshot(self.packing.tensors, self.states, self.rng)
 
 
 @torch.no_grad()
@@ -70,18 +43,8 @@ def begin_capture(
 ) -> BegunSnapshot:
     """Returns as soon as training may go on. `steady`: see `Packing`. ConfigError names the first thing that cannot be
     kept."""
-    packing = Packing(room, steady)
-    try:
-        for name, tensor in _tensors(model, parameters, buffers):
-            packing.keep(name, tensor)
-        things = _things(optimizers, extras)
-        # Optimizers first: their tensors travel from the device while those in host memory are copied.
-        optimizers_first = sorted(things, key=lambda path: not isinstance(things[path], Optimizer))
-        states = {path: packing.pack(_state(things[path], model), path) for path in optimizers_first}
-        drawn = packing.pack(random_state(), "rng") if rng else None
-    finally:
-        packing.settle()
-    return BegunSnapshot(packing, states, drawn)
+    kept = (_tensors(model, parameters, buffers), _things(optimizers, extras, model))
+    return capture(*kept, rng=rng, room=room, steady=steady)
 
 
 @torch.no_grad()
@@ -96,20 +59,16 @@ def restore(
     buffers: BufferRule = None,
 ) -> None:
     """The future is then the captured process's; ConfigError names the first difference, and nothing has changed."""
-    things, own = _things(optimizers, extras), dict(_tensors(model, parameters, buffers))
-    _check_tensors(own, snapshot, parameters, merged_buffers(model, buffers))
-    _check_states(things, model, snapshot)
-    drawn = _check_rng(snapshot) if rng else None
-    with ExitStack() as undo:
-        for path, thing in things.items():
-            undo.callback(_go_back, thing, model, _copy_of_state(thing, model, path))
-            _load_or_refuse(path, thing, model, snapshot)
-        if drawn is not None:
-            undo.callback(set_random_state, random_state())
-            _put_rng(drawn)
-        undo.pop_all()
-    for name, tensor in own.items():
-        tensor.copy_(snapshot.tensors[name])
+    things, own = _things(optimizers, extras, model), dict(_tensors(model, parameters, buffers))
+    restore_captured(
+        own,
+        things,
+        snapshot,
+        prefixes=("model/", "buffers/") if parameters else ("buffers/",),
+        passed_over=() if parameters else {f"buffers/{name}" for name in merged_buffers(model, buffers)},
+        device=_device(model),
+        rng=rng,
+    )
 
 
 def large_tensors(model: nn.Module, optimizers: Optimizers, buffers: BufferRule = None) -> Iterator[torch.Tensor]:
@@ -140,25 +99,11 @@ def _tensors(model: nn.Module, parameters: bool, rule: BufferRule) -> Iterator[t
             yield f"buffers/{name}", buffer
 
 
-def _things(optimizers: Optimizers, extras: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+def _things(optimizers: Optimizers, extras: Mapping[str, Stateful] | None, model: nn.Module) -> dict[str, Stateful]:
     """Whatever has a state, by where it stands in a snapshot; optimizers last, since a schedule's loading may write
     into them."""
-    things: dict[str, Stateful] = {f"extra/{name}": thing for name, thing in (extras or {}).items()}
-    for path, thing in things.items():
-        if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
-            raise ConfigError(f"{path!r} is a {type(thing).__qualname__}, without state_dict() and load_state_dict()")
-    return {**things, **optimizers_by_path(optimizers)}
-
-
-def _state(thing: Stateful, model: nn.Module) -> dict[str, Any]:
-    return optimizer_state(thing, model) if isinstance(thing, Optimizer) else thing.state_dict()
-
-
-def _load(thing: Stateful, model: nn.Module, state: dict[str, Any]) -> None:
-    if isinstance(thing, Optimizer):
-        load_optimizer_state(thing, model, state)
-    else:
-        thing.load_state_dict(state)
+    found: dict[str, Stateful] = {**extras_by_path(extras), **optimizers_by_path(optimizers)}
+    return {path: NamedOptimizer(one, model) if isinstance(one, Optimizer) else one for path, one in found.items()}
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -168,7 +113,7 @@ def _device(model: nn.Module) -> torch.device:
 def check_kept(optimizers: Optimizers, extras: Mapping[str, Stateful] | None = None) -> None:
     """TypeError names what no cut could keep: told when it is handed in, not at the first cut."""
     try:
-        for path, thing in _things(optimizers, extras).items():
+        for path, thing in {**extras_by_path(extras), **optimizers_by_path(optimizers)}.items():
             if isinstance(thing, Optimizer):
                 options = [{k: v for k, v in group.items() if k not in OWN_KEYS} for group in thing.param_groups]
                 Packing().pack(options, path)
@@ -176,99 +121,6 @@ def check_kept(optimizers: Optimizers, extras: Mapping[str, Stateful] | None = N
                 Packing().pack(thing.state_dict(), path)
     except ConfigError as error:
         raise TypeError(str(error)) from None
-
-
-# ---- checking before anything is changed ----------------------------------------------------------------------------
-
-
-def _check_tensors(
-    own: Mapping[str, torch.Tensor], snapshot: Snapshot, parameters: bool, merged: Mapping[str, torch.Tensor]
-) -> None:
-    prefixes = ("model/", "buffers/") if parameters else ("buffers/",)
-    passed_over = set() if parameters else {f"buffers/{name}" for name in merged}
-    held = {
-        name: tensor
-        for name, tensor in snapshot.tensors.items()
-        if name.startswith(prefixes) and name not in passed_over
-    }
-    _check_names("model", own, held)
-    for name, tensor in own.items():
-        if (here := _said(tensor)) != (there := _said(held[name])):
-            raise ConfigError(f"the snapshot is of another model: {name!r} is {here} here, {there} in the snapshot")
-
-
-def _check_states(things: Mapping[str, Stateful], model: nn.Module, snapshot: Snapshot) -> None:
-    _check_names("script", things, snapshot.states)
-    for path, thing in things.items():
-        if isinstance(thing, Optimizer):
-            try:
-                check_optimizer_state(thing, model, Unpacking(snapshot.tensors).unpack(snapshot.states[path]), path)
-            except (TypeError, KeyError, AttributeError, IndexError):
-                raise ConfigError(f"the snapshot holds no optimizer's state under {path!r}") from None
-
-
-def _check_names(what: str, here: Mapping[str, object], there: Mapping[str, object]) -> None:
-    for name in [*here, *there]:
-        if name not in there:
-            raise ConfigError(f"the snapshot is of another {what}: {name!r} is here, not in the snapshot")
-        if name not in here:
-            raise ConfigError(f"the snapshot is of another {what}: {name!r} is in the snapshot, not here")
-
-
-def _check_rng(snapshot: Snapshot) -> dict[str, Any]:
-    if snapshot.rng is None:
-        raise ConfigError("the snapshot holds no random states: it was taken for a peer")
-    state: dict[str, Any] = Unpacking(snapshot.tensors, torch.device("cpu")).unpack(snapshot.rng)
-    try:
-        check_random_state(state)
-    except (TypeError, KeyError):
-        raise ConfigError("the snapshot's random states cannot be read") from None
-    return state
-
-
-def _said(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-# ---- loading, and going back ----------------------------------------------------------------------------------------
-
-
-def _load_or_refuse(path: str, thing: Stateful, model: nn.Module, snapshot: Snapshot) -> None:
-    state = Unpacking(snapshot.tensors, _device(model)).unpack(snapshot.states[path])
-    try:
-        _load(thing, model, state)
-    except Exception as error:  # of whatever kind: it is the script's own object
-        raise ConfigError(f"{path!r} does not take its state from the snapshot: {_one_line(error)}") from error
-
-
-def _put_rng(state: dict[str, Any]) -> None:
-    try:
-        set_random_state(state)
-    except Exception as error:  # of whatever kind three libraries have
-        raise ConfigError(f"the snapshot's random states cannot be set here: {_one_line(error)}") from error
-
-
-def _copy_of_state(thing: Stateful, model: nn.Module, path: str) -> dict[str, Any]:
-    """To go back to. An optimizer's tensors are replaced by loading, not written to, so they need no copy."""
-    state = _state(thing, model)
-    if isinstance(thing, Optimizer):
-        return state
-    packing = Packing()
-    packed = packing.pack(state, path)
-    packing.settle()
-    packing.finish()
-    copied: dict[str, Any] = Unpacking(packing.tensors, _device(model)).unpack(packed)
-    return copied
-
-
-def _go_back(thing: Stateful, model: nn.Module, state: dict[str, Any]) -> None:
-    with suppress(Exception):  # it refuses everything, so it has not changed; the others' turn must come
-        _load(thing, model, state)
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 # ---- inner optimizers -----------------------------------------------------------------------------------------------
@@ -315,6 +167,22 @@ def check_trained(optimizers: Optimizers, model: nn.Module) -> None:
                 f"model, the first of shape {tuple(strange[0].shape)}: they would be merged by nobody; make them "
                 f"parameters of the model that Learner gets"
             )
+
+
+class NamedOptimizer(InnerState):
+    """An optimizer whose state is keyed by the names that its parameters have in the model."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self._optimizer, self._model = optimizer, model
+
+    def state_dict(self) -> dict[str, Any]:
+        return optimizer_state(self._optimizer, self._model)
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        load_optimizer_state(self._optimizer, self._model, state_dict)
+
+    def check_state(self, saved: dict[str, Any], path: str) -> None:
+        check_optimizer_state(self._optimizer, self._model, saved, path)
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -405,38 +273,3 @@ def _uncast(loaded: Any, saved: Any, of: torch.Tensor) -> Any:
     if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
         return type(loaded)(_uncast(value, own, of) for value, own in zip(loaded, saved, strict=True))
     return loaded
-
-
-# ---- random states: torch's on the CPU and every CUDA device, numpy's, Python's -------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        # A process that never used CUDA draws nothing from it, and asking would start it.
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "numpy": np.random.get_state(legacy=False),
-        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
-    }
-
-
-def check_random_state(state: dict[str, Any]) -> None:
-    """ConfigError where this process has other devices than that of the state, or numpy would read out of bounds."""
-    if state["numpy"]["bit_generator"] == "MT19937" and not 0 <= state["numpy"]["state"]["pos"] <= 624:
-        raise ConfigError("the snapshot's random state of numpy is damaged: its position lies outside of it")
-    there, here = len(state["cuda"]), torch.cuda.device_count()
-    if there not in (0, here):
-        raise ConfigError(
-            f"the snapshot holds the random states of {there} CUDA devices, {here} are here: show the process as many "
-            f"(CUDA_VISIBLE_DEVICES)"
-        )
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    python = state["python"]
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    np.random.set_state(state["numpy"])
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
