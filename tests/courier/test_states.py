@@ -13,6 +13,7 @@ from tests.courier.conftest import WAIT_S, Run, Stage, Training
 from tests.courier.test_service import base, flat, stepping
 
 from atoll.courier.states import MOST_MORE, StateTransfers
+from atoll.learner.trained_model import TorchModel
 from atoll.mailbox.channel import CourierChannel, Start
 from atoll.protocol.errors import PeerError
 from atoll.protocol.learner import effects as fx
@@ -155,7 +156,7 @@ async def test_an_optimizer_of_another_kind_is_said_and_left(stage: Stage, capfd
     run, [peer] = await running(stage)
     newcomer = stage.training(run, name="learner-1")
     newcomer.optimizer = torch.optim.SGD(newcomer.model.parameters(), momentum=0.9)
-    newcomer.peers._optimizers = newcomer.optimizer
+    newcomer.peers._trained = TorchModel(newcomer.model, newcomer.optimizer)
     await together([peer], [newcomer.join()])
     assert "'optimizer' is SGD here, AdamW in the snapshot" in (await run.until_said("fresh"))["reason"]
     refused = await run.until_said("refused")

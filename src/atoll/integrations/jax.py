@@ -15,6 +15,7 @@ What a learner of torch's and one of JAX's call by the same name, shape and type
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -38,7 +39,7 @@ except ImportError as error:
         raise
     raise ImportError("atoll.integrations.jax needs jax: pip install 'atoll[jax]'") from None
 
-__all__ = ["Learner", "evaluate"]
+__all__ = ["Learner", "evaluate", "load"]
 
 
 class Learner(BaseLearner):
@@ -82,7 +83,6 @@ class Learner(BaseLearner):
             data=data,
             tokens_per_step=tokens_per_step,
             frozen=frozen,
-            placement="host",
             join_wait_s=join_wait_s,
         )
 
@@ -195,3 +195,10 @@ def evaluate(
     a learner, and alone, it returns at once."""
     model = _make_model(params, None, names, transposed, embeddings)
     score_run(ScoredArrays(model), score, sample=sample, directions=directions, unit=unit)
+
+
+def load(params: Any, path: str | Path, *, names: Callable[[str], str] | None = None, transposed: Chosen = ()) -> Any:
+    """`params` with the values of an exported model (`atoll export`). ConfigError: it is another one's."""
+    model = JaxModel(params, None, names, transposed)
+    model.load_weights(Path(path))
+    return model.look()[0]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
@@ -48,10 +49,11 @@ CPU = torch.device("cpu")
 class ArrayTree:
     """The form of a pytree of arrays: structure, names, shapes and types, as they were at the beginning."""
 
-    def __init__(self, what: str, tree: Any) -> None:
-        """`what`: how the script calls it."""
+    def __init__(self, what: str, tree: Any, *, widens: bool = False) -> None:
+        """`what`: how the script calls it. `widens`: its floats may become of another width, as optax makes moments of
+        bfloat16 float32 with its first step in some cases."""
         found, self._structure = jax.tree_util.tree_flatten_with_path(tree)
-        self._what = what
+        self._what, self._widens = what, widens
         self.names = [name_path(path) for path, _ in found]
         for name, (_, leaf) in zip(self.names, found, strict=True):
             self._check_leaf(name, leaf)
@@ -66,10 +68,14 @@ class ArrayTree:
             raise ConfigError(f"{self._what} has another structure than when this learner began: {self._differ(tree)}")
         for name, array, form in zip(self.names, arrays, self._forms, strict=True):
             self._check_leaf(name, array)
-            if (array.shape, array.dtype) != form:
+            if (array.shape, array.dtype) != form and not self._is_widened(array, form):
                 here, was = f"{array.shape} {array.dtype}", f"{form[0]} {form[1]}"
                 raise ConfigError(f"{self._what}: '{name}' is {here} now, and was {was} when this learner began")
         return list(arrays)
+
+    def _is_widened(self, array: Any, form: tuple[Any, Any]) -> bool:
+        floats = jnp.issubdtype(array.dtype, jnp.floating) and jnp.issubdtype(form[1], jnp.floating)
+        return bool(self._widens and floats and array.shape == form[0])
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         return jax.tree_util.tree_unflatten(self._structure, arrays)
@@ -205,7 +211,8 @@ class OptaxState(InnerState):
                 raise ConfigError(f"{of_another}: {name!r:.80} is in the snapshot, not here")
         for name, array in zip(self.tree.names, self.tree.arrays, strict=True):
             here, there = f"{tuple(array.shape)} {array.dtype}", _form(held[name])
-            if here != there:
+            both_floats = jnp.issubdtype(array.dtype, jnp.floating) and held[name].is_floating_point()
+            if here != there and not (both_floats and tuple(array.shape) == tuple(held[name].shape)):
                 raise ConfigError(f"{of_another}: {name!r} is {here} here, {there} in the snapshot")
 
     def check_peer(self, came: Snapshot) -> None:
@@ -222,10 +229,11 @@ class OptaxState(InnerState):
                 raise PeerError(f"{name!r} of its optimizer counts below zero")
 
     def reset(self) -> None:
-        arrays = zip(self.tree.arrays, self._first, strict=True)
+        """In the types that it has by now."""
+        first = zip(self.tree.arrays, self._first, strict=True)
         self.tree.arrays = [
-            jax.device_put(np.zeros(array.shape, array.dtype) if first is None else first.copy(), array.sharding)
-            for array, first in arrays
+            jax.device_put(np.zeros(now.shape, now.dtype) if then is None else then.astype(now.dtype), now.sharding)
+            for now, then in first
         ]
 
 
@@ -251,7 +259,7 @@ class JaxModel:
     ) -> None:
         """ConfigError, PlanError: what cannot take part, by name."""
         self._params = ArrayTree("params", params)
-        self._inner = OptaxState(ArrayTree("opt_state", opt_state))
+        self._inner = OptaxState(ArrayTree("opt_state", opt_state, widens=True))
         self._names = [names(name) if names is not None else name for name in self._params.names]
         self._transposed = [_is_chosen(transposed, name) for name in self._names]
         self._embeddings = [
