@@ -118,7 +118,7 @@ def test_the_model_is_the_base_unless_the_run_has_versions(versions: tuple[int, 
     """A newcomer's own values are replaced before it trains: writing them would only keep it from the run's."""
     courier, model = Courier(), nn.Linear(4, 4)
     nn.init.ones_(model.weight)
-    shared = SharedMailbox(model, courier, courier)  # type: ignore[arg-type]
+    shared = SharedMailbox(TorchModel(model), courier, courier)  # type: ignore[arg-type]
     shared.describe()
     settings = Settings(fragments=2).resolved(2)
     assert shared.apply_welcome(Welcomed(settings, make_plan(shared.tensors, 2).fingerprint, 1, versions))
