@@ -41,6 +41,7 @@ def test_a_learner_of_torchs_and_one_of_jaxs_train_one_model(run: Run) -> None:
     kill_and_see_back(run, "learner-1")
     assert run.summary["validation_loss_end"] < 0.5 * run.summary["validation_loss_start"]
     assert run.command("verify", run.out).returncode == 0
+    assert "compiled its step 1 times" in run.logs(), "adoptions do not compile it again"
     check_loads_back(run, EXAMPLES / "jax_torch_twin.py")
     exported = run.folder / "exported.safetensors"
     in_jax = told_loss(run, EXAMPLES / "jax_optax.py", exported)

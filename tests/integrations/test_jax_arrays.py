@@ -319,6 +319,19 @@ def ask(code: str, **environment: str) -> str:
     return done.stderr
 
 
+def test_a_name_that_is_none_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"names\(\) gave None for 'layers.0.bias': give a name"):
+        JaxModel(tree(), names={}.get, transposed=lambda name: name.endswith("kernel"))  # type: ignore[arg-type]
+
+
+def test_alone_a_wrong_tree_ends_the_script_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with Learner(tree()) as learner:
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            learner.step({"w": jnp.zeros(1)}, tokens=1)
+    assert capsys.readouterr().err == "atoll: params has another structure than when this learner began: 'w' is new\n"
+
+
 # ---- alone ----------------------------------------------------------------------------------------------------------
 
 
@@ -332,3 +345,26 @@ def test_alone_it_trains_as_it_does_without(capsys: pytest.CaptureFixture[str]) 
             params, opt_state = learner.step(*step(params, opt_state), tokens=2, loss=jnp.float32(1))
     assert learner.steps == 4 and equal((learner.params, learner.opt_state), plain)
     assert "alone" in capsys.readouterr().err
+
+
+def test_a_flax_module_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    graph, params = nnx.split(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), nnx.Param)
+    optimizer = optax.sgd(0.5, momentum=0.9)
+
+    @jax.jit
+    def train_step(params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
+        loss, gradients = jax.value_and_grad(lambda own: jnp.mean((nnx.merge(graph, own)(jnp.ones((4, 2))) - 3) ** 2))(
+            params
+        )
+        updates, opt_state = optimizer.update(gradients, opt_state)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses = []
+    with Learner(params, optimizer.init(params)) as learner:
+        params, opt_state = learner.params, learner.opt_state
+        for _ in range(40):
+            params, opt_state, loss = train_step(params, opt_state)
+            params, opt_state = learner.step(params, opt_state, tokens=4, loss=loss)
+            losses.append(float(loss))
+    assert losses[-1] < 0.1 * losses[0] and type(learner.params) is type(params)
+    assert train_step._cache_size() == 1

@@ -104,7 +104,12 @@ class Learner(BaseLearner):
     def step(self, params: Any, opt_state: Any = None, *, tokens: int, loss: Any = None) -> tuple[Any, Any]:
         """Call after every step with what it returned and the tokens (or samples) it trained on; go on with what this
         returns: the parameters may hold what others trained. What was given may be donated from then on."""
-        self._arrays.take_arrays(params, opt_state)
+        try:
+            self._arrays.take_arrays(params, opt_state)
+        except ConfigError as error:
+            if not self.alone:  # the end of 'with' says it, to the run too
+                raise
+            end_script(str(error), error.exit_code, error)
         self._step(tokens, self._losses.read(loss))
         return self._arrays.hand_over()
 

@@ -12,6 +12,7 @@ What changes while the script has the arrays (it waits for data, say) takes the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -261,11 +262,12 @@ class JaxModel:
         self._params = ArrayTree("params", params)
         self._inner = OptaxState(ArrayTree("opt_state", opt_state, widens=True))
         self._names = [names(name) if names is not None else name for name in self._params.names]
+        self._check_names()
         self._transposed = [_is_chosen(transposed, name) for name in self._names]
         self._embeddings = [
             _is_embedding(name) if embeddings is None else _is_chosen(embeddings, name) for name in self._names
         ]
-        self._check_names()
+        self._check_transposed()
         self._places = {name: place for place, name in enumerate(self._names)}
         self._host = HostTensors(self._places, self._copy)
         self._written: set[str] = set()
@@ -287,8 +289,11 @@ class JaxModel:
                 )
             if array.size == 0:
                 raise PlanError(f"params: '{again}' is empty: leave it out")
-        if twice := [name for name in self._names if self._names.count(name) > 1]:
-            raise PlanError(f"two arrays of params are called {twice[0]!r}: names() must give each its own name")
+        [(name, times)] = Counter(self._names).most_common(1)
+        if times > 1:
+            raise PlanError(f"two arrays of params are called {name!r}: names() must give each its own name")
+
+    def _check_transposed(self) -> None:
         for name, array, turned in zip(self._names, self._params.arrays, self._transposed, strict=True):
             if turned and array.ndim != 2:
                 raise PlanError(f"'{name}' has {array.ndim} dimensions: only matrices can be transposed")

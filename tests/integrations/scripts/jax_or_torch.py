@@ -5,6 +5,8 @@ import runpy
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-runpy.run_path(
-    str(EXAMPLES / ("jax_optax.py" if os.environ.get("ATOLL_LEARNER") == "learner-1" else "jax_torch_twin.py"))
-)
+if os.environ.get("ATOLL_LEARNER") == "learner-1":
+    left = runpy.run_path(str(EXAMPLES / "jax_optax.py"))
+    print("compiled its step", left["train_step"]._cache_size(), "times")
+else:
+    runpy.run_path(str(EXAMPLES / "jax_torch_twin.py"))
