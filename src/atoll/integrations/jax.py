@@ -18,26 +18,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import torch
+from atoll.extras import explained
 
-from atoll.learner.data import Datasets
-from atoll.learner.evaluate import score_run
-from atoll.learner.learner import JOIN_WAIT_S, BaseLearner, refuse_evaluator
-from atoll.learner.script import end_script, explain_keywords
-from atoll.learner.unmerged import FrozenRule, digest_tensors
-from atoll.numerics.fragments import difference
-from atoll.protocol.errors import ConfigError, PlanError
-from atoll.protocol.limits import Direction
-from atoll.protocol.messages import TensorSpec
-
-try:
+with explained(__name__, "jax"):
     import jax
+    import torch
 
     from atoll.integrations.jax_arrays import Chosen, JaxModel
-except ImportError as error:
-    if (error.name or "").startswith("atoll"):
-        raise
-    raise ImportError("atoll.integrations.jax needs jax: pip install 'atoll[jax]'") from None
+    from atoll.learner.data import Datasets
+    from atoll.learner.evaluate import score_run
+    from atoll.learner.learner import JOIN_WAIT_S, BaseLearner, refuse_evaluator
+    from atoll.learner.script import end_script, explain_keywords
+    from atoll.learner.unmerged import FrozenRule, digest_tensors
+    from atoll.numerics.fragments import difference
+    from atoll.protocol.errors import ConfigError, PlanError
+    from atoll.protocol.limits import Direction
+    from atoll.protocol.messages import TensorSpec
 
 __all__ = ["Learner", "evaluate", "load"]
 
