@@ -114,10 +114,6 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ConfigError(f"shards = {self.shards}: a syncer has 1 to {MOST_SHARDS} of them")
         if self.durability == "store" and not self.store:
             raise ConfigError('durability = "store" needs a bucket: name it by --store s3://bucket/run')
-        if self.store and self.shards > 1:
-            raise ConfigError(
-                f"--store is for a syncer of one process, and shards = {self.shards}: leave one of them out"
-            )
         if self.tail_average < 0 or self.tail_average == 1:
             raise ConfigError(f"tail_average = {self.tail_average} averages nothing: 0 leaves it, 2 is the least")
         if self.evaluate_every < 0:

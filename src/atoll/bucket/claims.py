@@ -160,6 +160,40 @@ def claim_through(bucket: Bucket, term: int, place: str, folder: Path) -> None:
             raise Deposed
 
 
+class TermClaimed:
+    """The right of a syncer to write: its own term in the bucket."""
+
+    def __init__(self, bucket: Bucket, term: int, place: str, folder: Path) -> None:
+        self._bucket, self._term, self._place, self._folder = bucket, term, place, folder
+
+    def begin(self) -> None:
+        """Deposed: the newest claim is another place's."""
+        claim_through(self._bucket, self._term, self._place, self._folder)
+
+    def is_over(self) -> bool:
+        return is_claimed(self._bucket, self._term + 1)
+
+
+class PlaceClaimed:
+    """The right of a shard other than the lead: whichever term its run is in, as long as that is this place's. It
+    claims nothing itself (docs/adr/0033)."""
+
+    def __init__(self, bucket: Bucket, place: str) -> None:
+        self._bucket, self._place, self._term = bucket, place, 0
+
+    def begin(self) -> None:
+        self._term = newest_term(self._bucket)
+        if self._term and read_claim(self._bucket, self._term).place != self._place:
+            raise Deposed
+
+    def is_over(self) -> bool:
+        while is_claimed(self._bucket, self._term + 1):
+            if read_claim(self._bucket, self._term + 1).place != self._place:
+                return True
+            self._term += 1
+        return False
+
+
 def is_claimed(bucket: Bucket, term: int) -> bool:
     return bucket.exists(term_key(term))
 

@@ -5,6 +5,7 @@
     cuts/000120/000003/theta-000.bin                    of cut 120, as term 3 wrote it; learners/NAME/FILE below it
     files/000003/run.toml                               as the syncer of term 3 found it
     events/000003/000000000000-000000004711             those bytes of events.jsonl
+    shards/2/journal/…, shards/2/cuts/…                 the same of another shard of the syncer, by terms of its own
 
 Whatever a term wrote carries the term in its name (docs/adr/0033).
 """
@@ -25,6 +26,7 @@ TERMS, RELEASED, HEADS, JOURNAL, CUTS, FILES, EVENTS = (
     "files",
     "events",
 )
+SHARDS = "shards"
 PIECE_BYTES = 16 * 2**20
 """Of a growing file, in one object at most: it is read into memory, and sent by one request."""
 MANY_PIECES = 256
@@ -36,6 +38,11 @@ _FILE = re.compile(r"(files|events)/(\d{6,})/(.+)")
 _NUMBERED = re.compile(r"(terms|released|heads)/(\d{6,})")
 _SEGMENT = re.compile(r"segment-(\d{6,})")
 _PAYLOAD = re.compile(r"payload-(\d{6,})-(\d{4,})")
+
+
+def shard_url(url: str, shard: int) -> str:
+    """Where another shard of the syncer keeps its chain and its parts of cuts, by keys of its own."""
+    return f"{url.rstrip('/')}/{SHARDS}/{shard}"
 
 
 def term_key(term: int) -> str:

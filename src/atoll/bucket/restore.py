@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,10 @@ from atoll.bucket.claims import (
     read_identity,
     write_place,
 )
-from atoll.bucket.client import Bucket, MissingKey, StoreUnavailable
+from atoll.bucket.client import Bucket, MissingKey, StoreUnavailable, open_bucket
+from atoll.bucket.cut_copy import find_part
 from atoll.bucket.layout import (
+    CUTS,
     EVENTS,
     JOURNAL,
     Listing,
@@ -41,14 +43,16 @@ from atoll.bucket.layout import (
     payload_place,
     read_listing,
     segment_name,
+    shard_url,
 )
-from atoll.config import Config, parse
+from atoll.config import Config, load, parse
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import make_folder, sync_path
-from atoll.store.cuts import BadCut, CutState, check_cut, open_cut
+from atoll.store.cuts import BadCut, CutState, check_cut, folder_of, open_cut, read_state, read_syncer_part
 from atoll.store.disk import LocalDisk
 from atoll.store.rundir import RunDir
 from atoll.store.segments import HEAD_BYTES, follows
+from atoll.store.shards import ShardCut
 from atoll.store.writer_lease import claim
 
 T = TypeVar("T")
@@ -56,6 +60,9 @@ AT_ONCE = 8
 TRIES, REST_S = 6, 0.5
 SUFFIX = ".restoring"
 MAX_TERM = 10**9
+SHARD_TERMS = 100_000
+"""A shard has terms of its own, which nobody claims in the bucket. In a place that was restored in term 7 of the run
+they begin with 700,000: the shards of the place before, should they live, write other objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,8 @@ class Takeover:
 class Restored:
     takeover: Takeover
     cut: int | None = None
+    shards: int = 1
+    """Of its syncer."""
     remarks: list[str] = field(default_factory=list)
 
 
@@ -126,16 +135,34 @@ def fetch_run(
     fetch.fetch_files(below)
     fetch.fetch_events(below)
     way = fetch.fetch_segments(below)
-    restored = Restored(takeover)
-    fetch.fetch_newest_cut(way, restored)
+    restored = Restored(takeover, shards=_count_shards(draft))
+    # The others' are listed after the lead's journal, which names nothing that is not there before it.
+    others = [_fetch_shard(bucket, draft, number, tell) for number in range(2, restored.shards + 1)]
+    fetch.fetch_newest_cut(way, restored, others)
     # Terms of others are claimed here too, so that the next one is never given twice.
     for term in range(1, max(takeover.term + 1, below)):
         claim(draft.journal, term)
+    for number in range(2, restored.shards + 1):
+        claim(draft.shard(number).journal, max(takeover.term, 1) * SHARD_TERMS)
     if not takeover.term:
         return draft, restored
     size = draft.events.stat().st_size if draft.events.exists() else 0
     write_place(draft.path, LocalPlace(bucket.url, identity.id, takeover.place, takeover.term, size))
     return draft, restored
+
+
+def _count_shards(draft: RunDir) -> int:
+    return load(draft.settings).service.shards if draft.settings.exists() else 1
+
+
+def _fetch_shard(run: Bucket, draft: RunDir, number: int, tell: Callable[[str], None]) -> _Fetch:
+    """The chain of another shard; its part of a cut is fetched with the lead's."""
+    bucket, out = open_bucket(shard_url(run.url, number)), draft.shard(number)
+    for folder in (out.journal / "terms", out.cuts):
+        make_folder(folder)
+    fetch = _Fetch(bucket, out, read_listing(_try_again(bucket.list_objects)), tell)
+    fetch.fetch_segments(MAX_TERM)
+    return fetch
 
 
 def finish_restore(draft: RunDir, out: Path) -> RunDir:
@@ -192,9 +219,9 @@ class _Fetch:
             term, end = before.term, before.offset
         return way
 
-    def fetch_newest_cut(self, way: dict[int, int], restored: Restored) -> None:
-        """The newest complete cut that the journal here reaches, with the payloads behind it; a damaged one is passed
-        over for the one before it."""
+    def fetch_newest_cut(self, way: dict[int, int], restored: Restored, shards: Sequence[_Fetch] = ()) -> None:
+        """The newest complete cut that the journal here reaches, with the payloads behind it, and the same of other
+        shards; a damaged one is passed over for the one before it."""
         for key in self.listing.complete_cuts():
             folder = self.draft.cuts / f"{key.cut:06d}"
             try:
@@ -204,14 +231,33 @@ class _Fetch:
                     continue
                 self.tell(f"cut {key.cut}, {_size(self.listing.cuts[key].values())}")
                 self._fetch_cut(key, folder)
-                check_cut(self.draft.cuts, self.draft.learners, key.cut)
+                manifest = check_cut(self.draft.cuts, self.draft.learners, key.cut).manifest
+                parts = [fetch.fetch_part(key.cut, mark) for fetch, mark in zip(shards, manifest.shards, strict=True)]
             except (BadCut, MissingKey) as error:
                 restored.remarks.append(f"cut {key.cut} of the bucket is passed over: {error}")
-                shutil.rmtree(folder, ignore_errors=True)
+                for root in (self.draft.cuts, *(fetch.draft.cuts for fetch in shards)):
+                    shutil.rmtree(folder_of(root, key.cut), ignore_errors=True)
                 continue
-            self._fetch_payloads(state)
+            self._fetch_payloads((state.position.term, state.file))
+            for fetch, first in zip(shards, parts, strict=True):
+                fetch._fetch_payloads(first)
             restored.cut = key.cut
             return
+
+    def fetch_part(self, cut: int, digest: str) -> tuple[int, int]:
+        """Of a shard, its part of a cut, which the lead's manifest names by this digest; the first payload file behind
+        it."""
+        found = {one.key(name): size for one, files in self.listing.cuts.items() for name, size in files.items()}
+        prefix = f"{CUTS}/{cut:06d}/"
+        of_cut = {name: size for name, size in found.items() if name.startswith(prefix)}
+        key = _try_again(lambda: find_part(self.bucket, of_cut, digest))
+        if key is None:
+            raise BadCut(f"{self.bucket.url} has no part of cut {cut} that the manifest names")
+        make_folder(folder_of(self.draft.cuts, cut))
+        self._fetch_cut(key, folder_of(self.draft.cuts, cut))
+        read_syncer_part(self.draft.cuts, cut)
+        _, state = read_state(self.draft.cuts, cut, ShardCut)
+        return state.position.term, state.file
 
     def _fetch_state(self, key: StoredCutKey, folder: Path) -> CutState:
         make_folder(folder)
@@ -237,8 +283,7 @@ class _Fetch:
         self._fetch_whole([one for one in wanted if one[1].name not in last])
         self._fetch_whole([one for one in wanted if one[1].name in last])
 
-    def _fetch_payloads(self, state: CutState) -> None:
-        first = (state.position.term, state.file)
+    def _fetch_payloads(self, first: tuple[int, int]) -> None:
         for name in self.listing.journal:
             place = payload_place(name)
             if place is not None and place >= first:

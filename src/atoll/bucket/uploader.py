@@ -14,23 +14,25 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from atoll.bucket.claims import (
     LocalPlace,
+    PlaceClaimed,
     StoredHead,
-    claim_through,
-    is_claimed,
+    TermClaimed,
     read_place,
     release_term,
     write_head,
 )
-from atoll.bucket.client import Bucket, StoreRefused, open_bucket
+from atoll.bucket.client import Bucket, StoreRefused, StoreUnavailable, open_bucket
+from atoll.bucket.cut_copy import CutCopy, LeadCutCopy, ShardCutCopy
 from atoll.bucket.files_copy import FilesCopy
 from atoll.bucket.journal_copy import JournalCopy, JournalMark
-from atoll.bucket.layout import Listing, payload_name, payload_place, read_listing
+from atoll.bucket.layout import Listing, payload_name, payload_place, read_listing, shard_url
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import Deposed
@@ -38,6 +40,8 @@ from atoll.store.writer_lease import Deposed
 JOURNAL_S = 1.0
 """Between two puts of what was appended meanwhile: the bucket is about as far behind."""
 FILES_S = 2.0
+SOON_S = 0.2
+"""Where a cut waits for the parts of other shards."""
 EVENTS_S = 15.0
 HEADS_S = 5.0
 FIRST_REST_S, LONGEST_REST_S = 0.25, 15.0
@@ -58,11 +62,33 @@ class StoreLag:
     """What is wrong with the store for some time now; empty: nothing."""
 
 
+@dataclass
+class _Copies:
+    """Each thread has its own part of the listing; both read the other's."""
+
+    journal: JournalCopy
+    cuts: CutCopy
+    files: FilesCopy
+
+
 class Uploader:
+    """Of a syncer of one process, or of the lead of several shards."""
+
     def __init__(
-        self, bucket: Bucket, out: RunDir, place: LocalPlace, term: int, *, keep: int, told_after_put: bool = False
+        self,
+        bucket: Bucket,
+        out: RunDir,
+        place: LocalPlace,
+        term: int,
+        *,
+        keep: int,
+        told_after_put: bool = False,
+        shards: Sequence[Bucket] = (),
     ) -> None:
+        """`shards`: of the others, each one's part of the bucket."""
         self._bucket, self._out, self._place, self.term, self._keep = bucket, out, place, term, keep
+        self._shards = tuple(shards)
+        self._claim: TermClaimed | PlaceClaimed = TermClaimed(bucket, term, place.place, out.path)
         self.told_after_put = told_after_put
         self.deposed = False
         self._lock = threading.Lock()
@@ -77,8 +103,7 @@ class Uploader:
         self._stored_rounds = 0
         self._failing: dict[str, tuple[float, str]] = {}
         """By lane, since when it fails and with what."""
-        self._journal: JournalCopy | None = None
-        self._files: FilesCopy | None = None
+        self._copies: _Copies | None = None
         self._head_at = 0.0
         self._threads: list[threading.Thread] = []
 
@@ -115,7 +140,7 @@ class Uploader:
     @property
     def held_cut(self) -> int:
         """A cut that must not be deleted now; −1: none."""
-        return self._files.held_cut if self._files is not None else -1
+        return self._copies.cuts.held_cut if self._copies is not None else -1
 
     def lag(self) -> StoreLag:
         now, waiting = time.monotonic(), list(self._waiting)
@@ -154,27 +179,32 @@ class Uploader:
     def _check(self) -> None:
         if self._stop.is_set():
             raise _Stopped
-        if self.deposed or is_claimed(self._bucket, self.term + 1):
+        if self.deposed or self._claim.is_over():
             raise Deposed
 
-    def _prepare(self) -> tuple[JournalCopy, FilesCopy]:
+    def _prepare(self) -> _Copies:
         """Claim the term and look at what is there, once."""
         with self._lock:
-            if self._journal is None or self._files is None:
+            if self._copies is None:
                 if not self._waiting:
                     raise _NothingYet
-                claim_through(self._bucket, self.term, self._place.place, self._out.path)
+                self._claim.begin()
                 listing = read_listing(self._bucket.list_objects())
-                # Each thread has its own part of the listing; both read the other's.
-                self._journal = JournalCopy(self._bucket, self._out.journal, listing, self._waiting[-1])
                 begin = _events_begin(listing, self._place)
-                self._files = FilesCopy(
-                    self._bucket, self._out, self.term, listing, self._keep, self._check, events_from=begin
+                self._copies = _Copies(
+                    JournalCopy(self._bucket, self._out.journal, listing, self._waiting[-1]),
+                    self._make_cut_copy(listing),
+                    FilesCopy(self._bucket, self._out, self.term, listing, self._check, events_from=begin),
                 )
-            return self._journal, self._files
+            return self._copies
+
+    def _make_cut_copy(self, listing: Listing) -> CutCopy:
+        if not self._shards:
+            return CutCopy(self._bucket, self._out, listing, self._keep, self._check)
+        return LeadCutCopy(self._bucket, self._out, listing, self._keep, self._check, shards=self._shards)
 
     def _put_journal(self) -> None:
-        journal, files = self._prepare()
+        copies = self._prepare()
         with self._lock:
             waiting = list(self._waiting)
             if not waiting:
@@ -182,7 +212,7 @@ class Uploader:
             mark = waiting[-1]
             with self._marks:
                 written = dict(self._written)
-            journal.put_through(mark, written, files.has_cut_behind)
+            copies.journal.put_through(mark, written, copies.cuts.has_cut_behind)
             self._stored_rounds = mark.rounds
             with self._marks:  # another append may have taken the last mark's place meanwhile: then it is what waits
                 for name in written:
@@ -213,6 +243,7 @@ class Uploader:
             try:
                 self._put_journal()
                 self._check()
+                self._check_first_cut(mark)
                 self._failing.pop("journal", None)
                 return
             except Deposed:
@@ -225,23 +256,31 @@ class Uploader:
                 self._stop.wait(rest_s)
                 rest_s = min(2 * rest_s, FOLLOW_S)
 
+    def _check_first_cut(self, mark: JournalMark) -> None:
+        """Rounds are worth nothing without a cut that they lead on from."""
+        if mark.rounds and self._threads and not self._prepare().cuts.listing.complete_cuts():
+            raise StoreUnavailable(f"the first cut is on its way to {self._bucket.url}")
+
     def _copy_files(self) -> float:
         try:
-            journal, files = self._prepare()
+            copies = self._prepare()
         except _NothingYet:
             return 0.1
         self._check()
-        files.put_files()
-        if files.put_newest_cut():
-            files.delete_needless()
-        journal.join_small_pieces(self._check)
+        copies.files.put_files()
+        if copies.cuts.put_newest_cut():
+            copies.cuts.delete_needless()
+        copies.journal.join_small_pieces(self._check)
+        self._put_head_and_events(copies.files)
+        return SOON_S if copies.cuts.held_cut >= 0 else FILES_S
+
+    def _put_head_and_events(self, files: FilesCopy) -> None:
         now = time.monotonic()
         if now >= self._head_at:
             self._head_at = now + HEADS_S
             told = self._waiting[-1].rounds if self._waiting else self._stored_rounds
             write_head(self._bucket, self.term, StoredHead(told, self._stored_rounds, time.time()))
             files.put_events()
-        return FILES_S
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -270,23 +309,79 @@ class Uploader:
                 rest_s = min(2 * rest_s, LONGEST_REST_S)
 
     def _put_all(self) -> None:
-        _, files = self._prepare()
+        copies = self._prepare()
         self._check()
-        files.put_newest_cut()
+        copies.cuts.put_newest_cut()
         self._put_journal()
-        files.delete_needless()
-        files.put_files(last=True)
-        files.put_events()
+        copies.cuts.delete_needless()
+        copies.files.put_files(last=True)
+        copies.files.put_events()
         write_head(self._bucket, self.term, StoredHead(self._stored_rounds, self._stored_rounds, time.time()))
         release_term(self._bucket, self.term)
 
 
-def make_uploader(out: RunDir, url: str, term: int, *, keep: int, told_after_put: bool) -> Uploader:
+class ShardUploader(Uploader):
+    """Of another shard than the lead: its chain and its parts of cuts, below shards/N of the run's bucket. It writes
+    under the claim of its run. With durability = "store" the lead tells nothing before it has heard of the shard's
+    part, and looks at the claims itself."""
+
+    def __init__(
+        self, own: Bucket, lead: Bucket, out: RunDir, place: LocalPlace, term: int, *, told_after_put: bool
+    ) -> None:
+        super().__init__(own, out, place, term, keep=0, told_after_put=told_after_put)
+        self._lead = lead
+        self._claim = PlaceClaimed(lead, place.place)
+        self._chosen_cut = -1
+
+    def _make_cut_copy(self, listing: Listing) -> CutCopy:
+        return ShardCutCopy(
+            self._bucket, self._out, listing, self._keep, self._check, lead=self._lead, chosen=self._chosen_cut
+        )
+
+    def _check_first_cut(self, mark: JournalMark) -> None:
+        """The lead looks for it, and its own is there last."""
+
+    def _copy_files(self) -> float:
+        try:
+            copies = self._prepare()
+        except _NothingYet:
+            return 0.1
+        self._check()
+        copies.cuts.put_newest_cut()
+        copies.journal.join_small_pieces(self._check)
+        return FILES_S / 2
+
+    def finish_with(self, cut: int, mark: JournalMark, patience_s: float, tell: Callable[[str], None]) -> str:
+        """As `finish`; `cut` is the lead's newest complete one, −1: it has none."""
+        self._chosen_cut = cut
+        return self.finish(mark, patience_s, tell)
+
+    def _put_all(self) -> None:
+        copies = self._prepare()
+        self._check()
+        copies.cuts.put_newest_cut()
+        self._put_journal()
+
+
+def make_uploader(out: RunDir, url: str, term: int, *, keep: int, told_after_put: bool, shards: int = 1) -> Uploader:
     """Of the run in this folder, which was attached to its bucket before."""
-    place = read_place(out.path)
+    others = [open_bucket(shard_url(url, number)) for number in range(2, shards + 1)]
+    place = _read_own_place(out.path, url)
+    return Uploader(open_bucket(url), out, place, term, keep=keep, told_after_put=told_after_put, shards=others)
+
+
+def make_shard_uploader(out: RunDir, url: str, shard: int, term: int, *, told_after_put: bool) -> ShardUploader:
+    """Of the shard in this folder, which lies in that of its run."""
+    place = _read_own_place(out.path.parent.parent, url)
+    own = open_bucket(shard_url(url, shard))
+    return ShardUploader(own, open_bucket(url), out, place, term, told_after_put=told_after_put)
+
+
+def _read_own_place(folder: Path, url: str) -> LocalPlace:
+    place = read_place(folder)
     if place is None or place.url != url:
-        raise ConfigError(f"{out.path} is not attached to {url}: start the run by atoll train or atoll syncer --store")
-    return Uploader(open_bucket(url), out, place, term, keep=keep, told_after_put=told_after_put)
+        raise ConfigError(f"{folder} is not attached to {url}: start the run by atoll train or atoll syncer --store")
+    return place
 
 
 class _Stopped(Exception):
@@ -306,4 +401,4 @@ def _events_begin(listing: Listing, place: LocalPlace) -> int:
     return end
 
 
-__all__ = ["JournalMark", "StoreLag", "Uploader", "make_uploader"]
+__all__ = ["JournalMark", "ShardUploader", "StoreLag", "Uploader", "make_shard_uploader", "make_uploader"]

@@ -106,11 +106,20 @@ def syncer(
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_service(settings.service)
     check_port(settings.service.host, settings.service.port)
+    _check_store(settings.service)
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
     if settings.service.store:
         attach_store(run_dir, settings.service.store)
     write_atomic(run_dir.settings, settings.toml())
     _serve(settings, run_dir, None)
+
+
+def _check_store(service: Service) -> None:
+    """Shards that were started by hand have folders anywhere, which nobody could bring back together."""
+    if service.store and service.shards > 1:
+        raise ConfigError(
+            "--store with several shards is for atoll train --syncer-shards: leave --shard or --store out"
+        )
 
 
 def _serve_shard(number: int, count: int, join: str | None, out: Path | None, service: dict[str, Any]) -> None:
@@ -159,6 +168,7 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:
         settings = msgspec.structs.replace(asked, service=own)
     check_service(settings.service)
     check_port(settings.service.host, settings.service.port)
+    _check_store(settings.service)
     if settings.service.store:
         attach_store(run_dir, settings.service.store)
     with hold_run(run_dir.path):  # somebody may have gone on with it since it was looked at

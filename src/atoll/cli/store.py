@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -11,17 +12,18 @@ from atoll.bucket.claims import check_own, read_place
 from atoll.bucket.client import open_bucket
 from atoll.bucket.journal_copy import JournalMark
 from atoll.bucket.layout import payload_place
-from atoll.bucket.uploader import make_uploader
+from atoll.bucket.uploader import make_shard_uploader, make_uploader
 from atoll.cli.shared import short
 from atoll.config import load
 from atoll.launch.restoring import restore_run
 from atoll.launch.resume import read_head
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
-from atoll.store.cuts import BadCut, known_cuts, open_cut
+from atoll.store.cuts import BadCut, CutState, complete_cuts, known_cuts, read_state
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import seal
 from atoll.store.rundir import RunDir
 from atoll.store.segments import Position
+from atoll.store.shards import ShardCut
 from atoll.store.writer_lease import check_not_alive, newest_claim
 
 PATIENCE_S = 60.0
@@ -82,10 +84,7 @@ def finish_upload(out: RunDir, console: Console) -> str:
     again = f"what is missing is sent by: atoll upload {short(out.path)}"
     try:
         with console.status(f"uploading the end of the run to {url}") as status:
-            mark = find_end(out)
-            keep = load(out.settings).protocol.keep_cuts
-            uploader = make_uploader(out, url, newest_claim(out.journal), keep=keep, told_after_put=False)
-            wrong = uploader.finish(mark, PATIENCE_S, lambda text: status.update(f"{text}; trying again"))
+            wrong = _finish_all(out, url, lambda text: status.update(f"{text}; trying again"))
     except AtollError as error:
         wrong = str(error)
     except KeyboardInterrupt:
@@ -96,17 +95,35 @@ def finish_upload(out: RunDir, console: Console) -> str:
     return wrong
 
 
-def find_end(out: RunDir) -> JournalMark:
-    """Where the journal of a run that nobody writes ends."""
+def _finish_all(out: RunDir, url: str, tell: Callable[[str], None]) -> str:
+    """The other shards first: with the lead's the run is released."""
+    config = load(out.settings)
+    head = read_head(out)
+    rounds, shards = head.committed if head is not None else 0, config.service.shards
+    newest = next(iter(complete_cuts(out.cuts)), -1)
+    for number in range(2, shards + 1):
+        folder = out.shard(number)
+        if not folder.journal.is_dir():
+            raise ConfigError(f"{short(folder.path)} is missing: it holds shard {number} of the run")
+        shard = make_shard_uploader(folder, url, number, newest_claim(folder.journal), told_after_put=False)
+        if wrong := shard.finish_with(newest, find_end(folder, ShardCut, rounds), PATIENCE_S, tell):
+            return wrong
+    keep, term = config.protocol.keep_cuts, newest_claim(out.journal)
+    lead = make_uploader(out, url, term, keep=keep, told_after_put=False, shards=shards)
+    return lead.finish(find_end(out, CutState, rounds), PATIENCE_S, tell)
+
+
+def find_end(out: RunDir, kind: type[CutState] | type[ShardCut], rounds: int) -> JournalMark:
+    """Where the journal of a run that nobody writes ends, or the chain of a shard."""
     start: Position | None = None
     for number in known_cuts(out.cuts):
         try:
-            start = open_cut(out.cuts, number).state.position
+            _, state = read_state(out.cuts, number, kind)
+            start = state.position
             break
         except BadCut:
             continue
     end = seal(out.journal, start=start, disk=LocalDisk())
-    head = read_head(out)
     files = [payload_place(path.stem) for path in out.journal.glob("payload-*.bin")]
     after = max((place[1] for place in files if place is not None and place[0] == end.term), default=0) + 1
-    return JournalMark(end.term, end.offset, after, 0, head.committed if head is not None else 0, time.monotonic())
+    return JournalMark(end.term, end.offset, after, 0, rounds, time.monotonic())

@@ -21,6 +21,7 @@ from atoll.bucket.claims import StoredHead, begin_store, check_own, read_place, 
 from atoll.bucket.client import Bucket, StoreUnavailable, open_bucket
 from atoll.bucket.restore import SUFFIX, Restored, Takeover, claim_run, fetch_run, finish_restore
 from atoll.digests import compute_digest
+from atoll.launch.restored_shards import begin_shards_anew, clear_written, cut_to_common
 from atoll.launch.resume import read_head
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import (
@@ -58,7 +59,10 @@ def restore_run(url: str, out: Path, *, take_over: bool = False, read_only: bool
     takeover = Takeover(0) if read_only else claim_run(bucket, out.absolute(), take_over=take_over)
     draft, restored = fetch_run(bucket, out.absolute(), takeover, tell)
     remarks = list(restored.remarks)
-    if takeover.behind or _lacks_rounds(draft, takeover):
+    cut_off = cut_to_common(draft, restored.shards) if restored.shards > 1 else 0
+    if cut_off and read_only:
+        remarks.append(f"{cut_off} rounds at the end are left out: not all shards had uploaded their parts of them")
+    if not read_only and (takeover.behind or cut_off or _lacks_rounds(draft, takeover)):
         remarks += _begin_new_run(draft, restored)
     return RestoredRun(finish_restore(draft, out.absolute()), tuple(remarks))
 
@@ -133,11 +137,8 @@ def _write_beginning(draft: RunDir, found: Recovered, run: str, term: int) -> No
     arrays = {name: np.ascontiguousarray(values).view(np.uint8) for name, values in parameters.hold_arrays().items()}
     before = next(iter(complete_cuts(draft.cuts)), None)
     learners = check_cut(draft.cuts, draft.learners, before).manifest.learners if before is not None else {}
-    claims = draft.journal / "terms"
-    for path in [path for path in draft.journal.iterdir() if path != claims]:
-        path.unlink()
-    shutil.rmtree(draft.cuts)
-    draft.cuts.mkdir(mode=0o700)
+    shards = begin_shards_anew(draft, history.begun, begun, cut)
+    clear_written(draft)
     journal = Journal.begin(draft.journal, term, after=ORIGIN, disk=LocalDisk())
     journal.append([(begun, None)])
     now = CutState(state, journal.position, 0, tuple(parameters.version_rounds()))
@@ -146,4 +147,4 @@ def _write_beginning(draft: RunDir, found: Recovered, run: str, term: int) -> No
     table = (folder_of(draft.cuts, cut) / "syncer.json").read_bytes()
     # Learners' states are of an earlier round: nothing can be put back exactly, and "left out" says so.
     left_out = {EVERYBODY: f"their states are of cut {before}, and this is round {cut}"} if learners else {}
-    write_manifest(draft.cuts, Manifest(run, cut, cut, compute_digest(table), learners, left_out))
+    write_manifest(draft.cuts, Manifest(run, cut, cut, compute_digest(table), learners, left_out, shards))

@@ -19,7 +19,7 @@ from msgspec import Meta
 from atoll.protocol.limits import LINE, MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, ResetRecord, TermRecord
 
-SHARD_PROTOCOL = 2
+SHARD_PROTOCOL = 3
 """The version of these messages; checked at hello."""
 
 Digest = Annotated[str, Meta(max_length=64)]
@@ -194,10 +194,14 @@ class CutDone(ShardMessage, frozen=True):
 
 
 class Traffic(ShardMessage, frozen=True):
-    """Bytes that its process has received and sent so far."""
+    """Bytes that its process has received and sent so far, and how far its part of the bucket is behind."""
 
     bytes_in: Count
     bytes_out: Count
+    store_rounds: Count = 0
+    store_s: Seconds = 0.0
+    store_trouble: Words = ""
+    """What is wrong with the bucket; empty: nothing, or the run has none."""
 
 
 class Values(ShardMessage, frozen=True):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from atoll.bucket.uploader import StoreLag
 from atoll.digests import combine_digests
 from atoll.fabric.shard_channel import ShardChannel
 from atoll.fabric.wire import MIB, one_line
@@ -111,6 +112,8 @@ class ShardLead:
         self._asks = 0
         self._traffic: dict[str, tuple[int, int]] = {}
         """By process: bytes in and out."""
+        self._told_lags: dict[int, Traffic] = {}
+        """By shard: with how far its part of the bucket is behind."""
 
     def set_up(
         self, model: Model, inbox: Inbox, screen: NormScreen, merging: Merging, cuts: CutWriter, plan: ShardPlan
@@ -129,6 +132,17 @@ class ShardLead:
         """Bytes that the other shards have received and sent in this term; those of dead processes count too."""
         found = self._traffic.values()
         return sum(bytes_in for bytes_in, _ in found), sum(bytes_out for _, bytes_out in found)
+
+    def join_lags(self, own: StoreLag) -> StoreLag:
+        """How far the bucket is behind with all parts of the syncer."""
+        told = self._told_lags.values()
+        trouble = [one.store_trouble for one in told if one.store_trouble]
+        return StoreLag(
+            own.url,
+            max([own.rounds, *(one.store_rounds for one in told)]),
+            max([own.seconds, *(one.store_s for one in told)]),
+            own.trouble or next(iter(trouble), ""),
+        )
 
     @property
     def _parameters(self) -> Parameters:
@@ -158,6 +172,7 @@ class ShardLead:
         if isinstance(message, Traffic):
             process = self.state.seats[channel.shard].process
             self._traffic[process] = (message.bytes_in, message.bytes_out)
+            self._told_lags[channel.shard] = message
         else:
             self.state.hear(self._loop.time(), channel.shard, message)
             self._carry_out()

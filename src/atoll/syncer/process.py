@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn, Protocol
 
-from atoll.bucket.uploader import Uploader, make_uploader
+from atoll.bucket.uploader import StoreLag, Uploader, make_uploader
 from atoll.config import TAIL_CUTS, Config
 from atoll.fabric.address import host_port
 from atoll.fabric.handlers import ServedPages
@@ -88,7 +88,8 @@ def serve(
         lease = acquire(out.journal) if standby is None else _wait_for_turn(out, standby)
         if url := config.service.store:
             kept_first = config.service.durability == "store"
-            uploader = make_uploader(out, url, lease.term, keep=config.protocol.keep_cuts, told_after_put=kept_first)
+            keep, shards = config.protocol.keep_cuts, config.service.shards
+            uploader = make_uploader(out, url, lease.term, keep=keep, told_after_put=kept_first, shards=shards)
         run_store = RunStore(
             out,
             lease,
@@ -197,9 +198,9 @@ async def _serve(
             beside: list[asyncio.Task[Any]] = [started]
             _fall_with_callbacks(loop, service.vital)
             if begin.uploader is not None:
-                service.meter.store = begin.uploader.lag
+                service.show_store(begin.uploader.lag)
                 begin.uploader.start()
-                beside.append(tasks.create_task(_watch_store(begin.uploader, events)))
+                beside.append(tasks.create_task(_watch_store(begin.uploader, service.meter.store, events)))
             if begin.pages is not None:
                 beside.append(tasks.create_task(show_pages(begin.pages, service.figures, events)))
             if supervised:
@@ -245,11 +246,11 @@ async def _obey(service: SyncerService, mortal: bool) -> None:
         transport.close()
 
 
-async def _watch_store(uploader: Uploader, events: EventLog) -> NoReturn:
+async def _watch_store(uploader: Uploader, find_lag: Callable[[], StoreLag | None], events: EventLog) -> NoReturn:
     """Say when the store does not answer, and when it does again. Deposed: another machine has claimed the run."""
     alarmed = ""
     while True:
-        lag = uploader.lag()
+        lag = find_lag() or uploader.lag()
         if lag.trouble and not alarmed:
             behind = f"the bucket is {lag.rounds} rounds behind, the run goes on"
             events.say("alarm", f"the store fails: {lag.trouble} ({behind})", {"about": "store", "over": False})

@@ -252,8 +252,10 @@ class RunStore:
 
     @property
     def kept_cuts(self) -> list[int]:
-        """The complete ones that are kept, the newest first."""
-        return complete_cuts(self._out.cuts)[: self._keep]
+        """The complete ones that are kept, the newest first; last one that is on its way to the bucket."""
+        kept = complete_cuts(self._out.cuts)[: self._keep]
+        held = self._uploader.held_cut if self._uploader is not None else -1
+        return [*kept, held] if 0 <= held < min(kept, default=0) else kept
 
     def complete_cut(self, run: str, done: CompleteCut, shards: tuple[str, ...] = ()) -> str:
         """Write the manifest and return its digest. NoRoom: try again later. `shards`: of each other shard of the

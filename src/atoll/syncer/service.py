@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.bucket.uploader import StoreLag
 from atoll.choices import CODEC
 from atoll.config import Config, Outer
 from atoll.fabric.authorizer import TokenAuthorizer
@@ -438,6 +439,9 @@ class SyncerService:
         """Bytes in and out, of all shards."""
         bytes_in, bytes_out = (0, 0) if self._lead is None else self._lead.traffic
         return (self.server.bytes_in + bytes_in, self.server.bytes_out + bytes_out)
+
+    def show_store(self, own: Callable[[], StoreLag]) -> None:
+        self.meter.store = own if (lead := self._lead) is None else lambda: lead.join_lags(own())
 
     def figures(self) -> RunStatus:
         return self.meter.make_status(time.time(), self._run, self._machine, self._traffic)

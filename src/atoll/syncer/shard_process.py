@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from atoll.bucket.uploader import ShardUploader, make_shard_uploader
 from atoll.config import Service
 from atoll.fabric.address import host_port
 from atoll.fabric.listener import allow_files
@@ -49,7 +50,11 @@ def serve_shard(
     code = 0
     try:
         lease = acquire(out.journal)
-        store = ShardStore(out, lease, shard, disk=disk)
+        uploader: ShardUploader | None = None
+        if service.store:
+            first = service.durability == "store"
+            uploader = make_shard_uploader(out, service.store, shard, lease.term, told_after_put=first)
+        store = ShardStore(out, lease, shard, disk=disk, uploader=uploader)
         machine = Shard(shard, count, secrets.token_hex(8), run=store.run)
         ended = asyncio.run(_serve(service, out, store, machine, lead, supervised, ready, name_address))
         lease.release()

@@ -131,7 +131,9 @@ class ShardService:
                 tasks.create_task(self.server.vital.watch()),
                 tasks.create_task(self._send_heartbeats()),
             ]
+            self._store.start_upload()
             ended = await self._ended
+            self._store.stop_upload()
             for waits in self._gatherings.values():
                 waits.abandon()
             await self.server.stop()
@@ -148,7 +150,16 @@ class ShardService:
             await asyncio.sleep(1.0)
 
     def _tell_traffic(self) -> None:
-        self._say(Traffic(bytes_in=self.server.bytes_in, bytes_out=self.server.bytes_out))
+        lag = self._store.store_lag()
+        self._say(
+            Traffic(
+                bytes_in=self.server.bytes_in,
+                bytes_out=self.server.bytes_out,
+                store_rounds=lag.rounds,
+                store_s=lag.seconds,
+                store_trouble=one_line(lag.trouble) if lag.trouble else "",
+            )
+        )
 
     # ---- the machine --------------------------------------------------------------------------------------------
 

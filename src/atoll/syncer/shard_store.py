@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from atoll.bucket.uploader import JournalMark, ShardUploader, StoreLag
 from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.numerics.arrays import FloatArray
@@ -79,9 +81,18 @@ def shard_plan_of(begun: BegunRecord) -> ShardPlan:
 
 
 class ShardStore:
-    def __init__(self, out: RunDir, lease: WriterLease, shard: int, *, disk: Disk | None = None) -> None:
-        """Find what an earlier process left, and begin a segment of the chain."""
+    def __init__(
+        self,
+        out: RunDir,
+        lease: WriterLease,
+        shard: int,
+        *,
+        disk: Disk | None = None,
+        uploader: ShardUploader | None = None,
+    ) -> None:
+        """Find what an earlier process left, and begin a segment of the chain. `uploader`: copies it to a bucket."""
         self._out, self._lease, self._disk, self.shard = out, lease, disk or LocalDisk(), shard
+        self._uploader, self._written_rounds = uploader, 0
         self._writing = threading.Lock()
         """Held while the chain is appended to or read."""
         self._newest: Position | None = None
@@ -91,6 +102,7 @@ class ShardStore:
         self._journal = Journal.begin(out.journal, lease.term, after=end, disk=self._disk)
         if self.begun is not None:
             self._journal.append([(TermRecord(lease.term, end.offset, end.hash, 0), None)])
+            self._note_append()
         self._places: dict[int, tuple[int, int]] = {}
         """By cut, the term and file from which it needs payloads."""
         self._needless: tuple[int, int] | None = None
@@ -127,12 +139,24 @@ class ShardStore:
         """Those that a shard may come back from, the newest first."""
         return tuple(complete_cuts(self._out.cuts))
 
+    def store_lag(self) -> StoreLag:
+        return self._uploader.lag() if self._uploader is not None else StoreLag("", 0, 0.0)
+
+    def start_upload(self) -> None:
+        if self._uploader is not None:
+            self._uploader.start()
+
+    def stop_upload(self) -> None:
+        """An append that waits for the bucket fails."""
+        if self._uploader is not None:
+            self._uploader.stop()
+
     def send_heartbeat(self) -> None:
         self._lease.beat()
 
     @property
     def fenced(self) -> bool:
-        return self._lease.fenced()
+        return self._lease.fenced() or (self._uploader is not None and self._uploader.deposed)
 
     # ---- the chain ----------------------------------------------------------------------------------------------
 
@@ -141,10 +165,21 @@ class ShardStore:
         record = MergedRecord(round, fragment, -1, attempt, "", (), digest)
         with self._writing:
             self._journal.append([(record, data)])
+            self._written_rounds = round + 1
+            self._note_append()
             if (before := self._needless) is not None:
                 self._needless = None
                 self._journal.trim(*before)
             return self._journal.position.hash
+
+    def _note_append(self) -> None:
+        """Let the uploader know; with durability = "store" it returns when the bucket has it."""
+        if self._uploader is not None:
+            journal, at = self._journal, self._journal.position
+            size = journal.payload_bytes
+            self._uploader.note_append(
+                JournalMark(at.term, at.offset, journal.file, size, self._written_rounds, time.monotonic())
+            )
 
     def read_round(self, decision: RoundDecided) -> tuple[MergedRecord, bytes]:
         """The record that a new decision names, and its payload. Corrupt: the chain does not hold it."""
@@ -179,6 +214,7 @@ class ShardStore:
         if self.begun is None:
             with self._writing:
                 self._journal.append([(begun, None)])
+                self._note_append()
             self.begun = begun
         elif self.begun != begun:
             raise ConfigError(f"{self._out.path} holds shard {self.shard} of another run ({self.run}), not {begun.run}")
@@ -279,13 +315,15 @@ class ShardStore:
                 Manifest(self.run, finish.cut, finish.cut, compute_digest(table.read_bytes()), {}),
             )
             if finish.oldest >= 0:
-                prune_before(self._out.cuts, finish.oldest, finish.spared)
+                held = self._uploader.held_cut if self._uploader is not None else -1
+                prune_before(self._out.cuts, finish.oldest, finish.spared, held)
         except OSError as error:
             raise not_written(error, table.parent) from error
         if (needless := self._places.get(finish.newest)) is not None:
             self._needless = needless
 
     def close(self) -> None:
+        self.stop_upload()
         self._journal.close()
         self._lease.release()
         with suppress(AtollError):
