@@ -27,8 +27,10 @@ class RayCluster:
         self.address = str(self._cluster.address)
         self.nodes: list[Any] = []
 
-    def add(self, cpus: int = 1) -> None:
-        self.nodes.append(self._cluster.add_node(num_cpus=cpus))
+    def add(self, cpus: int = 1, gpus: int = 0) -> Any:
+        """Also GPUs that the machine has not: Ray only counts them."""
+        self.nodes.append(self._cluster.add_node(num_cpus=cpus, num_gpus=gpus))
+        return self.nodes[-1]
 
     def node_of(self, pid: int) -> Any:
         """The node that this process belongs to; the head's is none that may be lost."""

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from atoll.estimate.chips import ChipPlan, Chips, Kind, TimeSpan, strikes
+from atoll.estimate.chips import ChipPlan, Chips, Kind, Strike, TimeSpan, strikes
 from atoll.estimate.cluster_world import ClusterWorld, PlayedRounds, settings_of
 from atoll.estimate.profile import Profile
 from atoll.protocol.errors import ConfigError
@@ -102,6 +102,8 @@ class Job(msgspec.Struct, frozen=True):
     hours: float
     rounds: int
     """How many are played through the protocol; where nobody waits, the rest of the time needs no rounds."""
+    absences: tuple[tuple[Strike, ...], ...] = ()
+    """Of each learner, when it is taken away as a whole: given, as by a spot trace, and not drawn."""
 
     def __post_init__(self) -> None:
         slices = self.profile.slices
@@ -126,6 +128,8 @@ class Job(msgspec.Struct, frozen=True):
             raise ConfigError(
                 f"a quorum of {self.profile.rules.quorum} can never be reached by {self.learners} learners"
             )
+        if self.absences and (self.method in ALONE or len(self.absences) != self.learners):
+            raise ConfigError(f"absences of {len(self.absences)} learners do not suit {self.learners} by {self.method}")
 
 
 class JobResult(msgspec.Struct, frozen=True):
@@ -175,9 +179,14 @@ def draw_learners(job: Job) -> list[Chips]:
         everywhere = sorted((one for region in regions for one in region), key=lambda one: one.at)
         return [_draw_learner(job, dice, 1.0 + profile.speed.spread, 1.0 + profile.speed.spread / 2, None, everywhere)]
     extra, plan = profile.scavenged, ChipPlan(profile.scavenged.from_h, profile.scavenged.to_h)
+
+    def list_strikes(number: int) -> list[Strike]:
+        given = job.absences[number] if number < len(job.absences) else ()
+        return sorted((*regions[number % len(regions)], *given), key=lambda one: one.at)
+
     return [
         _draw_learner(
-            job, dice, _slowness(profile, number % job.learners, job.learners), None, by, regions[number % len(regions)]
+            job, dice, _slowness(profile, number % job.learners, job.learners), None, by, list_strikes(number)
         )
         for number in range(job.learners + extra.learners)
         for by in (plan if number >= job.learners else None,)

@@ -1,0 +1,187 @@
+"""Goodput on a cluster of spot machines: predicted by the simulator, then measured in a real run on Ray.
+
+    python benchmarks/spot_goodput.py [--trace examples/spot_trace.toml]
+
+A Ray cluster on this machine: a head and another node that stay, and as many spot nodes as the trace has, each with a
+GPU that only Ray counts, and so one learner. Steps last 0.25 s, asleep: two cores are enough.
+
+1. A first run, in which two nodes are taken away and come back, says what the simulator has to know of this machine:
+   the length of a step and the share of it that is work, how late learners begin, and how long one takes from its
+   node's coming to its first step.
+2. With this the simulator predicts the goodput of the trace. The prediction is written down before the next run starts.
+3. A second run: nodes are killed without warning, and started, on the schedule of the trace. Its clock starts with the
+   training part of the run, and the run is asked to end with it.
+
+Goodput is that of summary.json: seconds spent stepping, of all learners, over learners times seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.system.ray_cluster import RayCluster, opened_cluster
+
+from atoll.estimate.goodput import Job, gather, run
+from atoll.estimate.profile import Elasticity, Profile
+from atoll.estimate.spot_trace import NodeChange, SpotTrace, find_absences, load_trace
+from atoll.launch.on_ray.cluster import NAMESPACE
+from atoll.launch.on_ray.controller import find_controller
+from atoll.observe.clusters import measure_run
+from atoll.telemetry.events import Event, parse
+
+ROOT = Path(__file__).parent.parent
+RESULT = Path(__file__).parent / "results" / "spot_goodput.json"
+SCRIPT = Path(__file__).parent / "spot_learner.py"
+ASKED_POINTS = 2.0
+SEEDS = 20
+WAIT_S = 180.0
+
+
+def make_first_trace(nodes: tuple[str, ...]) -> SpotTrace:
+    first, second = nodes[:2]
+    changes = ((8, first, False), (12, first, True), (30, second, False), (34, second, True))
+    return SpotTrace(52.0, nodes, tuple(NodeChange(*change) for change in changes))
+
+
+class SpotCluster:
+    """Spot nodes by their names."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster, self._nodes = cluster, dict[str, Any]()
+
+    def make(self, change: NodeChange) -> None:
+        if change.up:
+            self._nodes[change.node] = self._cluster.add(cpus=1, gpus=1)
+        else:
+            self._cluster.lose(self._nodes.pop(change.node))
+
+
+def read_events(folder: Path) -> list[Event]:
+    file = folder / "events.jsonl"
+    return list(parse(file.read_bytes().splitlines(keepends=True))) if file.exists() else []
+
+
+@contextmanager
+def started_run(folder: Path, learners: int) -> Iterator[subprocess.Popen[str]]:
+    words = ["--learners", str(learners), "--gpus-per-learner", "1", "--steps", "100000", "--set", "evaluate_every=0"]
+    command = [sys.executable, "-m", "atoll.cli", "train", str(SCRIPT), "--on", "ray", "--out", str(folder), *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def follow(trace: SpotTrace, cluster: SpotCluster, folder: Path) -> tuple[dict[str, Any], float]:
+    """A run under this trace: its summary, and by how many seconds a change came late at most."""
+    import ray
+
+    with started_run(folder, len(trace.nodes)) as process:
+        deadline = time.monotonic() + WAIT_S
+        while not (begun := [event for event in read_events(folder) if event["kind"] == "recovered"]):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the run did not begin: {process.stderr.read() if process.stderr else ''}")
+            time.sleep(0.1)
+        began, late = float(begun[0]["at"]), 0.0
+        for change in trace.changes:
+            time.sleep(max(0.0, began + change.at_s - time.time()))
+            late = max(late, time.time() - began - change.at_s)
+            print(f"  {time.time() - began:5.1f} s: {change.node} {'comes' if change.up else 'is lost'}", flush=True)
+            cluster.make(change)
+        time.sleep(max(0.0, began + trace.seconds - time.time()))
+        ray.get(find_controller(folder).interrupt.remote(), timeout=WAIT_S)  # type: ignore[union-attr]
+        process.wait(WAIT_S)
+    return json.loads((folder / "summary.json").read_text()), late
+
+
+def measure_machine(folder: Path, trace: SpotTrace) -> Profile:
+    """What the simulator has to know. Of an absence, what the trace did not ask for is recovery."""
+    found = measure_run(read_events(folder), "a first run on this cluster").profile
+    asked = [strike.for_s for strikes in find_absences(trace, len(trace.nodes)) for strike in strikes]
+    absent = found.failures.observed_s
+    if len(absent) != len(asked):
+        raise RuntimeError(f"{len(asked)} nodes were lost for a while, and {len(absent)} learners came back")
+    return msgspec.structs.replace(
+        found,
+        failures=Profile().failures,
+        elasticity=Elasticity(recover_s=fmean(absent) - fmean(asked), start_s=found.elasticity.start_s),
+    )
+
+
+def predict(profile: Profile, trace: SpotTrace) -> dict[str, Any]:
+    learners = len(trace.nodes)
+    absences = find_absences(trace, learners)
+    jobs = [
+        Job(profile, "decoupled", learners, learners, seed, trace.seconds / 3600, 100, absences)
+        for seed in range(SEEDS)
+    ]
+    return msgspec.to_builtins(gather(jobs[0], [run(job) for job in jobs]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=ROOT / "examples" / "spot_trace.toml")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    said = parser.parse_args()
+    trace, began = load_trace(said.trace), time.monotonic()
+    first = make_first_trace(trace.nodes)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    with tempfile.TemporaryDirectory() as scratch, opened_cluster(nodes=1) as ray_cluster:
+        import ray
+
+        ray.init(address=ray_cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        cluster = SpotCluster(ray_cluster)
+        for node in trace.nodes:
+            cluster.make(NodeChange(0.0, node, True))
+        try:
+            print(f"{time.monotonic() - began:.0f} s: a first run, {first.seconds:g} s", flush=True)
+            follow(first, cluster, Path(scratch) / "first")
+            profile = measure_machine(Path(scratch) / "first", first)
+            predicted = predict(profile, trace)
+            print(f"{time.monotonic() - began:.0f} s: predicted {100 * predicted['goodput']:.1f} %", flush=True)
+            said.out.write_text(json.dumps({"predicted": predicted}, indent=2) + "\n")
+            summary, late = follow(trace, cluster, Path(scratch) / "run")
+        finally:
+            ray.shutdown()
+    points = 100 * (predicted["goodput"] - summary["goodput"])
+    found = {
+        "trace": said.trace.name,
+        "predicted_goodput": predicted["goodput"],
+        "measured_goodput": summary["goodput"],
+        "error_points": abs(points),
+        "asked_points": ASKED_POINTS,
+        "losses": sum(not change.up for change in trace.changes),
+        "recover_s": profile.elasticity.recover_s,
+        "latest_change_s": late,
+        "measured": {key: summary[key] for key in ("wall_s", "uptime", "liveness", "merged_share", "rounds", "tokens")},
+        "steps": sum(one["steps"] for one in summary["per_learner"].values()),
+        "failure": summary["failure"],
+        "predicted": predicted,
+        "profile": msgspec.to_builtins(profile),
+        "took_s": time.monotonic() - began,
+    }
+    said.out.write_text(json.dumps(found, indent=2) + "\n")
+    print(
+        f"predicted {100 * predicted['goodput']:.1f} %, measured {100 * summary['goodput']:.1f} %: "
+        f"{points:+.2f} points (asked: {ASKED_POINTS:g}); {found['took_s']:.0f} s"
+    )
+    return 0 if abs(points) <= ASKED_POINTS else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
