@@ -48,7 +48,7 @@ RESULT = Path(__file__).parent / "results" / "spot_goodput.json"
 SCRIPT = Path(__file__).parent / "spot_learner.py"
 ASKED_POINTS = 2.0
 SEEDS = 20
-WAIT_S = 180.0
+WAIT_S = 600.0
 
 
 def make_first_trace(nodes: tuple[str, ...]) -> SpotTrace:
@@ -95,7 +95,8 @@ def follow(trace: SpotTrace, cluster: SpotCluster, folder: Path) -> tuple[dict[s
         deadline = time.monotonic() + WAIT_S
         while not (begun := [event for event in read_events(folder) if event["kind"] == "recovered"]):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the run did not begin: {process.stderr.read() if process.stderr else ''}")
+                process.kill()
+                raise RuntimeError(f"the run did not begin: {process.communicate()[1]}")
             time.sleep(0.1)
         began, late = float(begun[0]["at"]), 0.0
         for change in trace.changes:

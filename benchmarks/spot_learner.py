@@ -12,6 +12,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 with atoll.Learner(model, optimizer) as learner:
+    torch.manual_seed(learner.seed)
     while not learner.done:
         x = torch.randn(16, 64)
         loss = ((model(x) + 0.3 * torch.randn_like(x) - 2 * x - 1) ** 2).mean()

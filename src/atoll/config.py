@@ -164,6 +164,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Of a node of a Ray cluster, for every learner …"""
     gpus_per_learner: float = 0.0
     """… and GPUs; with several ranks, those of all of them."""
+    nodes_per_learner: int = 1
+    """Of a Ray cluster: the ranks, CPUs and GPUs of a learner are spread evenly over so many."""
     by_hand: bool = False
     """Learners are started by hand (`atoll syncer`): their script is known to nobody here."""
     scavenge: tuple[ScavengePlan, ...] = ()
@@ -181,6 +183,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("cpus_per_learner", "gpus_per_learner"):
             if not 0 <= getattr(self, name) < MAX_COUNTER:
                 raise ConfigError(f"{name} = {getattr(self, name)} is below 0: it is what a learner takes of a node")
+        if self.nodes_per_learner < 1 or self.ranks % self.nodes_per_learner:
+            raise ConfigError(
+                f"nodes_per_learner = {self.nodes_per_learner}: ranks = {self.ranks} cannot be spread evenly over them"
+            )
         CODEC.check(self.protocol.codec)
         PLAN.check(self.protocol.plan)
         ADOPT.check(self.protocol.adopt)

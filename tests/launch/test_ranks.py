@@ -11,7 +11,7 @@ import pytest
 from atoll.cli.look import running_processes
 from atoll.launch import children, ranks
 from atoll.launch.children import Child
-from atoll.launch.ranks import EXIT_S, RankProcesses, make_rank_variables
+from atoll.launch.ranks import EXIT_S, RankPlace, RankProcesses, find_interface, make_rank_variables
 from atoll.launch.script import TERM_S
 from atoll.launch.supervision import Supervision, describe_process
 from atoll.store.rundir import RunDir
@@ -171,6 +171,26 @@ def test_a_group_is_one_learner_for_its_supervisor_and_what_is_said_names_the_ra
 
 def test_gloo_takes_the_loopback_unless_the_operator_names_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert (make_rank_variables(0, 2, 1)["GLOO_SOCKET_IFNAME"] == "lo") == (sys.platform == "linux")
+    assert (make_rank_variables(0, 2, RankPlace())["GLOO_SOCKET_IFNAME"] == "lo") == (sys.platform == "linux")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    assert "GLOO_SOCKET_IFNAME" not in make_rank_variables(0, 2, 1)
+    assert "GLOO_SOCKET_IFNAME" not in make_rank_variables(0, 2, RankPlace())
+
+
+def test_ranks_over_several_machines_are_numbered_through_and_meet_at_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    place = RankPlace(first=2, world=6, master="10.0.0.1", port=1234, address="10.0.0.2")
+    assert make_rank_variables(1, 2, place) == {
+        **{"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
+    }
+
+
+def test_each_rank_over_several_machines_has_its_log(tmp_path: Path) -> None:
+    group = RankProcesses("learner-1.node1", [], {}, tmp_path / "learner-1.log", count=2, place=RankPlace(2, 4))
+    assert [rank.log.name for rank in group.ranks] == ["learner-1.rank2.log", "learner-1.rank3.log"]
+    assert [rank.name for rank in group.ranks] == ["learner-1 rank 2", "learner-1 rank 3"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel as Linux has it")
+def test_the_interface_of_an_address() -> None:
+    assert find_interface("127.0.0.1") == "lo" and find_interface("203.0.113.7") == ""

@@ -46,7 +46,7 @@ def start_on_ray(
 
     folder = (out or RUNS / time.strftime("%Y%m%d-%H%M%S")).absolute()
     if find_controller(folder) is None:
-        needs = LearnerNeeds(config.cpus_per_learner, config.gpus_per_learner)
+        needs = LearnerNeeds(config.cpus_per_learner, config.gpus_per_learner, config.nodes_per_learner)
         if shortage := find_shortage(list_nodes(), config.protocol.learners, needs):
             raise ConfigError(shortage)
     job = RunJob(
@@ -76,7 +76,7 @@ def resume_on_ray(engine: str, folder: Path, words: list[str], max_restarts: int
             raise ConfigError(f"{words[0]}: the run goes on; change it by atoll set or atoll scale")
         watch_run(controller, run, as_json=as_json)
         return
-    no_rules = ("cpus_per_learner", "gpus_per_learner")
+    no_rules = ("cpus_per_learner", "gpus_per_learner", "nodes_per_learner")
     rules = tuple(word for word in words if word.partition("=")[0] not in no_rules)
     check_changeable(rules)
     RunDir.open(run.path)

@@ -302,6 +302,7 @@ NO_RULES = (
     "strict_devices",
     "cpus_per_learner",
     "gpus_per_learner",
+    "nodes_per_learner",
     "store",
     "durability",
 )

@@ -7,17 +7,23 @@ have the learner's name. The ranks see the same GPUs, those of their learner: LO
   group then ended as that rank did;
 - when a rank ends with 0, the others have `EXIT_S` to do so too; then they are ended in the same way;
 - a signal to the learner goes to all its ranks.
+
+A learner over several machines has such a group on each of them, with a part of its ranks (`RankPlace`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
 import socket
+import struct
 import sys
 import time
 from dataclasses import dataclass, field
+
+import msgspec
 
 from atoll.launch.children import Child, read_script_error
 from atoll.launch.script import TERM_S
@@ -25,14 +31,32 @@ from atoll.launch.script import TERM_S
 EXIT_S = 300.0
 """As torchrun waits: one rank may have something to write at the end, and one that waits for a peer never ends."""
 LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915
+"""Linux: the address of an interface."""
 _PEER_GONE = re.compile(r"gloo|nccl|torch\.distributed|(closed|reset) by peer", re.IGNORECASE)
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """Which ranks of a learner are on this machine, and where they all meet."""
+
+    first: int = 0
+    """The number of the first rank here."""
+    world: int = 0
+    """All ranks, also those elsewhere; 0: all are here."""
+    master: str = LOOPBACK
+    """The address of rank 0's machine."""
+    port: int = 0
+    """0: any that is free at the start."""
+    address: str = ""
+    """Of this machine, as the others reach it."""
 
 
 @dataclass
 class RankProcesses(Child):
-    """`process` is that of rank 0, until all have ended."""
+    """`process` is that of the first rank here, until all have ended."""
 
     count: int = 2
+    place: RankPlace = field(default_factory=RankPlace)
     ranks: list[Child] = field(init=False)
     _codes: dict[int, int] = field(default_factory=dict, repr=False)
     """Of the ranks that have ended, by their number."""
@@ -45,16 +69,17 @@ class RankProcesses(Child):
         self.ranks = [self._make_rank(rank) for rank in range(self.count)]
 
     def _make_rank(self, rank: int) -> Child:
-        name = f"{self.name} rank {rank}" if self.count > 1 else self.name
-        log = self.log.with_name(f"{self.name}.rank{rank}.log") if rank else self.log
+        number = self.place.first + rank
+        name = f"{self.log.stem} rank {number}" if max(self.count, self.place.world) > 1 else self.name
+        log = self.log.with_name(f"{self.log.stem}.rank{number}.log") if number else self.log
         return Child(name, self.command, {}, log, nice=self.nice, folder=self.folder)
 
     def start(self) -> None:
         self._codes.clear()
         self._culprit = self._kill_at = self._end_at = None
-        port = find_free_port()
+        place = msgspec.structs.replace(self.place, port=self.place.port or find_free_port())
         for rank, child in enumerate(self.ranks):
-            child.env = {**self.env, **make_rank_variables(rank, self.count, port)}
+            child.env = {**self.env, **make_rank_variables(rank, self.count, place)}
             child.start()
         self.process = self.ranks[0].process
         self._started_at, self._restart_at = time.monotonic(), None
@@ -69,7 +94,8 @@ class RankProcesses(Child):
 
     @property
     def more_pids(self) -> dict[str, int]:
-        return {rank.log.stem: rank.process.pid for rank in self.ranks[1:] if rank.process is not None}
+        others = [rank for rank in self.ranks if rank.log != self.log]
+        return {rank.log.stem: rank.process.pid for rank in others if rank.process is not None}
 
     def poll_exit(self) -> int | None:
         """The exit code of the rank that ended the group, told once, when all ranks are gone."""
@@ -99,15 +125,8 @@ class RankProcesses(Child):
             self._end_others(now, next(rank for rank in range(self.count) if rank not in self._codes))
 
     def _find_culprit(self, died: dict[int, int]) -> int:
-        """The rank that died first, of those that died between two looks: a rank that loses its peer ends with 1,
-        mostly with an exception of torch.distributed."""
-
-        def is_less_likely(rank: int) -> tuple[bool, bool, bool, int]:
-            error = read_script_error(self.ranks[rank].read_log_tail())
-            lost_peer = error is not None and _PEER_GONE.search(f"{error.kind}: {error.text}") is not None
-            return died[rank] == 1, lost_peer, error is None, rank
-
-        return min(died, key=is_less_likely)
+        """The rank that died first, of those that died between two looks."""
+        return min(died, key=lambda rank: (*weigh_innocence(died[rank], self.ranks[rank]), rank))
 
     # ---- what is done to the learner is done to all its ranks -------------------------------------------------------
 
@@ -129,23 +148,47 @@ class RankProcesses(Child):
             rank.kill_all()
 
 
-def make_rank_variables(rank: int, count: int, port: int) -> dict[str, str]:
-    """As torchrun names them, for ranks that are all on this machine."""
+def weigh_innocence(code: int, rank: Child) -> tuple[bool, bool, bool]:
+    """The least of several is the one whose death ended the others: a rank that loses its peer ends with 1, mostly with
+    an exception of torch.distributed."""
+    error = read_script_error(rank.read_log_tail())
+    lost_peer = error is not None and _PEER_GONE.search(f"{error.kind}: {error.text}") is not None
+    return code == 1, lost_peer, error is None
+
+
+def make_rank_variables(rank: int, count: int, place: RankPlace) -> dict[str, str]:
+    """As torchrun names them, for the ranks on this machine, `count` of them."""
     variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(count),
+        "RANK": str(place.first + rank),
+        "WORLD_SIZE": str(place.world or count),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": place.master,
+        "MASTER_PORT": str(place.port),
     }
-    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # gloo asks for the machine's name, which may resolve nowhere
+    interface = find_interface(place.address or place.master)
+    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = interface  # gloo asks for the machine's name, which may resolve nowhere
     return variables
 
 
-def find_free_port() -> int:
+def find_interface(address: str) -> str:
+    """Of this machine, the one that has this address; empty: none that we know of."""
+    if sys.platform != "linux":
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
+
+
+def find_free_port(address: str = LOOPBACK) -> int:
     """Nobody holds it for us: a process that finds it taken is started again with another."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])

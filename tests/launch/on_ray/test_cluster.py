@@ -32,6 +32,31 @@ def test_cpus_count_where_gpus_would_do() -> None:
     assert "--learners 8" in find_shortage(NODES, 16, LearnerNeeds(4, 1))
 
 
+@pytest.mark.parametrize(
+    ("learners", "cpus", "gpus", "nodes"), [(1, 2, 16, 2), (2, 16, 8, 2), (1, 0, 0, 3), (16, 3, 0, 3), (16, 2, 1, 2)]
+)
+def test_a_learner_over_several_nodes_fits_on_different_ones(
+    learners: int, cpus: float, gpus: float, nodes: int
+) -> None:
+    assert find_shortage(NODES, learners, LearnerNeeds(cpus, gpus, nodes)) == ""
+
+
+@pytest.mark.parametrize(
+    ("learners", "cpus", "gpus", "nodes", "words"),
+    [
+        (1, 4, 0, 4, "1 learners of 4 CPUs on 4 nodes do not fit on 3 nodes with 96 CPUs and 16 GPUs: 1 more node"),
+        (3, 2, 16, 2, "32 GPUs are missing; start 1 "),
+        (1, 0, 24, 3, "8 GPUs are missing"),
+        (1, 192, 0, 2, "96 CPUs are missing"),
+        (1, 66, 0, 2, "no 2 nodes have so much together"),
+    ],
+)
+def test_what_is_missing_for_learners_over_several_nodes(
+    learners: int, cpus: float, gpus: float, nodes: int, words: str
+) -> None:
+    assert words in find_shortage(NODES, learners, LearnerNeeds(cpus, gpus, nodes))
+
+
 def test_a_cluster_without_nodes() -> None:
     assert "no node" in find_shortage([], 1, LearnerNeeds(1, 0))
 

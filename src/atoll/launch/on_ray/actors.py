@@ -23,11 +23,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from atoll.launch.children import NODE_LOST, Child, open_log
 from atoll.launch.on_ray.cluster import NAMESPACE
 from atoll.launch.on_ray.keeper import Keeper, KeeperReport, ProcessOrder
+from atoll.launch.ranks import RankPlace
 from atoll.protocol.errors import ConfigError
 
 AGAIN_S = 1.0
 """Between two starts of a keeper that is not there."""
 CLOSE_S = 15.0
+NEWEST = ("ATOLL_SYNCER",)
+"""Variables that are as they are when a start is sent."""
 
 
 class NodeKeeper(Keeper):
@@ -44,7 +47,9 @@ class ActorChild(Child):
     options: dict[str, Any] = field(default_factory=dict)
     """Of the actor: what it needs, and where it may be."""
     missing: dict[str, str] = field(default_factory=dict)
-    ranks: int = 1
+    ranks: int = 0
+    """On its node; 0: it is no group."""
+    place: RankPlace = field(default_factory=RankPlace)
     lasting: bool = True
     """Ray starts its keeper again when its node is lost; else it is for the controller to choose another node."""
     tag: str = ""
@@ -58,6 +63,8 @@ class ActorChild(Child):
     """It was started, and its end was not seen."""
     _code: int | None = field(default=None, repr=False)
     _again_at: float = field(default=0.0, repr=False)
+    _env: dict[str, str] = field(default_factory=dict, repr=False)
+    """Of this start, also when it is repeated; but the syncers may be elsewhere by then."""
     _moving: bool = field(default=False, repr=False)
     """It was asked to end because its node is taken away."""
 
@@ -71,8 +78,15 @@ class ActorChild(Child):
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._starting, self._alive, self._code, self.report = True, True, None, None
         self._moving = False
+        self._env = dict(self.env)
         self._started_at, self._restart_at = time.monotonic(), None
         self._send_start()
+
+    def ask_place(self) -> Any:
+        """A call that its keeper answers once it has a node."""
+        if self._actor is None:
+            self._actor = self.make_actor()
+        return self._actor.find_place.remote()
 
     def attach(self) -> bool:
         """Go on with a keeper that an earlier controller made; False: there is none with a process."""
@@ -94,6 +108,13 @@ class ActorChild(Child):
     @property
     def running(self) -> bool:
         return self._alive
+
+    @property
+    def node_ids(self) -> set[str]:
+        return {self.report.node_id} if self.report is not None else set()
+
+    def list_actors(self) -> list[ActorChild]:
+        return [self]
 
     @property
     def placed(self) -> bool:
@@ -228,12 +249,13 @@ class ActorChild(Child):
         order = ProcessOrder(
             self.name,
             tuple(self.command[1:]),
-            self.env,
+            {**self._env, **{name: self.env[name] for name in NEWEST if name in self.env}},
             self.missing,
             str(self.log),
             str(self.folder or self.log.parent),
             self.obeys,
             self.ranks,
+            self.place,
             self.nice,
             self.tag,
         )

@@ -45,40 +45,54 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class LearnerNeeds:
-    """Of each learner."""
+    """Of each learner, on all its nodes together."""
 
     cpus: float
     gpus: float
+    nodes: int = 1
+    """Which it is spread over, evenly."""
 
-    def fits(self, node: RayNode) -> int:
-        """How many of them."""
-        by_cpus = int(node.cpus // self.cpus) if self.cpus else 10**6
-        return min(by_cpus, int(node.gpus // self.gpus)) if self.gpus else by_cpus
+    def count_parts(self, node: RayNode) -> int:
+        """How many learners, or parts of learners, fit on this node."""
+        by_cpus = int(node.cpus * self.nodes // self.cpus) if self.cpus else 10**6
+        return min(by_cpus, int(node.gpus * self.nodes // self.gpus)) if self.gpus else by_cpus
+
+    def count_learners(self, nodes: Sequence[RayNode], most: int) -> int:
+        """How many fit on these nodes, up to `most`; the parts of one are on different nodes."""
+        parts = [self.count_parts(node) for node in nodes]
+        fits = (many for many in range(most, 0, -1) if sum(min(one, many) for one in parts) >= many * self.nodes)
+        return next(fits, 0)
+
+    def __str__(self) -> str:
+        each = f"{self.cpus:g} CPU{'' if self.cpus == 1 else 's'}" + (f" and {self.gpus:g} GPUs" if self.gpus else "")
+        return f"{each} on {self.nodes} nodes" if self.nodes > 1 else each
 
 
 def find_shortage(nodes: Sequence[RayNode], learners: int, needs: LearnerNeeds) -> str:
     """What is missing for so many learners; empty: nothing."""
     if not nodes:
         return "the cluster has no node that is alive"
-    room = sum(needs.fits(node) for node in nodes)
+    room = needs.count_learners(nodes, learners)
     if room >= learners:
         return ""
     gpus, cpus = sum(node.gpus for node in nodes), sum(node.cpus for node in nodes)
     many = f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
     has = f"{many} with {cpus:g} CPUs and {gpus:g} GPUs"
-    each = f"{needs.cpus:g} CPU{'' if needs.cpus == 1 else 's'}" + (f" and {needs.gpus:g} GPUs" if needs.gpus else "")
     missing = []
     if learners * needs.gpus > gpus:
         missing.append(f"{learners * needs.gpus - gpus:g} GPUs")
     if learners * needs.cpus > cpus:
         missing.append(f"{learners * needs.cpus - cpus:g} CPUs")
-    lacks = f"{' and '.join(missing)} are missing" if missing else "no node has so much together"
+    together = "no node has" if needs.nodes == 1 else f"no {needs.nodes} nodes have"
+    lacks = f"{' and '.join(missing)} are missing" if missing else f"{together} so much together"
+    if (more := needs.nodes - len(nodes)) > 0:
+        lacks = f"{more} more node{'s are' if more > 1 else ' is'} needed"
     advice = (
         f"start {room} (--learners {room}) and add others by atoll scale once there are nodes"
         if room
         else ("ask for less (--gpus-per-learner, --set cpus_per_learner=N), or add larger nodes")
     )
-    return f"{learners} learners of {each} do not fit on {has}: {lacks}; {advice}"
+    return f"{learners} learners of {needs} do not fit on {has}: {lacks}; {advice}"
 
 
 def import_ray() -> Any:

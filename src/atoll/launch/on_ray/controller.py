@@ -13,8 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from atoll.launch.on_ray.cluster import (
     name_actor,
     name_run,
 )
+from atoll.launch.on_ray.groups import NodeGroup, list_groups
 from atoll.launch.on_ray.syncers import SyncerPair
 from atoll.launch.resume import plan_resume
 from atoll.launch.scale import number_of
@@ -103,7 +105,7 @@ class Watched(msgspec.Struct, frozen=True):
 class RayRun(LocalRun):
     adopts: bool = False
     """Its processes go on, and their controller was lost."""
-    _children: dict[str, ActorChild] = field(default_factory=dict)
+    _children: dict[str, ActorChild | NodeGroup] = field(default_factory=dict)
     _notices_at: float = 0.0
 
     async def run(self) -> None:
@@ -156,7 +158,16 @@ class RayRun(LocalRun):
     def _make_script(self, name: str, env: dict[str, str], ranks: int) -> Child:
         assert self.launch is not None
         evaluates = name == "evaluator"
-        child = ActorChild(
+        nodes = 1 if evaluates else self.config.nodes_per_learner
+        cpus = 0 if evaluates else self.config.cpus_per_learner / nodes
+        gpus = 0 if evaluates else self.config.gpus_per_learner / nodes
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
+        make: Callable[..., ActorChild | NodeGroup] = (
+            partial(NodeGroup, nodes=nodes, ranks=ranks, bundle={"CPU": cpus, **({"GPU": gpus} if gpus else {})})
+            if nodes > 1
+            else partial(ActorChild, options=options, ranks=ranks if self.config.ranks > 1 else 0)
+        )
+        child = make(
             name,
             [sys.executable, *RUNNER, *self.script],
             {**self._common_env, **env, "ATOLL_SYNCER": self._make_link("scorer" if evaluates else "join")},
@@ -167,12 +178,6 @@ class RayRun(LocalRun):
             run=name_run(self.out.path),
             missing=self.launch.variables,
             tag=" ".join(self._pair.hosts),
-            ranks=ranks,
-            options={
-                "num_cpus": 0 if evaluates else self.config.cpus_per_learner,
-                "num_gpus": 0 if evaluates else self.config.gpus_per_learner,
-                "scheduling_strategy": "SPREAD",
-            },
         )
         self._children[name] = child
         return child
@@ -221,7 +226,7 @@ class RayRun(LocalRun):
             self._processes.scorer = self._make_script("evaluator", self._evaluator_env(), ranks=1)
         self._scaling.count_from(len(self._learners))
         for child in self._processes.list_scripts():
-            assert isinstance(child, ActorChild)
+            assert isinstance(child, ActorChild | NodeGroup)
             if not child.attach():
                 self._start_child(child)
 
@@ -251,7 +256,7 @@ class RayRun(LocalRun):
         if not (leaving := list_leaving_nodes()):
             return
         for name, child in self._children.items():
-            if child.report is not None and child.report.node_id in leaving and child.move(signal.SIGTERM):
+            if child.node_ids & leaving and child.move(signal.SIGTERM):
                 self._events.say("warning", f"the node of {name} is taken away: it drains, and is started elsewhere")
         if all(place.child.placed for place in self._pair.places):
             for place in self._pair.places:
@@ -262,7 +267,10 @@ class RayRun(LocalRun):
     def close(self) -> None:
         """End whatever is left, and every keeper."""
         if hasattr(self, "_syncer"):
-            close_actors([*(place.child for place in self._pair.places), *self._children.values()])
+            actors = [one for child in self._children.values() for one in child.list_actors()]
+            close_actors([*(place.child for place in self._pair.places), *actors])
+            for child in self._children.values():
+                child.release()
 
     def interrupt(self) -> None:
         if hasattr(self, "_processes"):
@@ -276,14 +284,15 @@ def choose_node(excluded: set[str]) -> RayNode | None:
 
 
 def find_processes(folder: Path) -> list[str]:
-    """The processes of this run that have a keeper."""
+    """The processes of this run that have a keeper, or learners that wait for several nodes."""
     start = f"{name_run(folder)}:"
     named = ray.util.list_named_actors(all_namespaces=True)
-    return [
-        one["name"].removeprefix(start)
+    found = {
+        one["name"].removeprefix(start).partition(".node")[0]
         for one in named
         if one["namespace"] == NAMESPACE and one["name"].startswith(start) and one["name"] != f"{start}{CONTROLLER}"
-    ]
+    }
+    return sorted(found | list_groups(name_run(folder)).keys())
 
 
 def find_blind_nodes(nodes: Sequence[RayNode], paths: Sequence[str]) -> list[str]:
@@ -384,7 +393,7 @@ class Controller:
         nodes = list_nodes()
         resume = None
         if not again:
-            needs = LearnerNeeds(config.cpus_per_learner, config.gpus_per_learner)
+            needs = LearnerNeeds(config.cpus_per_learner, config.gpus_per_learner, config.nodes_per_learner)
             if shortage := find_shortage(nodes, config.protocol.learners, needs):
                 raise ConfigError(shortage)
             if job.resume:

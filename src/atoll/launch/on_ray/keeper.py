@@ -17,7 +17,7 @@ import msgspec
 
 from atoll.launch.children import Child
 from atoll.launch.environment import VISIBLE
-from atoll.launch.ranks import RankProcesses
+from atoll.launch.ranks import RankPlace, RankProcesses, find_free_port
 from atoll.protocol.errors import ConfigError
 
 
@@ -33,7 +33,9 @@ class ProcessOrder(msgspec.Struct, frozen=True):
     log: str
     folder: str
     obeys: bool = False
-    ranks: int = 1
+    ranks: int = 0
+    """On this node; 0: it is no group, and knows of no ranks."""
+    place: RankPlace = RankPlace()
     nice: int = 0
     tag: str = ""
     """What the controller wants to know again of this start."""
@@ -54,6 +56,8 @@ class KeeperReport(msgspec.Struct, frozen=True):
     """Whose end was the group's: a log's name."""
     tag: str = ""
     node_id: str = ""
+    port: int = 0
+    """One that was free when it was asked for, for ranks to meet."""
 
 
 class Keeper:
@@ -86,6 +90,11 @@ class Keeper:
         told = KeeperReport(self._life, self._address, self._number, running, self._pid, code, more, ended)
         return msgspec.msgpack.encode(msgspec.structs.replace(told, tag=self._tag, node_id=self._node_id))
 
+    def find_place(self) -> bytes:
+        """Where this is, with a port at which the ranks of several nodes may meet."""
+        here = msgspec.msgpack.decode(self.report(), type=KeeperReport)
+        return msgspec.msgpack.encode(msgspec.structs.replace(here, port=find_free_port(self._address)))
+
     def send_order(self, line: str) -> None:
         if self._child is not None:
             self._child.send_order(line)
@@ -106,7 +115,7 @@ class Keeper:
 def make_child(said: ProcessOrder) -> Child:
     """As the order says, with what this node has."""
     missing = {name: value for name, value in said.missing.items() if name not in os.environ and name != VISIBLE}
-    make = partial(RankProcesses, count=said.ranks) if said.ranks > 1 else Child
+    make = partial(RankProcesses, count=said.ranks, place=said.place) if said.ranks else Child
     return make(
         said.name,
         [sys.executable, *said.arguments],
