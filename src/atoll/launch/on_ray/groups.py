@@ -116,11 +116,12 @@ class NodeGroup(Child):
 
     @property
     def pid(self) -> int:
-        return self.parts[0].pid
+        return self.parts[0].pid if self._stage == "running" else 0
 
     @property
     def more_pids(self) -> dict[str, int]:
-        return {name: pid for part in self.parts for name, pid in part.more_pids.items()}
+        parts = self.parts if self._stage == "running" else []
+        return {name: pid for part in parts for name, pid in part.more_pids.items()}
 
     @property
     def ended(self) -> Child:
