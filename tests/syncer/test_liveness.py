@@ -80,3 +80,11 @@ def test_it_looks_again_and_again_and_says_so() -> None:
     clock.now += 9.0
     still._check_loop()
     assert told == [9.0] and clock.timers == 2
+
+
+def test_before_it_starts_nothing_is_a_standstill() -> None:
+    """A syncer that reads its journal for long may not say so before it opens the run again."""
+    clock = Clock()
+    still = Standstill(clock, lambda: None)
+    clock.now += 9.0
+    assert still.take_standstill_s(clock.now) == 0.0

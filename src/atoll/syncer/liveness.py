@@ -53,7 +53,11 @@ class Standstill:
             self._timer.cancel()
 
     def take_standstill_s(self, now: float) -> float:
-        """How long the loop stood still just before `now`; 0: it did not, or this was returned before."""
+        """How long the loop stood still just before `now`; 0: it did not, or this was returned before. Before `start`
+        nobody is connected whose silence could count, and a run that had ended may not hear of anything else before it
+        is opened again."""
+        if self._timer is None:
+            return 0.0
         gone_s, self._seen_at = now - self._seen_at, now
         return gone_s if gone_s >= LEAST_S else 0.0
 
