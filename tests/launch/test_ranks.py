@@ -180,8 +180,12 @@ def test_ranks_over_several_machines_are_numbered_through_and_meet_at_rank_0(mon
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     place = RankPlace(first=2, world=6, master="10.0.0.1", port=1234, address="10.0.0.2")
     assert make_rank_variables(1, 2, place) == {
-        **{"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-        **{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
+        "RANK": "3",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
     }
 
 
