@@ -130,7 +130,7 @@ def commands(text: str) -> Iterator[str]:
         for line in block.replace("\\\n", " ").splitlines():
             for part in line.partition("  #")[0].split("&&"):
                 if part.strip().startswith("atoll "):
-                    yield part.strip()
+                    yield part.strip().partition(" > ")[0]
 
 
 def check_words(words: list[str], **values: object) -> None:

@@ -1,0 +1,134 @@
+"""Every command of docs/tutorial.md does what the page says, in the page's order, in an empty folder.
+
+A python block whose first line is a comment with a file's name is that file. An sh block is given to a shell; one that
+`<!-- stays -->` stands before is left in its terminal, and has to end well by the next heading; one that
+`<!-- not run -->` stands before is the reader's set-up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.architecture.pages import ROOT
+from tests.system.conftest import WAIT_S, Run
+
+from atoll.store.verify import verify_run
+
+PAGE = ROOT / "docs" / "tutorial.md"
+BLOCK = re.compile(
+    r"^(?:<!-- (stays|not run) -->\n)?```(sh|python)\n(.*?)^```$|^## ([^\n]+)$", re.MULTILINE | re.DOTALL
+)
+
+
+def shorten(text: str, port: int) -> str:
+    """A tenth of the steps, and a port that is free."""
+    return re.sub(r"--steps (\d+)0\b", r"--steps \1", text).replace("--port 7077", f"--port {port}")
+
+
+@dataclass(frozen=True)
+class Terminal:
+    text: str
+    process: subprocess.Popen[str]
+    output: Path
+
+
+class Reader:
+    """Somebody who follows the page."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self.folder, self.env = folder, env
+        self._open: list[Terminal] = []
+        self.said = dict[str, str]()
+        """What each command printed, by its text."""
+
+    def follow(self, page: str) -> None:
+        for how, language, text, heading in BLOCK.findall(page):
+            if heading:
+                self.close_terminals()
+            elif language == "python":
+                name = text.partition("\n")[0].removeprefix("# ")
+                (self.folder / name).write_text(text)
+            elif how == "stays":
+                self._open.append(self._start(text))
+                self._wait_for_words(self._open[-1])
+            elif how != "not run":
+                self._finish(self._start(text))
+        self.close_terminals()
+
+    def close_terminals(self) -> None:
+        while self._open:
+            self._finish(self._open.pop())
+
+    def leave(self) -> None:
+        for terminal in self._open:
+            terminal.process.kill()
+            terminal.process.wait()
+
+    def _start(self, text: str) -> Terminal:
+        output = self.folder.parent / f"said-{len(self.said) + len(self._open)}.txt"
+        command = ["bash", "-euo", "pipefail", "-c", text]
+        with output.open("w") as out:
+            started = subprocess.Popen(
+                command, cwd=self.folder, env=self.env, text=True, stdout=out, stderr=out, stdin=subprocess.DEVNULL
+            )
+        return Terminal(text.strip(), started, output)
+
+    def _wait_for_words(self, terminal: Terminal) -> None:
+        """Until it has said that it is there."""
+        deadline = time.monotonic() + WAIT_S
+        while not terminal.output.read_text() and terminal.process.poll() is None:
+            assert time.monotonic() < deadline, f"{terminal.text} says nothing"
+            time.sleep(0.05)
+
+    def _finish(self, terminal: Terminal) -> None:
+        code = terminal.process.wait(2 * WAIT_S)
+        self.said[terminal.text] = terminal.output.read_text()
+        assert code == 0, f"{terminal.text}\n{self.said[terminal.text]}"
+
+
+@pytest.fixture
+def reader(run: Run, tmp_path: Path) -> Iterator[Reader]:
+    folder = tmp_path / "try"
+    folder.mkdir()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    reader = Reader(folder, {**run.environment(), "PATH": path})
+    yield reader
+    reader.leave()
+
+
+def check_outcome(reader: Reader) -> None:
+    runs = reader.folder / "atoll-runs"
+    for name in ("two", "kill", "far"):
+        report = verify_run(runs / name)
+        assert report.ok, (name, report.problem)
+    killed = (runs / "kill" / "events.jsonl").read_text()
+    assert '"killed"' in killed
+    assert "alone" in reader.said["python my_script.py"]
+    assert (runs / "kill" / "report.html").stat().st_size > 100_000
+    assert (reader.folder / "link.txt").stat().st_mode & 0o077 == 0
+    assert reader.said["python load.py"].startswith("import argparse")
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_every_command_of_the_tutorial_works(run: Run, reader: Reader) -> None:
+    reader.follow(shorten(PAGE.read_text(), run.free_port()))
+    check_outcome(reader)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_the_killed_learner_of_the_tutorial_contributes_again(run: Run, reader: Reader) -> None:
+    """As printed, but for the port."""
+    reader.follow(PAGE.read_text().replace("--port 7077", f"--port {run.free_port()}"))
+    check_outcome(reader)
+    events = (reader.folder / "atoll-runs" / "kill" / "events.jsonl").read_text()
+    assert "learner-1 joined (incarnation 2)" in events
