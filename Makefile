@@ -14,9 +14,10 @@ PACKAGES := $(VENV)/.packages
 RUNTIME := $(VENV)/.imported $(VENV)/.kernels
 DEV := $(VENV)/.dev
 INTEGRATIONS := $(VENV)/.integrations
+DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test integrations check format bench faults clean
+.PHONY: help setup run test integrations docs check format bench faults clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,10 @@ test: setup ## the checks, and every test but the long ones of `make faults`
 
 integrations: $(RUNTIME) $(INTEGRATIONS) ## the examples, also those with transformers and peft, deployments: at most 10 minutes
 	$(BIN)/pytest tests/integrations -m 'integrations and not faults' -n 3 --dist loadfile --no-loadscope-reorder --durations 15 --session-timeout 600
+
+docs: $(DOCS) ## the documentation as a site, strictly: build/site/index.html
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/site.py
 
 check: $(DEV) ## ruff, mypy --strict, the layers of the house
 	$(BIN)/ruff check .
@@ -93,4 +98,11 @@ $(DEV): $(PACKAGES)
 $(INTEGRATIONS): $(DEV)
 	@echo "Installing the libraries that tests/integrations uses."
 	@$(PIP) -e '.[integrations]'
+	@touch $@
+
+$(DOCS): $(PACKAGES)
+	@echo "Installing what builds the site."
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    print(*project["optional-dependencies"]["docs"], sep="\n")' >$@.txt
+	@$(PIP) --no-compile -r $@.txt
 	@touch $@
