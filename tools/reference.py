@@ -199,14 +199,34 @@ def write_settings() -> str:
     parts = [
         "# Every setting\n\nNames, defaults and texts as in the code. The usual ones with their reasons: [settings](../settings.md)."
     ]
+    noted = read_comments()
     for title, node, text in tables:
         assert isinstance(node, ast.ClassDef)
-        rows = "\n".join(
-            f"| `{name}` | {f'`{cell(default)}`' if default else ''} | {cell(said)} |"
+        rows = [
+            f"| `{name}` | {f'`{cell(default)}`' if default else ''} | {cell(said or noted.get((title, name), ''))} |"
             for name, default, said in fields(node)
+            if default not in ("Settings()", "Outer()", "Service()", "{}")
+        ]
+        parts.append(
+            f"## {title}\n\n{text}\n\n| setting | default | meaning |\n| --- | --- | --- |\n" + "\n".join(rows)
         )
-        parts.append(f"## {title}\n\n{text}\n\n| setting | default | meaning |\n| --- | --- | --- |\n{rows}")
     return "\n\n".join(parts) + "\n"
+
+
+def read_comments() -> dict[tuple[str, str], str]:
+    """What the file of defaults in docs/settings.md says behind a setting, by table and name."""
+    block = (ROOT / "docs" / "settings.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    found, table = dict[tuple[str, str], str](), "The run"
+    for line in block.splitlines():
+        if line.startswith("["):
+            table = line.partition("]")[0] + "]"
+        elif said := re.match(r"(\w+) = .*?  # (.+)", line):
+            found[table, said[1]] = re.sub(r"\(([\w-]+)\.md\)", r"([\1](../\1.md))", said[2])
+    for (_, name), text in list(found.items()):
+        found.setdefault(("[[phases]]", name), text)
+    for name in ("lr", "momentum"):
+        found["[[phases]]", f"outer_{name}"] = found["[outer]", name]
+    return found
 
 
 def write_events() -> str:
