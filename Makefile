@@ -17,7 +17,7 @@ INTEGRATIONS := $(VENV)/.integrations
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test integrations docs check format bench faults clean
+.PHONY: help setup run test integrations docs check format bench faults dist clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ bench: $(RUNTIME) $(DEV) ## the benchmarks; one of them: make bench BENCH=benchm
 
 faults: $(RUNTIME) $(INTEGRATIONS) ## the long tests: fault campaigns, and all cases of what the others sample
 	$(BIN)/pytest tests tests/integrations -m faults --timeout 3600
+
+dist: $(PACKAGES) ## wheel and sdist, their contents checked; installed for Pythons: make dist PYTHONS="python3.11 python3.13"
+	@$(PIP) build hatchling twine
+	$(BIN)/python tools/dist.py $(PYTHONS)
 
 clean: ## remove .venv and every cache; runs stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
