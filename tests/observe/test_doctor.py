@@ -167,6 +167,12 @@ def test_what_fails_makes_the_command_fail_and_names_the_next_step(
     assert "✗ torch" in out and "pip install 'atoll[torch]'" in out and "checks fail" in out
 
 
+def test_without_torch_a_machine_is_fit_for_a_syncer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "is_installed", lambda package: False)
+    check = local.check_torch()
+    assert check.verdict == "warn" and "pip install 'atoll[torch]'" in check.next
+
+
 @pytest.mark.usefixtures("quick")
 def test_the_same_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert atoll(monkeypatch, "doctor", "--json") == 0
