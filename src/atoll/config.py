@@ -204,14 +204,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             from atoll.numerics.updates import check_version_codec  # brings NumPy, as above
 
             check_version_codec(self.protocol.version_codec, self.outer.optimizer)
-        check_sharded(self.service.shards, self.outer, self.protocol, self.ranks)
+        check_sharded(self.service.shards, self.outer, self.protocol)
 
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)
         return tomli_w.dumps(_without_none(document)).encode()
 
 
-def check_sharded(shards: int, outer: Outer, protocol: Settings, ranks: int = 1) -> None:
+def check_sharded(shards: int, outer: Outer, protocol: Settings) -> None:
     """ConfigError: something needs whole tensors at once, which no shard of several has."""
     if shards == 1:
         return
@@ -224,7 +224,6 @@ def check_sharded(shards: int, outer: Outer, protocol: Settings, ranks: int = 1)
         ("robust", outer.robust),
         ('share = "moments"', protocol.shares_moments),
         ('guard = "rollback"', protocol.guard == "rollback"),
-        ("ranks", ranks > 1),
     ]
     for name, given in refused:
         if given:

@@ -164,7 +164,7 @@ def no_tcp_options(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
 
 async def test_pair_frames_come_whole_and_in_order(channels: list[RankChannel]) -> None:
     pair = Pair(channels)
-    frames = [PartUploaded(ask, "d") for ask in range(3)]
+    frames = [PartUploaded(ask, ((1, "d"),)) for ask in range(3)]
     data = b"".join(len(one).to_bytes(4, "little") + one for one in map(encode_frame, frames))
     pair.theirs.sendall(data[:7])
     pair.theirs.sendall(data[7:])
@@ -187,7 +187,7 @@ async def test_pair_a_follower_that_takes_nothing_is_lost_and_nobody_waits(
     monkeypatch.setattr(rank_channel, "MOST_WAITING", 10)
     pair = Pair(channels)
     for ask in range(100_000):
-        pair.leader.send(PartUploaded(ask, "d" * 1000))
+        pair.leader.send(PartUploaded(ask, ((1, "d" * 1000),)))
         if not pair.lost.empty():
             break
     assert pair.lost.get_nowait() == "it does not take what it is told"
@@ -197,7 +197,7 @@ async def test_pair_a_follower_that_takes_nothing_is_lost_and_nobody_waits(
 async def test_pair_what_did_not_fit_goes_out_once_the_other_side_reads(channels: list[RankChannel]) -> None:
     pair, sent = Pair(channels), 0
     while not pair.leader._writing:
-        pair.leader.send(PartUploaded(sent, "d" * 1000))
+        pair.leader.send(PartUploaded(sent, ((1, "d" * 1000),)))
         sent += 1
     heard: asyncio.Queue[Any] = asyncio.Queue()
     channels.append(RankChannel(pair.theirs, FROM_FOLLOWER, heard.put_nowait, pair.lost.put_nowait, run))

@@ -85,16 +85,26 @@ def test_a_rank_that_answers_twice_is_an_error() -> None:
         events.add(1, copied())
 
 
-@given(st.lists(st.sampled_from(["", "a", "b", "cc"]), min_size=2, max_size=5).filter(any), st.data())
-def test_an_answer_is_named_by_the_parts_that_were_sent_in_order_of_rank(parts: list[str], data: st.DataObject) -> None:
-    digests = [part and compute_digest(part.encode()) for part in parts]
+PARTS = st.dictionaries(
+    st.integers(1, 3), st.sampled_from(["a", "b", "cc"]).map(lambda part: compute_digest(part.encode()))
+)
+"""What one rank has sent: digests by shard."""
+
+
+@given(st.lists(PARTS, min_size=2, max_size=5), st.data())
+def test_an_answer_is_named_by_the_parts_that_were_sent_in_order_of_rank(
+    parts: list[dict[int, str]], data: st.DataObject
+) -> None:
+    """Of each shard, as the shard itself combines what came from ranks."""
     order = tuple(data.draw(st.permutations(range(len(parts)))))
-    whole = say_all(RankEvents(len(parts)), [PartUploaded(5, digest) for digest in digests], order)
-    assert whole == PartUploaded(5, combine_digests([digest for digest in digests if digest]))
+    whole = say_all(RankEvents(len(parts)), [PartUploaded(5, tuple(sorted(of.items()))) for of in parts], order)
+    assert isinstance(whole, PartUploaded)
+    of_shards = {shard: [of[shard] for of in parts if shard in of] for shard in (1, 2, 3)}
+    assert whole.digests == tuple((shard, combine_digests(of)) for shard, of in of_shards.items() if of)
 
 
 def test_an_answer_of_which_one_part_failed_did_not_arrive() -> None:
-    said: list[Said] = [PartUploaded(5, "x"), PartUploaded(5, reason="refused"), PartUploaded(5, reason="lost")]
+    said: list[Said] = [PartUploaded(5, ((1, "x"),)), PartUploaded(5, reason="refused"), PartUploaded(5, reason="lost")]
     for order in permutations(range(RANKS)):
         assert say_all(RankEvents(RANKS), said, order) == PartUploaded(5, reason="rank 1: refused")
 

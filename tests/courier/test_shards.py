@@ -93,7 +93,7 @@ class Place:
         self.events: asyncio.Queue[fx.LearnerEvent] = asyncio.Queue()
         start = Start("learner-0", "session", "", TENSORS)
         self.bodies = FragmentTransfers(self.box, self.links[0], settings, start, self._tell, tasks)  # type: ignore[arg-type]
-        self.bodies.shards.use_addresses(tuple(self.links[0].others))
+        self.bodies.use_shards(tuple(self.links[0].others))
         self.slots: dict[int, int] = {}
 
     def _put_initial(self, fragment: int, values: FloatArray, held: list[Parameters]) -> None:
@@ -254,6 +254,6 @@ async def test_a_shard_that_moved_is_asked_at_its_new_address_and_others_keep_th
         await asyncio.sleep(0.05)
         here.links[0].others["shard-3-anew"] = moved
         before = here.bodies.shards._connections[1]
-        here.bodies.shards.use_addresses(("shard-2", "shard-3-anew"))
+        here.bodies.use_shards(("shard-2", "shard-3-anew"))
         assert isinstance(await here.told(), fx.Fetched)
         assert moved.asked and here.bodies.shards._connections[1] is before

@@ -14,13 +14,14 @@ import pytest
 from atoll.protocol import shard as sh
 from atoll.protocol.effects import Note
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Contribution, Decline
+from atoll.protocol.messages import Box, Contribution, Decline, RankBoxes
 from atoll.protocol.records import MergedRecord, ResetRecord, TermRecord
 from atoll.protocol.shard_messages import (
     AskInitial,
     BodyHere,
     CutDone,
     CutHere,
+    DeclareRanks,
     Expect,
     FromLead,
     FromShard,
@@ -36,6 +37,7 @@ from atoll.protocol.shard_messages import (
     Unstaged,
 )
 from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer import shard_effects as to_shards
 from atoll.protocol.syncer import shards as lead
 
 HOLDERS = ((1, 2, 3), (1, 3))
@@ -59,6 +61,10 @@ class SimulatedShard:
     held: list[sh.Step | sh.Write] = field(default_factory=list)
     """What a thread works on, where the test says so."""
     ended: str = ""
+    ranks: dict[str, tuple[RankBoxes, ...]] = field(default_factory=dict)
+    """By learner, as it was told."""
+    ranks_at_pull: tuple[RankBoxes, ...] = ()
+    """Of the learner that was pulled last, as they were known then."""
 
 
 class World:
@@ -68,7 +74,7 @@ class World:
         self.lead = lead.LeadShards(shards, term=1)
         self.up: dict[int, deque[FromShard]] = {n: deque() for n in self.shards}
         self.told: list[fx.SyncerEvent] = []
-        self.done: list[lead.LeadEffect] = []
+        self.done: list[to_shards.LeadEffect] = []
         self.own: list[FromLead] = []
         """Orders to the lead's own part."""
         if begun:
@@ -79,6 +85,7 @@ class World:
     def start(self, n: int) -> None:
         one = self.shards[n]
         one.process, one.alive, one.ended, one.held = one.process + 1, True, "", []
+        one.ranks, one.ranks_at_pull = {}, ()
         one.machine = sh.Shard(n, len(self.shards) + 1, f"process-{one.process}", run="a-run" if one.cuts else "")
         self.connect(n)
 
@@ -112,14 +119,14 @@ class World:
         effects = self.lead.take_effects()
         for effect in effects:
             match effect:
-                case lead.Order(1, message):
+                case to_shards.Order(1, message):
                     self.own.append(message)
                     if isinstance(message, Stage):
                         self.lead.hear(self.now, 1, Staged(order=message.order, digest="own", head=""))
-                case lead.Order(n, message):
+                case to_shards.Order(n, message):
                     if self.shards[n].alive:
                         self._carry_out(self.shards[n], self.shards[n].machine.handle(sh.LeadSaid(message)))
-                case lead.Tell(event):
+                case to_shards.Tell(event):
                     self.told.append(event)
                 case _:
                     self.done.append(effect)
@@ -132,8 +139,11 @@ class World:
                     self.up[one.number].append(message)
                 case sh.Recover(take_up):
                     self._hear(one, self._recover(one, take_up))
+                case sh.KnowRanks(DeclareRanks(learner=learner, ranks=ranks)):
+                    one.ranks = {who: of for who, of in {**one.ranks, learner: ranks}.items() if of}
                 case sh.ExpectBody(expect):
                     one.bodies.add(expect.body)
+                    one.ranks_at_pull = one.ranks.get(expect.learner, ())
                 case sh.FreeBody(body):
                     one.bodies.discard(body)
                 case (sh.Step() | sh.Write()) as work if self.threads:
@@ -164,7 +174,7 @@ class World:
                     pass
 
     def _recover(self, one: SimulatedShard, take_up: TakeUp) -> sh.TookUp:
-        one.bodies, one.staged = set(), set()
+        one.bodies, one.staged, one.ranks = set(), set(), {}
         known = dict(one.cuts)
         one.versions = list(known[take_up.cut]) if take_up.cut in known else [0, 0]
         rounds = [one for one in take_up.decisions if isinstance(one, RoundDecided)]
@@ -207,8 +217,8 @@ class World:
         self.lead.merge(fx.Merge(round, round % 2, (fx.Part("a", attempt, 1.0),)))
         self.run()
 
-    def combined(self) -> list[lead.Combine]:
-        return [one for one in self.done if isinstance(one, lead.Combine)]
+    def combined(self) -> list[to_shards.Combine]:
+        return [one for one in self.done if isinstance(one, to_shards.Combine)]
 
     def commit(self, version: int) -> None:
         """The decision is durable."""
@@ -235,7 +245,7 @@ def test_a_round_is_staged_everywhere_before_it_is_decided() -> None:
     world = World()
     assert world.lead.all_ready
     world.collect(0)
-    assert next(one.parts for one in world.done if isinstance(one, lead.Complete))[1].digest == "body-2"
+    assert next(one.parts for one in world.done if isinstance(one, to_shards.Complete))[1].digest == "body-2"
     world.merge(0)
     [combine] = world.combined()
     assert [n for n, _ in combine.parts] == [1, 2, 3]
@@ -259,7 +269,7 @@ def test_first_parameters_of_who_is_not_asked_any_more_count_for_nothing() -> No
     for learner, session in (("a", "a/1"), ("b", "a/2"), ("a", "a/2")):
         world.lead.hear(world.now, 2, InitialHere(learner=learner, session=session, complete=True))
     world.run()
-    told = [one.message for one in world.done if isinstance(one, lead.InitialParts)]
+    told = [one.message for one in world.done if isinstance(one, to_shards.InitialParts)]
     assert [(one.learner, one.session) for one in told] == [("a", "a/2")]
 
 
@@ -268,15 +278,15 @@ def test_a_contribution_waits_for_the_body_of_every_holder() -> None:
     world.pull(0)
     world.give(0, to=(1, 3))
     world.say(0)
-    assert not world.done or not any(isinstance(one, lead.Complete) for one in world.done)
+    assert not world.done or not any(isinstance(one, to_shards.Complete) for one in world.done)
     world.give(0, to=(2,))
-    assert sum(isinstance(one, lead.Complete) for one in world.done) == 1
+    assert sum(isinstance(one, to_shards.Complete) for one in world.done) == 1
 
 
 def test_what_nobody_asked_for_is_complete_without_bodies_so_that_it_is_refused() -> None:
     world = World()
     world.say(7)
-    assert [one.parts for one in world.done if isinstance(one, lead.Complete)] == [()]
+    assert [one.parts for one in world.done if isinstance(one, to_shards.Complete)] == [()]
 
 
 def test_a_part_that_one_shard_cannot_stage_is_void_in_all() -> None:
@@ -326,7 +336,7 @@ def test_norms_go_from_every_holder_to_all_of_them() -> None:
     assert one.take_effects() == [], "of another order"
     one.hear(0.0, 1, NormsHere(order=1, turn=0, squares=b"1"))
     all_of = NormsOfAll(order=1, turn=0, squares=(b"1", b"2"), fragment=0, term=1)
-    assert one.take_effects() == [lead.Order(1, all_of), lead.Order(2, all_of)]
+    assert one.take_effects() == [to_shards.Order(1, all_of), to_shards.Order(2, all_of)]
 
 
 def test_a_merge_that_waits_for_norms_ends_with_its_order_or_its_lead() -> None:
@@ -425,7 +435,7 @@ def test_a_body_that_is_still_to_come_is_expected_by_the_next_process() -> None:
     world.start(2)
     world.give(0, to=(2,))
     world.say(0)
-    assert sum(isinstance(one, lead.Complete) for one in world.done) == 1
+    assert sum(isinstance(one, to_shards.Complete) for one in world.done) == 1
 
 
 def test_a_body_that_was_acknowledged_and_lost_costs_its_learner_no_strike() -> None:
@@ -437,6 +447,25 @@ def test_a_body_that_was_acknowledged_and_lost_costs_its_learner_no_strike() -> 
     world.start(2)
     [declined] = [one for one in world.told if isinstance(one, fx.Received)]
     assert declined.learner == "a" and isinstance(declined.message, Decline)
+
+
+def test_shards_hear_of_ranks_before_a_pull_and_again_when_they_come_back() -> None:
+    world = World()
+    ranks: tuple[RankBoxes, ...] = ((Box("w", (0,), (3,)),), (Box("w", (3,), (5,)),))
+    world.lead.declare_ranks(DeclareRanks(learner="plain"))
+    world.run()
+    assert all(one.ranks == {} for one in world.shards.values()), "of a plain learner there is nothing to say"
+    world.lead.declare_ranks(DeclareRanks(learner="a", ranks=ranks))
+    world.pull(0)
+    assert all(one.ranks == {"a": ranks} and one.ranks_at_pull == ranks for one in world.shards.values())
+    world.kill(2)
+    world.lead.declare_ranks(DeclareRanks(learner="b", ranks=ranks[::-1]))
+    world.start(2)
+    assert all(one.ranks == {"a": ranks, "b": ranks[::-1]} for one in world.shards.values())
+    assert world.shards[2].ranks_at_pull == ranks, "the body that is still to come is expected behind them"
+    world.lead.declare_ranks(DeclareRanks(learner="a"))
+    world.run()
+    assert all(one.ranks == {"b": ranks[::-1]} for one in world.shards.values())
 
 
 def test_no_deadline_runs_while_a_shard_is_away() -> None:
@@ -479,13 +508,13 @@ def test_a_cut_counts_once_every_part_is_durable() -> None:
     world = World()
     world.lead.take_cut(8, 8, hurry=False)
     world.run()
-    assert not any(isinstance(one, lead.CutPartsKept) for one in world.done)
+    assert not any(isinstance(one, to_shards.CutPartsKept) for one in world.done)
     world.lead.hear(0.0, 1, CutHere(cut=8))
     world.run()
-    assert lead.CutPartsKept(8, ("cut-2", "cut-3"), "") in world.done
+    assert to_shards.CutPartsKept(8, ("cut-2", "cut-3"), "") in world.done
     world.lead.finish_cut(8, [], -1)
     world.run()
-    assert lead.CutPartsDone(8, "") in world.done
+    assert to_shards.CutPartsDone(8, "") in world.done
 
 
 def test_a_cut_comes_to_nothing_with_a_lost_shard() -> None:
@@ -493,7 +522,7 @@ def test_a_cut_comes_to_nothing_with_a_lost_shard() -> None:
     world.kill(2)
     world.lead.take_cut(8, 8, hurry=False)
     world.run()
-    assert world.done[-1] == lead.CutPartsKept(8, (), "shard 2 is not connected")
+    assert world.done[-1] == to_shards.CutPartsKept(8, (), "shard 2 is not connected")
 
 
 def test_shards_follow_a_new_lead_and_refuse_the_old_one() -> None:

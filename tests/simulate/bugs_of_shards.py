@@ -9,7 +9,8 @@ from tests.simulate.planting import Plain, mutant
 
 from atoll.protocol.shard import Shard
 from atoll.protocol.shard_messages import Staged, TakeUp
-from atoll.protocol.syncer.shards import LEAD, Combine, LeadShards
+from atoll.protocol.syncer.shard_effects import LEAD, Combine
+from atoll.protocol.syncer.shards import LeadShards
 
 
 def _lead_alone(plain: Plain) -> Any:

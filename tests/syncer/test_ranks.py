@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage, plan
+from tests.syncer.conftest import WAIT_S, FakeLearner, Stage, plan
 
 from atoll.digests import combine_digests, compute_digest
 from atoll.fabric.bodies import BodyConnection
@@ -225,7 +225,7 @@ async def test_a_rank_gets_its_part_of_the_newest_version(small: bool, monkeypat
     if not small:
         monkeypatch.setattr(ranks_module, "SMALL_BYTES", 0)
     of = LearnerRanks(model_plan())
-    of.add_learner(hello(TWO))
+    of.add_learner("a", TWO)
     for fragment in model_plan().fragments:
         values, released = some_values(fragment.size), list[str]()
         for rank, one in enumerate(rank_plans(TWO)):
@@ -244,7 +244,7 @@ async def test_a_rank_gets_its_part_of_the_newest_version(small: bool, monkeypat
 
 async def test_copies_for_one_learner_wait_for_each_other() -> None:
     of = LearnerRanks(model_plan(1))
-    of.add_learner(hello(TWO))
+    of.add_learner("a", TWO)
     values, released, made = some_values(model_plan(1).largest), list[str](), list[int]()
 
     def serve() -> ServedFragment:
@@ -261,7 +261,7 @@ async def test_copies_for_one_learner_wait_for_each_other() -> None:
 
 async def test_who_asks_for_what_there_is_not_is_told() -> None:
     of = LearnerRanks(model_plan())
-    of.add_learner(hello(THREE))
+    of.add_learner("a", THREE)
 
     def serve() -> ServedFragment:
         raise AssertionError("nothing is to be served")
@@ -293,7 +293,7 @@ def test_plans_of_ranks_fit_into_their_share_of_the_ceiling() -> None:
     of = LearnerRanks(large)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    of.add_learner(said)
+    of.add_learner(said.learner, said.ranks)
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     pieces = sum(len(part.pieces) for one in of.plans_of("a") for part in one.plan.fragments)
@@ -311,9 +311,9 @@ def test_the_ceiling_counts_what_learners_of_ranks_take_besides() -> None:
 def test_too_many_pieces_are_refused_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "MOST_PIECES", 8)
     of = LearnerRanks(make_plan(MODEL, 1, "balanced"))
-    of.add_learner(hello(TWO))
+    of.add_learner("a", TWO)
     with pytest.raises(PeerError, match="the ranks of a have 9 pieces of tensors: 8 are the most"):
-        of.add_learner(hello(THREE))
+        of.add_learner("a", THREE)
     assert len(of.plans_of("a")) == 2
 
 
@@ -541,7 +541,7 @@ async def test_a_contribution_of_which_a_rank_is_missing_is_refused(stage: Stage
 
 def test_a_plain_models_tensors_have_no_ranks() -> None:
     of = LearnerRanks(plan())
-    of.add_learner(Hello(protocol=PROTOCOL, learner="a", session="s", tensors=TENSORS))
+    of.add_learner("a", ())
     assert of.plans_of("a") == () and of.find_sender("a", 0) is None
     with pytest.raises(PeerError, match="a has no rank 1: it has declared 0"):
         of.find_sender("a", 1)

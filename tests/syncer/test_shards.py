@@ -22,9 +22,8 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.shard_plan import ShardPlan, locate_bodies, make_shard_plan
 from atoll.protocol.errors import ConfigError, PeerError
-from atoll.protocol.messages import Announce, Hello, Pull, Refused, TensorSpec, Welcome
+from atoll.protocol.messages import Announce, Pull, Refused, TensorSpec, Welcome
 from atoll.protocol.records import MergedRecord
-from atoll.protocol.settings import Settings
 from atoll.protocol.shard import Shard
 from atoll.store.cuts import folder_of, read_state
 from atoll.store.disk import LocalDisk
@@ -35,7 +34,6 @@ from atoll.store.shards import ShardCut
 from atoll.store.verify import verify_run
 from atoll.store.writer_lease import acquire
 from atoll.syncer.credentials import make_port_access
-from atoll.syncer.ranks import check_ranks
 from atoll.syncer.service import SyncerService
 from atoll.syncer.shard_service import ShardEnded, ShardService
 from atoll.syncer.shard_store import ShardStore
@@ -477,12 +475,6 @@ async def test_a_new_lead_goes_on_with_shards_that_lived_on(tmp_path: Path) -> N
     stage.shards[2].store.close()
     report = verify_run(stage.out.path)
     assert report.ok, report.problem
-
-
-def test_learners_of_several_ranks_are_refused_in_one_line() -> None:
-    hello = Hello(protocol=2, learner="a", session="s", tensors=TENSORS, ranks=((), ()))
-    with pytest.raises(PeerError, match="has 2 ranks, and the syncer 2 shards"):
-        check_ranks(hello, Settings(), 2)
 
 
 @pytest.mark.parametrize("words", [["robust=true"], ["guard=rollback"]], ids=str)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from atoll.courier.held import HeldVersions
 from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
 from atoll.courier.shards import BODY_S, ShardBody, ShardConnections
 from atoll.courier.slots import COPY_GONE, IncomingSlots, OutgoingSlots
+from atoll.digests import combine_digests
 from atoll.fabric.bodies import BodyConnection, fetch_one_version, run_together
 from atoll.fabric.transfer import FetchedVersion
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
@@ -42,6 +43,7 @@ from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_c
 from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan
 from atoll.numerics.moments import check_moments, read_moments
 from atoll.numerics.rank_plan import RankPlan, make_rank_plan
+from atoll.numerics.rank_shards import RankPart
 from atoll.numerics.shard_plan import PartPlace
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.learner import effects as fx
@@ -100,6 +102,11 @@ def open_box(fd: int, start: Start, frame: MailboxReady) -> OpenBox:
     return OpenBox(Mailbox(fd, layout, held), plan, rank_plan)
 
 
+def _put_apart(part: RankPart, came: FloatArray, values: FloatArray) -> None:
+    """What the rank sends, and behind it in what came the rest, to their places."""
+    values[part.front], values[part.behind] = came[: part.sent.size], came[part.sent.size :]
+
+
 class Answer(NamedTuple):
     """A copy on its way out."""
 
@@ -126,7 +133,8 @@ class FragmentTransfers:
         self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec, self._rank_plan = make_codec(settings.codec), rank_plan
-        self.shards = ShardConnections(link, start, box.plan, self._codec, settings.version_codec, say, tasks)
+        codecs = (self._codec, settings.version_codec)
+        self.shards = ShardConnections(link, start, box.plan, *codecs, say, tasks, rank_plan)
         self.feedback = Feedback(box)
         self._held = HeldVersions(box, settings.version_codec if rank_plan is None else "fp32")
         self.encoded_with: dict[int, int] = {}
@@ -141,11 +149,22 @@ class FragmentTransfers:
         self._replacing: set[int] = set()
         """Fragments whose base is being replaced, or waits for that."""
         self._initial: list[asyncio.Task[None]] = []
-        largest = max(self._body_bytes_of(fragment) for fragment in range(box.layout.fragments))
-        self._body_bytes = largest + box.layout.moments_bytes
+        self._body_bytes = self._find_largest()
         self._spare: list[ByteArray] = []
         """Buffers of bodies. One is made when all are under way; two of a fragment are under way after a miss."""
         self._buffers_left = 2 * box.layout.fragments
+
+    def _find_largest(self) -> int:
+        """Bytes of the largest body."""
+        layout = self._box.layout
+        return max(self._body_bytes_of(fragment) for fragment in range(layout.fragments)) + layout.moments_bytes
+
+    def use_shards(self, addresses: Sequence[str]) -> None:
+        """Where shards 2, 3 … of the syncer are. ConfigError: one of them cannot be reached from here."""
+        self.shards.use_addresses(addresses)
+        if (largest := self._find_largest()) > self._body_bytes:  # blocks of a codec begin anew at every shard
+            self._body_bytes, self._buffers_left = largest, 2 * self._box.layout.fragments
+            self._spare.clear()
 
     def close(self) -> None:
         for task in self._running:
@@ -235,7 +254,7 @@ class FragmentTransfers:
         """This rank's part of an answer."""
         if order.fragment in self._replacing or self._box.base_version[order.fragment] != order.base:
             self._tell_uploaded(order, reason=BASE_REPLACED)
-        elif not self._sent_part(order.fragment).size:
+        elif not self.shards.part_sent(order.fragment).size:
             self._tell_uploaded(order)
         else:
             self._send_copy(order)
@@ -251,7 +270,7 @@ class FragmentTransfers:
         needs_rest = self._codec.needs_feedback and not self.feedback.has_settled(fragment, t)
         rest = self.feedback.take_buffer(fragment, t) if needs_rest else None
         if needs_rest and rest is None:
-            self._spare.append(buffer)
+            self._give_back(buffer)
             self._tell_uploaded(order, reason="there is no memory for what it leaves out")
             return
         part = self._box.plan.fragments[fragment]
@@ -265,21 +284,17 @@ class FragmentTransfers:
             self.outgoing.hold_slot(slot)
         self._spawn(self._upload(answer, bodies))
 
-    def _tell_uploaded(self, order: UploadPart, digest: str = "", reason: str = "") -> None:
-        """`reason`: why it did not arrive."""
+    def _tell_uploaded(self, order: UploadPart, digests: tuple[tuple[int, str], ...] = (), reason: str = "") -> None:
+        """`digests`: of its bodies, by shard; `reason`: why it did not arrive."""
         if order.ask != WHOLE:
-            self._tell(PartUploaded(order.ask, digest, reason))
+            self._tell(PartUploaded(order.ask, digests, reason))
         elif reason:
             self._tell(fx.UploadFailed(order.round, order.attempt, reason))
         else:
-            self._tell(fx.Uploaded(order.round, order.attempt, digest))
-
-    def _sent_part(self, fragment: int) -> Fragment:
-        """Of a fragment, what is sent: the front of its array, or all of it."""
-        return self._box.plan.fragments[fragment] if self._rank_plan is None else self._rank_plan.sent(fragment)
+            self._tell(fx.Uploaded(order.round, order.attempt, combine_digests([digest for _, digest in digests])))
 
     def _body_bytes_of(self, fragment: int) -> int:
-        part = self._sent_part(fragment)
+        part = self.shards.part_sent(fragment)
         return body_nbytes(self._codec, part) if part.size else 0
 
     def _moments_nbytes(self, part: Fragment, slot: int) -> int:
@@ -295,16 +310,20 @@ class FragmentTransfers:
         self._buffers_left -= 1
         return np.empty(self._body_bytes, dtype=np.uint8)
 
+    def _give_back(self, buffer: ByteArray) -> None:
+        if buffer.size == self._body_bytes:
+            self._spare.append(buffer)
+
     def _encode(self, answer: Answer) -> list[ShardBody]:
         fragment, slot, rest = answer.order.fragment, answer.order.slot, answer.rest
         delta = Delta(self._box.base(fragment), self._box.outgoing(slot, fragment))
         if rest is not None:
             delta = delta._replace(feedback=rest.feedback, rest=rest.rest)
-        part, values = self._sent_part(fragment), self._body_bytes_of(fragment)
+        part, values = self.shards.part_sent(fragment), self._body_bytes_of(fragment)
         encode_contribution(self._codec, part, delta.cut_out(slice(0, part.size)), answer.data[:values])
         moments = answer.data[values:]
         moments[:] = self._box.outgoing_moments(slot)[: moments.size]
-        return self.shards.cut_body(part, answer.data)
+        return self.shards.cut_body(fragment, answer.data)
 
     def _keep_rest(self, answer: Answer) -> None:
         if answer.rest is not None:
@@ -319,15 +338,15 @@ class FragmentTransfers:
                 self.outgoing.let_slot_go(answer.order.slot)
             await self._send_bodies(answer.order, bodies)
         finally:
-            self._spare.append(answer.buffer)
+            self._give_back(answer.buffer)
 
     async def _send_bodies(self, order: UploadPart, bodies: list[ShardBody]) -> None:
         try:
-            digest = await self.shards.put_contribution(order, bodies)
+            digests = await self.shards.put_contribution(order, bodies)
         except (PeerError, Unreachable) as error:
             self._tell_uploaded(order, reason=str(error))
         else:
-            self._tell_uploaded(order, digest)
+            self._tell_uploaded(order, digests)
 
     def _upload_encoded(self, order: UploadPart) -> None:
         """A copy that the training process has encoded, as it lies in its slot. What it was encoded with has to be what
@@ -344,8 +363,7 @@ class FragmentTransfers:
 
     async def _send_encoded(self, order: UploadPart, data: ByteArray) -> None:
         try:
-            part = self._sent_part(order.fragment)
-            await self._send_bodies(order, await asyncio.to_thread(self.shards.cut_body, part, data))
+            await self._send_bodies(order, await asyncio.to_thread(self.shards.cut_body, order.fragment, data))
         finally:
             self.outgoing.let_slot_go(order.slot)
 
@@ -363,9 +381,8 @@ class FragmentTransfers:
         """One that failed is sent again, until the link is lost; of a rank that has none of its own, until the leader
         says otherwise."""
         for fragment in left:
-            sent = self._sent_part(fragment)
-            if sent.size:
-                await run_together([self._upload_initial(fragment, one) for one in self.shards.places_of(sent)])
+            if places := self.shards.places_sent(fragment):
+                await run_together([self._upload_initial(fragment, one) for one in places])
 
     async def _upload_initial(self, fragment: int, place: PartPlace) -> None:
         data = self._box.base(fragment)[place.values].view(np.uint8)
@@ -447,8 +464,30 @@ class FragmentTransfers:
 
     async def _fetch_into(self, fragment: int, values: FloatArray) -> int:
         """The version that is now in `values`: all parts of it, where the syncer has several shards."""
+        if self._rank_plan is not None:
+            parts = self.shards.parts_held(fragment)
+            return await fetch_one_version([partial(self._fetch_rank_part, one, values) for one in parts])
         places = self.shards.places_of(self._box.plan.fragments[fragment])
         return await fetch_one_version([partial(self._fetch_place, one, values[one.values]) for one in places])
+
+    async def _fetch_rank_part(self, part: RankPart, values: FloatArray, least: int) -> int:
+        """The version that one shard has of what this rank holds, now in its places in `values`."""
+        fragment, front, behind = part.held.index, part.front, part.behind
+        side_by_side = front.stop == behind.start
+        if side_by_side or not part.sent.size or part.sent.size == part.held.size:
+            first = front.start if part.sent.size else behind.start
+            into, apart = values[first : first + part.held.size], False
+        else:
+            into, apart = np.empty(part.held.size, np.float32), True
+        data, who = into.view(np.uint8).data, (self._start.learner, self._start.rank)
+        version, _, _ = await self.shards.reach(
+            part.shard, lambda to: to.get_fragment(fragment, data, BODY_S, *who, least)
+        )
+        if apart and is_small(part.held):
+            _put_apart(part, into, values)
+        elif apart:
+            await asyncio.to_thread(_put_apart, part, into, values)
+        return version
 
     async def _fetch_place(self, place: PartPlace, values: FloatArray, least: int) -> int:
         """The version that one shard has; made of what is held where the shard has the steps from there. `least`: the
@@ -462,9 +501,8 @@ class FragmentTransfers:
             if not found.steps or await self._apply_steps(place, have, found, values):
                 return found.version
             say(f"fragment {fragment} is fetched whole: its steps do not fit version {have}")
-        rank = -1 if self._rank_plan is None else self._start.rank
         version, _, _ = await self.shards.reach(
-            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, self._start.learner, rank, least)
+            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, least=least)
         )
         return version
 

@@ -1,7 +1,7 @@
 """The socket between the couriers of one learner: rank 0's leads, the others follow.
 
     leader → follower    the frames that all training processes get (`is_counted`), as they are; Goodbye
-                         UploadPart  FetchPart  RunKnown, and the effects Settle, DropRests, UploadAll
+                         UploadPart  FetchPart  RunKnown  ShardsKnown, and the effects Settle, DropRests, UploadAll
     follower → leader    PartUploaded  PartFetched  BoxReady  RankFailed
                          and of its training process's frames CopyMade, SlotFreed, VersionTaken, Saved, Goodbye
 
@@ -65,8 +65,8 @@ class UploadPart(Frame, frozen=True):
 
 class PartUploaded(Frame, frozen=True):
     ask: int
-    digest: str = ""
-    """Empty: this rank sends nothing of the fragment."""
+    digests: tuple[tuple[int, str], ...] = ()
+    """Of the bodies that this rank sent, with the shards that have them. None: it sends nothing of the fragment."""
     reason: str = ""
     """Why it did not arrive."""
 
@@ -101,6 +101,12 @@ class RunKnown(Frame, frozen=True):
     term: int
 
 
+class ShardsKnown(Frame, frozen=True):
+    """Where shards 2, 3 … of the syncer are; none: it is one process."""
+
+    addresses: tuple[str, ...]
+
+
 class RankFailed(Frame, frozen=True):
     """This rank cannot do what it was told: the learner ends."""
 
@@ -110,7 +116,7 @@ class RankFailed(Frame, frozen=True):
 FromFollower = (
     PartUploaded | PartFetched | BoxReady | RankFailed | CopyMade | SlotFreed | VersionTaken | fx.Saved | Goodbye
 )
-BETWEEN_COURIERS = (UploadPart, FetchPart, RunKnown, fx.Settle, fx.DropRests, fx.UploadAll, Goodbye)
+BETWEEN_COURIERS = (UploadPart, FetchPart, RunKnown, ShardsKnown, fx.Settle, fx.DropRests, fx.UploadAll, Goodbye)
 FROM_LEADER = {kind.__name__: kind for kind in (*BETWEEN_COURIERS, *COUNTED, StopOrder)}
 FROM_FOLLOWER = {kind.__name__: kind for kind in get_args(FromFollower)}
 

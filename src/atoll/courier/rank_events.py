@@ -3,7 +3,8 @@
 Rules kept here, each with its test:
 - every rank answers an order once; that all have comes out exactly once, whatever the order they come in;
 - rank 0's counters count; the others only say that theirs is done, and must have done the same after the same step;
-- an answer to a pull arrived if every part of it did, and is named by the digests of the parts, in order of rank;
+- an answer to a pull arrived if every part of it did, and is named by the digests of the parts: of each shard of the
+  syncer in order of rank, and of these in order of shard;
 - a version is fetched once all ranks hold the same one: those that got an older one fetch again;
 - what one rank could not do, the learner could not do. It is told once all have answered.
 """
@@ -102,7 +103,16 @@ def combine_adoptions(answers: Answers) -> VersionTaken | SlotFreed:
 def combine_uploads(answers: Answers) -> PartUploaded:
     if reason := _first_reason(answers):
         return PartUploaded(answers[0].ask, reason=reason)
-    return PartUploaded(answers[0].ask, combine_digests([said.digest for said in answers if said.digest]))
+    return PartUploaded(answers[0].ask, tuple(sorted(_combine_by_shard(answers).items())))
+
+
+def _combine_by_shard(answers: Answers) -> dict[int, str]:
+    """As each shard names what came from all ranks."""
+    found: dict[int, list[str]] = {}
+    for said in answers:
+        for shard, digest in said.digests:
+            found.setdefault(shard, []).append(digest)
+    return {shard: combine_digests(digests) for shard, digests in found.items()}
 
 
 def combine_fetches(answers: Answers) -> PartFetched | Behind:

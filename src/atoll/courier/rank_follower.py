@@ -22,6 +22,7 @@ from atoll.courier.rank_channel import (
     RankFailed,
     RunCallback,
     RunKnown,
+    ShardsKnown,
     UploadPart,
     dial_leader,
 )
@@ -40,7 +41,7 @@ from atoll.mailbox.channel import (
     ToCourier,
     VersionTaken,
 )
-from atoll.protocol.errors import PeerError
+from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.learner import effects as fx
 
 
@@ -125,7 +126,9 @@ class RankFollower:
             case StopOrder(final=final, failed=failed):
                 self._ending |= final or failed
                 self._training.send(frame)
-            case UploadPart() | FetchPart() | RunKnown() | fx.Settle() | fx.DropRests() | fx.UploadAll():
+            case (
+                UploadPart() | FetchPart() | RunKnown() | ShardsKnown() | fx.Settle() | fx.DropRests() | fx.UploadAll()
+            ):
                 assert self._box is not None and self._bodies is not None
                 self._carry_out(frame, self._box, self._bodies)
             case _:
@@ -141,6 +144,8 @@ class RankFollower:
             case FetchPart(slot=slot):
                 self._need_slot(bodies.reserve_slot(slot, incoming=True))
                 bodies.fetch_part(order)
+            case ShardsKnown(addresses):
+                self._use_shards(addresses, bodies)
             case RunKnown(run, incarnation, term):
                 box.run = run
                 box.set_count("incarnation", incarnation)
@@ -151,6 +156,12 @@ class RankFollower:
                 bodies.feedback.drop_rests(fragment)
             case fx.UploadAll():
                 bodies.upload_all()
+
+    def _use_shards(self, addresses: tuple[str, ...], bodies: FragmentTransfers) -> None:
+        try:
+            bodies.use_shards(addresses)
+        except ConfigError as error:
+            self._say(RankFailed(f"the syncer names a shard that cannot be reached from here: {error}"))
 
     def _prepare(self, frame: msgspec.Struct, box: Mailbox, bodies: FragmentTransfers) -> None:
         """What a frame means for the shared memory, before the training process has it."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
 from atoll.courier.rank_events import Behind, RankEvents, Said, SaidByAll
 from atoll.courier.slots import COPY_GONE, IncomingSlots, OutgoingSlots
+from atoll.digests import combine_digests
 from atoll.protocol.learner import effects as fx
 
 
@@ -82,7 +83,7 @@ class RankOrders:
         self._outgoing.let_slot_go(order.slot)
         if whole.reason:
             return fx.UploadFailed(order.round, order.attempt, whole.reason)
-        return fx.Uploaded(order.round, order.attempt, whole.digest)
+        return fx.Uploaded(order.round, order.attempt, combine_digests([digest for _, digest in whole.digests]))
 
     def _finish_fetch(self, whole: PartFetched) -> fx.LearnerEvent:
         slot = self._fetches.pop(whole.fragment).slot

@@ -24,7 +24,7 @@ from functools import partial
 
 from atoll.courier.body import FragmentTransfers, OpenBox, load_kernels, open_box, say
 from atoll.courier.memory import LearnerMemory
-from atoll.courier.rank_channel import BoxReady
+from atoll.courier.rank_channel import BoxReady, ShardsKnown
 from atoll.courier.rank_events import SaidByAll
 from atoll.courier.rank_follower import RankFollower
 from atoll.courier.rank_leader import RankLeader
@@ -373,11 +373,13 @@ class Courier:
     def _use_shards(self, bodies: FragmentTransfers) -> bool:
         """Whether the addresses that the syncer named can be dialled."""
         try:
-            bodies.shards.use_addresses(self._shards)
+            bodies.use_shards(self._shards)
         except ConfigError as error:
             text = f"the syncer names a shard that cannot be reached from here: {error}"
             self._send(StopOrder(text, final=True, failed=True, mistake=True))
             return False
+        if self._ranks is not None:
+            self._ranks.send(ShardsKnown(self._shards))
         return True
 
     def _lost(self, reason: str) -> None:

@@ -4,6 +4,8 @@ A contribution is encoded whole. A body is its rows' bytes one behind the other,
 and blocks do, so each shard's body is cut out of it: no bit depends on the number of shards, and feedback and copies
 that a GPU has encoded are as with one. Versions and first parameters are ranges of the fragment's array.
 
+Beside a rank of a learner of several all this is of what the rank holds and sends (numerics/rank_shards.py).
+
 The lead is asked once: a learner that has lost it begins anew with it. A shard that does not answer is asked again for
 as long as the lead is there: no round is committed without it, and training goes on.
 """
@@ -17,12 +19,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from atoll.courier.rank_channel import UploadPart
-from atoll.digests import combine_digests, compute_digest
+from atoll.digests import compute_digest
 from atoll.fabric.bodies import BodyConnection, keep_asking, run_together
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray
 from atoll.numerics.codec import Codec
 from atoll.numerics.fragments import Fragment, FragmentPlan
+from atoll.numerics.rank_plan import RankPlan
+from atoll.numerics.rank_shards import RankPart, RankShards, cut_rank_plan
 from atoll.numerics.shard_plan import PartPlace, ShardPlan, locate_bodies, make_shard_plan
 from atoll.protocol.errors import Unreachable
 
@@ -48,8 +52,13 @@ class ShardConnections:
         version_codec: str,
         say: Callable[[str], None],
         tasks: asyncio.TaskGroup,
+        rank_plan: RankPlan | None = None,
     ) -> None:
+        """`plan`: of what the learner holds, or, with a `rank_plan`, this rank of it."""
         self._start, self._plan, self._codec, self._say, self._tasks = start, plan, codec, say, tasks
+        self._rank_plan = rank_plan
+        self._rank_shards: RankShards | None = None
+        """Of a rank, where the syncer has several shards."""
         self._codecs = (codec.name, version_codec)
         self._connections = [lead]
         self._addresses: tuple[str, ...] = ()
@@ -71,7 +80,11 @@ class ShardConnections:
         found = [known.get(one) or self.lead.connect_shard(one) for one in addresses]
         self._left += [one for one in self._connections[1:] if one not in found]
         self._addresses, self._connections = tuple(addresses), [self.lead, *found]
-        self._shards = make_shard_plan(self._plan, 1 + len(addresses), self._codecs) if addresses else None
+        whole = self._plan if self._rank_plan is None else self._rank_plan.whole
+        self._shards = make_shard_plan(whole, 1 + len(addresses), self._codecs) if addresses else None
+        self._rank_shards = None
+        if self._rank_plan is not None and self._shards is not None:
+            self._rank_shards = cut_rank_plan(self._rank_plan, self._shards)
 
     def close(self) -> None:
         """Cuts whatever is on its way to shards other than the lead, whose connection is its owner's."""
@@ -82,18 +95,33 @@ class ShardConnections:
 
     # ---- out ----------------------------------------------------------------------------------------------------
 
-    def cut_body(self, part: Fragment, data: ByteArray) -> list[ShardBody]:
+    def part_sent(self, fragment: int) -> Fragment:
+        """What is sent of a fragment, as it is encoded: the front of its array, or all of it."""
+        if self._rank_shards is not None:
+            return self._rank_shards.sent(fragment)
+        return self._plan.fragments[fragment] if self._rank_plan is None else self._rank_plan.sent(fragment)
+
+    def places_sent(self, fragment: int) -> tuple[PartPlace, ...]:
+        """Where that lies which each shard gets."""
+        if self._rank_shards is not None:
+            return self._rank_shards.places_sent(fragment)
+        if self._rank_plan is None:
+            return self.places_of(self._plan.fragments[fragment])
+        sent = self._rank_plan.sent(fragment)
+        return (PartPlace(LEAD, sent, slice(0, sent.size)),) if sent.size else ()
+
+    def cut_body(self, fragment: int, data: ByteArray) -> list[ShardBody]:
         """What each shard gets of the body of a fragment; views of it, but where merged buffers lie in between."""
         if self._shards is None:
             return [ShardBody(LEAD, data, compute_digest(data.data))]
         found = []
-        for shard, slices in locate_bodies(self._codec, part, self._shards.places(part.index)):
+        for shard, slices in locate_bodies(self._codec, self.part_sent(fragment), self.places_sent(fragment)):
             cut = data[slices[0]] if len(slices) == 1 else np.concatenate([data[one] for one in slices])
             found.append(ShardBody(shard, cut, compute_digest(cut.data)))
         return found
 
-    async def put_contribution(self, order: UploadPart, bodies: Sequence[ShardBody]) -> str:
-        """The digest of the contribution, once all shards have their bodies."""
+    async def put_contribution(self, order: UploadPart, bodies: Sequence[ShardBody]) -> tuple[tuple[int, str], ...]:
+        """The digests of the bodies by shard, once all shards have theirs."""
         name, session, rank = self._start.learner, self._start.session, self._start.rank
 
         async def put(body: ShardBody) -> None:
@@ -104,7 +132,7 @@ class ShardConnections:
             await self.reach(body.shard, ask)
 
         await run_together([put(body) for body in bodies])
-        return combine_digests([body.digest for body in bodies])
+        return tuple((body.shard, body.digest) for body in bodies)
 
     async def put_initial(self, fragment: int, place: PartPlace, data: ByteArray, digest: str) -> None:
         name, session, rank = self._start.learner, self._start.session, self._start.rank
@@ -120,6 +148,14 @@ class ShardConnections:
         if self._shards is None:
             return (PartPlace(LEAD, part, slice(0, part.size)),)
         return self._shards.places(part.index)
+
+    def parts_held(self, fragment: int) -> tuple[RankPart, ...]:
+        """The same for a rank, which may hold what it does not send."""
+        assert self._rank_plan is not None
+        if self._rank_shards is not None:
+            return self._rank_shards.parts[fragment]
+        held, sent = self._plan.fragments[fragment], self._rank_plan.sent(fragment)
+        return (RankPart(LEAD, held, sent, slice(0, sent.size), slice(sent.size, held.size)),)
 
     async def reach(self, shard: int, ask: Callable[[BodyConnection], Awaitable[T]]) -> T:
         if shard == LEAD:

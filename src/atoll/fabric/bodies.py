@@ -121,8 +121,9 @@ class BodyConnection:
 
     def _fragment_url(self, index: int, learner: str, rank: int, least: int) -> str:
         """At the syncer of now."""
-        part = f"?learner={learner}&rank={rank}" if rank >= 0 else f"?least={least}" if least >= 0 else ""
-        return fragment_url(self.url, index) + part
+        asked = [f"learner={learner}&rank={rank}"] if rank >= 0 else []
+        asked += [f"least={least}"] if least >= 0 else []
+        return fragment_url(self.url, index) + ("?" + "&".join(asked) if asked else "")
 
     async def get_version(
         self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float, least: int = -1

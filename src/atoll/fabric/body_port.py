@@ -57,6 +57,14 @@ class BodyPort(Port):
         self._bodies_out += size
 
 
+def rank_of(request: web.Request) -> int:
+    """Whose part of a body is sent or asked for; 0 also for a plain learner."""
+    rank = request.query.get("rank", "0")
+    if not re.fullmatch(_NUMBER, rank, re.ASCII):
+        raise Rejected(400, "rank is no rank: it is a number of up to 12 digits")
+    return int(rank)
+
+
 def resumed_at(request: web.Request, served: ServedFragment, start: int) -> int:
     """The byte that a reader goes on from; 0: what it has is of another version, and it gets this one whole."""
     if not start:

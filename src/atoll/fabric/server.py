@@ -49,7 +49,7 @@ from atoll.fabric.authorizer import (
     TokenAuthorizer,
     cookie_name,
 )
-from atoll.fabric.body_port import BodyPort, resumed_at
+from atoll.fabric.body_port import BodyPort, rank_of, resumed_at
 from atoll.fabric.control import ControlServer
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import Handlers, ServedFragment, ServedPages
@@ -197,7 +197,7 @@ class Server(BodyPort):
         channel = self._member(request)
         learner, session = channel.learner, channel.session
         round, attempt = int(request.match_info["round"]), int(request.match_info["attempt"])
-        rank = _rank(request)
+        rank = rank_of(request)
         key = (learner, round, attempt, rank)
         if self._intake.taken(key):
             raise Rejected(409, "the same contribution is being received already")
@@ -223,7 +223,7 @@ class Server(BodyPort):
     async def _initial(self, request: web.Request) -> web.Response:
         channel = self._member(request)
         learner, session = channel.learner, channel.session
-        fragment, rank = int(request.match_info["fragment"]), _rank(request)
+        fragment, rank = int(request.match_info["fragment"]), rank_of(request)
         into = self._handlers.expect_initial(learner, session, fragment, rank)
         with self._uploads.begin(session, request):
             digest = await self._intake.receive(request, learner, (session, fragment, rank), into)
@@ -251,7 +251,7 @@ class Server(BodyPort):
         learner = request.query.get("learner", "")
         if self._control.channel(learner) is None:  # which declares its ranks: it may come back
             raise Rejected(503, f"{one_line(learner)} has no open control channel: try again later")
-        return await self._handlers.fragment_of_rank(index, learner, _rank(request))
+        return await self._handlers.fragment_of_rank(index, learner, rank_of(request))
 
     async def _moments(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -326,10 +326,3 @@ class Server(BodyPort):
             return decode(await self._body(request))
         except PeerError as error:
             raise Rejected(400, str(error)) from None
-
-
-def _rank(request: web.Request) -> int:
-    rank = request.query.get("rank", "0")
-    if not re.fullmatch(_NUMBER, rank, re.ASCII):
-        raise Rejected(400, "rank is no rank: it is a number of up to 12 digits")
-    return int(rank)

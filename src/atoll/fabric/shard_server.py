@@ -3,6 +3,7 @@
     PUT  /v1/contributions/{learner}/{round}/{attempt}   as at the syncer (`server`)
     PUT  /v1/initial/{learner}/{fragment}
     GET  /v1/fragments/{fragment}[?have=VERSION][&least=VERSION]
+    …?rank=RANK, …?learner=…&rank=…                      that rank's part, of a learner of several
 
 Who may send is what the lead says: a body is taken under the session and the token of the learner's control channel.
 The lead's word may come a moment after the learner's request: then the request waits, for WAIT_S at most.
@@ -18,11 +19,11 @@ from typing import Protocol
 from aiohttp import web
 
 from atoll.fabric.authorizer import VISITOR, Authorizer, Rejected
-from atoll.fabric.body_port import BodyPort, resumed_at
+from atoll.fabric.body_port import BodyPort, rank_of, resumed_at
 from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.host import error_response, range_start
 from atoll.fabric.listener import Tls
-from atoll.fabric.wire import SESSION_HEADER, FabricLimits
+from atoll.fabric.wire import SESSION_HEADER, FabricLimits, one_line
 from atoll.protocol.errors import PeerError
 from atoll.protocol.shard_messages import Body
 
@@ -39,21 +40,27 @@ class ShardBodies(Protocol):
         """Whether the first parameters are to come from this learner."""
         ...
 
-    def expect_contribution(self, body: Body, session: str, token: str, named: int) -> memoryview: ...
+    def expect_contribution(self, body: Body, session: str, token: str, named: int, rank: int) -> memoryview: ...
 
-    def contribution_arrived(self, body: Body, digest: str) -> None: ...
+    def contribution_arrived(self, body: Body, digest: str, rank: int) -> None: ...
 
-    def contribution_aborted(self, body: Body) -> None: ...
+    def contribution_aborted(self, body: Body, rank: int) -> None: ...
 
-    def expect_initial(self, learner: str, session: str, token: str, fragment: int) -> memoryview: ...
+    def expect_initial(self, learner: str, session: str, token: str, fragment: int, rank: int) -> memoryview: ...
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str
+        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
     ) -> None: ...
 
     def committed_version(self, fragment: int) -> int: ...
 
     def fragment(self, index: int, have: int) -> ServedFragment: ...
+
+    def knows_rank(self, learner: str, rank: int) -> bool:
+        """Whether the lead has told of it, and it has not gone since."""
+        ...
+
+    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment: ...
 
 
 class ShardServer(BodyPort):
@@ -109,28 +116,30 @@ class ShardServer(BodyPort):
     async def _contribution(self, request: web.Request) -> web.Response:
         learner, session = request.match_info["learner"], request.headers.get(SESSION_HEADER, "")
         body: Body = (learner, int(request.match_info["round"]), int(request.match_info["attempt"]))
+        rank = rank_of(request)
+        key = (*body, rank)
         await self._wait_for(lambda: self._bodies.is_expected(body))
-        if self._intake.taken(body):
+        if self._intake.taken(key):
             raise Rejected(409, "the same contribution is being received already")
         named = request.content_length or 0
-        into = self._bodies.expect_contribution(body, session, request[VISITOR].token, named)
+        into = self._bodies.expect_contribution(body, session, request[VISITOR].token, named, rank)
         digest = ""
         try:
-            digest = await self._intake.receive(request, learner, body, into)
+            digest = await self._intake.receive(request, learner, key, into)
         finally:
             if not digest:
-                self._bodies.contribution_aborted(body)
-        self._bodies.contribution_arrived(body, digest)
+                self._bodies.contribution_aborted(body, rank)
+        self._bodies.contribution_arrived(body, digest, rank)
         return web.Response(status=204)
 
     async def _initial(self, request: web.Request) -> web.Response:
         learner, session = request.match_info["learner"], request.headers.get(SESSION_HEADER, "")
-        fragment = int(request.match_info["fragment"])
+        fragment, rank = int(request.match_info["fragment"]), rank_of(request)
         await self._wait_for(lambda: self._bodies.is_asked(learner))
-        into = self._bodies.expect_initial(learner, session, request[VISITOR].token, fragment)
+        into = self._bodies.expect_initial(learner, session, request[VISITOR].token, fragment, rank)
         with self._uploads.begin(session, request):
-            digest = await self._intake.receive(request, learner, (session, fragment), into)
-            await self._bodies.initial_arrived(learner, session, fragment, into, digest)
+            digest = await self._intake.receive(request, learner, (session, fragment, rank), into)
+            await self._bodies.initial_arrived(learner, session, fragment, into, digest, rank)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
@@ -139,13 +148,23 @@ class ShardServer(BodyPort):
         try:
             if least > self._bodies.committed_version(index):
                 await self._wait_for(lambda: self._bodies.committed_version(index) >= least)
-            served = self._bodies.fragment(index, have)
+            if "rank" in request.query:
+                served = await self._fragment_of_rank(request, index)
+            else:
+                served = self._bodies.fragment(index, have)
         except PeerError as error:
             return error_response(404, error)
         try:
             return await self._serve(request, served, resumed_at(request, served, start))
         finally:
             served.release()
+
+    async def _fragment_of_rank(self, request: web.Request, index: int) -> ServedFragment:
+        learner, rank = request.query.get("learner", ""), rank_of(request)
+        await self._wait_for(lambda: self._bodies.knows_rank(learner, rank))
+        if not self._bodies.knows_rank(learner, rank):
+            raise Rejected(503, f"rank {rank} of {one_line(learner)} is not known here: try again later")
+        return await self._bodies.fragment_of_rank(index, learner, rank)
 
 
 def _version(request: web.Request, name: str) -> int:

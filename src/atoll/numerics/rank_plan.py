@@ -51,6 +51,10 @@ class Place(NamedTuple):
 
 
 class RankPlan(msgspec.Struct, frozen=True):
+    whole: FragmentPlan
+    """What it is a part of: the model, or what a shard of the syncer holds of it …"""
+    boxes: RankBoxes
+    """… and by which boxes."""
     plan: FragmentPlan
     """Of what the rank holds. Fragments may be empty, all of them too."""
     fragments_sent: tuple[Fragment, ...]
@@ -81,7 +85,7 @@ def make_rank_plans(plan: FragmentPlan, ranks: Sequence[RankBoxes]) -> tuple[Ran
     """The same for all ranks of a learner."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     wholes = [[WholePiece(piece, piece.shape, values) for piece, values in part.parts] for part in plan.fragments]
-    return tuple(_plan_rank(plan.strategy, wholes, tensors, boxes) for boxes in ranks)
+    return tuple(_plan_rank(plan, wholes, tensors, boxes) for boxes in ranks)
 
 
 class WholePiece(NamedTuple):
@@ -93,9 +97,10 @@ class WholePiece(NamedTuple):
 
 
 def _plan_rank(
-    strategy: str, wholes: list[list[WholePiece]], tensors: dict[str, TensorSpec], boxes: RankBoxes
+    of: FragmentPlan, wholes: list[list[WholePiece]], tensors: dict[str, TensorSpec], boxes: RankBoxes
 ) -> RankPlan:
-    held = {box.tensor: box for box in boxes if 0 not in box.sizes}
+    # A shard's part of a model lacks some tensors of the boxes.
+    held = {box.tensor: box for box in boxes if 0 not in box.sizes and box.tensor in tensors}
     specs = {name: msgspec.structs.replace(tensors[name], shape=box.sizes) for name, box in held.items()}
     pieces, counts, places = [], [], []
     for fragment in wholes:
@@ -105,9 +110,9 @@ def _plan_rank(
         pieces.append([piece for _, piece, _ in found])
         places.append(tuple(place for _, _, place in found))
         counts.append(sum(sends for sends, _, _ in found))
-    plan = lay_out_plan(strategy, pieces)
+    plan = lay_out_plan(of.strategy, pieces)
     sent = tuple(_leading(part, count) for part, count in zip(plan.fragments, counts, strict=True))
-    return RankPlan(plan, sent, tuple(places))
+    return RankPlan(of, boxes, plan, sent, tuple(places))
 
 
 def _leading(fragment: Fragment, count: int) -> Fragment:

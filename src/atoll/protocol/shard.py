@@ -30,6 +30,7 @@ from atoll.protocol.shard_messages import (
     CutDone,
     CutHere,
     Decide,
+    DeclareRanks,
     EndShard,
     Expect,
     FinishCut,
@@ -127,6 +128,12 @@ class Recover(Fact, frozen=True):
     take_up: TakeUp
 
 
+class KnowRanks(Fact, frozen=True):
+    """Effect: from now on, bodies of this learner come as parts of its ranks; of one that is gone, none do."""
+
+    declared: DeclareRanks
+
+
 class ExpectBody(Fact, frozen=True):
     expect: Expect
 
@@ -213,6 +220,7 @@ class End(Fact, frozen=True):
 ShardEffect = (
     Say
     | Recover
+    | KnowRanks
     | ExpectBody
     | FreeBody
     | AskFor
@@ -349,6 +357,8 @@ class Shard:
 
     def _obey(self, message: FromLead) -> list[ShardEffect]:
         match message:
+            case DeclareRanks():
+                return [KnowRanks(message)]
             case Expect():
                 return [ExpectBody(message)]
             case Forget():

@@ -3,8 +3,8 @@ each shard, which dials the lead. Small messages: bodies travel between learners
 
     shard → lead   ShardHello  TakenUp  BodyHere  InitialHere  NormsHere  Staged  Unstaged  CutHere  CutDone  Values
                    Traffic
-    lead → shard   TakeUp  Expect  Forget  AskInitial  Stage  NormsOfAll  Unstage  Decide  WriteCut  FinishCut
-                   AskValues  EndShard
+    lead → shard   TakeUp  DeclareRanks  Expect  Forget  AskInitial  Stage  NormsOfAll  Unstage  Decide  WriteCut
+                   FinishCut  AskValues  EndShard
 
 Both directions keep their order, so a shard stages, decides and writes cuts in the order of the lead's effects.
 """
@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.protocol.limits import LINE, MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
+from atoll.protocol.messages import MOST_RANKS, RankBoxes
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, ResetRecord, TermRecord
 
 SHARD_PROTOCOL = 3
@@ -226,6 +227,13 @@ class TakeUp(ShardMessage, frozen=True):
     decisions: Decisions = ()
 
 
+class DeclareRanks(ShardMessage, frozen=True):
+    """A learner of several ranks is connected: what each of them holds. None: it is gone."""
+
+    learner: Name
+    ranks: Annotated[tuple[RankBoxes, ...], Meta(max_length=MOST_RANKS)] = ()
+
+
 class Expect(ShardMessage, frozen=True):
     """A learner is pulled: its part of this contribution may come."""
 
@@ -345,6 +353,7 @@ FromShard = (
 )
 FromLead = (
     TakeUp
+    | DeclareRanks
     | Expect
     | Forget
     | AskInitial

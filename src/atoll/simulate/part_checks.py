@@ -27,7 +27,7 @@ from atoll.protocol.records import AnyRecord, MergedRecord
 from atoll.protocol.relay import HeldKey, SumAsked
 from atoll.protocol.shard_messages import RoundDecided
 from atoll.protocol.syncer import effects as fx
-from atoll.protocol.syncer.shards import LEAD
+from atoll.protocol.syncer.shard_effects import LEAD
 from atoll.simulate.cells import Cells, take_part
 from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.oracle import Oracle, Violation

@@ -500,7 +500,7 @@ class RankedLearner(SimulatedLearner):
         part = SentPart(read, delta, compute_digest(delta.values.tobytes()), self._sending[order.ask])
 
         def told(reason: str) -> None:
-            self._say_to_leader(rank, PartUploaded(order.ask, "" if reason else part.digest, reason))
+            self._say_to_leader(rank, PartUploaded(order.ask, () if reason else ((1, part.digest),), reason))
 
         self.world.rank_network.send_part(self, rank, order, part, told)
         return None

@@ -16,7 +16,7 @@ from atoll.digests import combine_digests, compute_digest
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.syncer import effects as syncer_fx
-from atoll.protocol.syncer.shards import LEAD
+from atoll.protocol.syncer.shard_effects import LEAD
 from atoll.simulate.cells import SIZE, Cells
 from atoll.simulate.network import INITIAL_AGAIN_S, STUCK_S, Network, NetworkWorld
 from atoll.simulate.simulated_learner import SimulatedLearner

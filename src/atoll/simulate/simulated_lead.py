@@ -34,6 +34,7 @@ from atoll.protocol.shard_messages import (
     Unstaged,
 )
 from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer import shard_effects as to_shards
 from atoll.protocol.syncer import shards as pure
 from atoll.simulate.simulated_shard import ShardLink
 
@@ -90,7 +91,7 @@ class SimulatedLead:
         self._syncer, self._merge_s = syncer, merge_s
         self.state = pure.LeadShards(shards, syncer.term)
         self._links: dict[int, ShardLink] = {}
-        self._waiting: deque[pure.LeadEffect] = deque()
+        self._waiting: deque[to_shards.LeadEffect] = deque()
         self._busy = False
         self.was_whole = False
         """All shards have been ready in this term."""
@@ -161,7 +162,7 @@ class SimulatedLead:
 
     def hear_own(self, message: FromShard) -> None:
         if self._syncer.alive and not self._waits(self.hear_own, message):
-            self.state.hear(self._syncer.read_clock(), pure.LEAD, message)
+            self.state.hear(self._syncer.read_clock(), to_shards.LEAD, message)
             self._carry_out()
 
     def _carry_out(self) -> None:
@@ -174,39 +175,39 @@ class SimulatedLead:
             self._carry_out_one(self._waiting.popleft())
         self._busy = False
 
-    def _carry_out_one(self, effect: pure.LeadEffect) -> None:
+    def _carry_out_one(self, effect: to_shards.LeadEffect) -> None:
         match effect:
-            case pure.Order(1, message):
+            case to_shards.Order(1, message):
                 self._order_own(message)
-            case pure.Order(shard, message):
+            case to_shards.Order(shard, message):
                 if (link := self._links.get(shard)) is not None:
                     link.shard.send_down(link, message)
-            case pure.Complete(learner, message, parts):
+            case to_shards.Complete(learner, message, parts):
                 self._syncer.handle_event(fx.Delivered(learner, message, _screen(message, parts)))
-            case pure.Combine(merge, staged):
-                del self._own[dict(staged)[pure.LEAD].order]
+            case to_shards.Combine(merge, staged):
+                del self._own[dict(staged)[to_shards.LEAD].order]
                 self._syncer.handle_event(fx.Merged(merge.round, "digest", heads=effect.heads(self.state.shards)))
-            case pure.Tell(event):
+            case to_shards.Tell(event):
                 self._syncer.handle_event(event)
-            case pure.CutPartsKept(cut, reason=reason):
+            case to_shards.CutPartsKept(cut, reason=reason):
                 self._end_cut(cut, reason)
-            case pure.CutPartsDone(cut, reason):
+            case to_shards.CutPartsDone(cut, reason):
                 if self._first is not None and self._first.cut == cut:
                     first, self._first = self._first, None
                     self._syncer.finish_first_cut(first, reason)
                 else:
                     self._syncer.finish_cut(cut, reason)
-            case pure.InitialParts(shard, message):
+            case to_shards.InitialParts(shard, message):
                 if message.complete:
                     self.initial.add(shard)
                 self._syncer.note_initial_part(message)
-            case pure.AllThere():
+            case to_shards.AllThere():
                 self.was_whole = True
                 held, self._held = self._held, []
                 for one in held:
                     self._syncer.carry_out_held(one)
             case _:
-                assert isinstance(effect, Note | pure.Moved | pure.ValuesHere)
+                assert isinstance(effect, Note | to_shards.Moved | to_shards.ValuesHere)
 
     # ---- effects of the syncer's state machine ------------------------------------------------------------------
 
@@ -284,7 +285,7 @@ class SimulatedLead:
 
     def _order_own(self, message: FromLead) -> None:
         match message:
-            case Stage(order=order) if pure.LEAD in self.state.holders(message.fragment):
+            case Stage(order=order) if to_shards.LEAD in self.state.holders(message.fragment):
                 self._measured[order] = message
                 self._syncer.tell_lead_later(self._merge_s / 2, NormsHere(order=order, turn=0, squares=b"own"))
             case Stage():

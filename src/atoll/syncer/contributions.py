@@ -176,13 +176,19 @@ class Inbox:
         pending = self._pending.get(key)
         return None if pending is None or pending.unwanted else pending.fragment
 
-    def mark_arrived(self, key: ContributionKey, mark: str, rank: int = 0) -> None:
-        if (pending := self._pending.get(key)) is not None:
-            pending.bodies[rank].digest = mark
-            self.mark_aborted(key, rank)
+    def mark_arrived(self, key: ContributionKey, mark: str, rank: int = 0) -> str | None:
+        """The digest of the contribution; None: bodies of other ranks are still to come, or nobody waits for it."""
+        pending = self._pending.get(key)
+        if pending is None or rank not in pending.bodies:
+            return None
+        pending.bodies[rank].digest = mark
+        digest = pending.digest
+        self.mark_aborted(key, rank)
+        return digest
 
     def mark_aborted(self, key: ContributionKey, rank: int = 0) -> None:
-        if (pending := self._pending.get(key)) is not None:
+        pending = self._pending.get(key)
+        if pending is not None and rank in pending.bodies:
             pending.bodies[rank].receiving = False
             self._free_if_unwanted(key, pending)
 

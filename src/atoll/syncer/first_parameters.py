@@ -23,7 +23,6 @@ from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Refused
 from atoll.protocol.shard_messages import InitialHere
 from atoll.protocol.syncer import effects as fx
-from atoll.protocol.syncer.machine import Syncer
 from atoll.syncer.lead import ShardLead
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks
@@ -42,8 +41,8 @@ class AssembledFragment(NamedTuple):
 
 
 class FirstParameters:
-    def __init__(self, parameters: Parameters, machine: Syncer) -> None:
-        self._parameters, self._machine = parameters, machine
+    def __init__(self, parameters: Parameters, are_wanted: Callable[[], bool] = lambda: True) -> None:
+        self._parameters, self._are_wanted = parameters, are_wanted
         self._asked = ("", "")
         """The learner and its session."""
         self._here: set[int] = set()
@@ -60,7 +59,7 @@ class FirstParameters:
             self._parameters.commit_initial()
 
     def is_asked(self, learner: str, session: str) -> bool:
-        return self._machine.phase == "empty" and (learner, session) == self._asked
+        return self._are_wanted() and (learner, session) == self._asked
 
     def make_room(self, fragment: int, plan: RankPlan | None = None) -> memoryview:
         """Where a body is received: apart from the parameters, since one that is no longer asked may still send.
@@ -69,7 +68,8 @@ class FirstParameters:
             raise PeerError(f"there is no fragment {fragment}")
         part = self._parameters.plan.fragments[fragment] if plan is None else plan.sent(fragment)
         if not part.size:
-            raise PeerError(f"this rank sends nothing of fragment {fragment}")
+            who = "this rank sends" if plan is not None else "this shard holds"
+            raise PeerError(f"{who} nothing of fragment {fragment}")
         return np.empty(part.size, np.float32).view(np.uint8).data
 
     async def join_part(

@@ -27,12 +27,13 @@ from atoll.numerics.shard_plan import ShardPlan, exchange_of
 from atoll.protocol import records
 from atoll.protocol.effects import Note
 from atoll.protocol.errors import AtollError, PeerError, RunFailed
-from atoll.protocol.messages import Contribution, Pull, Welcome
+from atoll.protocol.messages import Contribution, Pull, RankBoxes, Welcome
 from atoll.protocol.shard_messages import (
     AskInitial,
     Body,
     BodyHere,
     CutHere,
+    DeclareRanks,
     Expect,
     FromLead,
     FromShard,
@@ -47,18 +48,19 @@ from atoll.protocol.shard_messages import (
     Unstaged,
 )
 from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer import shard_effects as to_shards
 from atoll.protocol.syncer import shards as pure
 from atoll.syncer.contributions import LARGE, Inbox, Merging, PendingContribution
+from atoll.syncer.measured_bodies import body_here, measured_of
 from atoll.syncer.model import Model
 from atoll.syncer.norm_exchange import NormGathering
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import CapturedCut, CutWriter, RunStore
-from atoll.syncer.shard_service import body_here, measured_of
 from atoll.telemetry.events import EventLog
 
 CHUNK = 16 * MIB
 """Of the finished model are fetched at a time."""
-LEAD = pure.LEAD
+LEAD = to_shards.LEAD
 
 
 class LeadService(Protocol):
@@ -91,7 +93,7 @@ class ShardLead:
         self._run_store, self._events, self._service, self._spawn = run_store, events, service, spawn
         self._loop = asyncio.get_running_loop()
         self._channels: dict[int, ShardChannel] = {}
-        self._waiting: deque[pure.LeadEffect] = deque()
+        self._waiting: deque[to_shards.LeadEffect] = deque()
         self._busy = False
         self._digests: tuple[str, ...] = ()
         """Of the other shards' parts of the cut that is open."""
@@ -106,8 +108,8 @@ class ShardLead:
         """By order, of the lead's own merge in a thread."""
         self._void: set[int] = set()
         """Orders that were taken back while a thread carried them out."""
-        self._cut_parts: dict[int, asyncio.Future[pure.CutPartsKept]] = {}
-        self._cut_dones: dict[int, asyncio.Future[pure.CutPartsDone]] = {}
+        self._cut_parts: dict[int, asyncio.Future[to_shards.CutPartsKept]] = {}
+        self._cut_dones: dict[int, asyncio.Future[to_shards.CutPartsDone]] = {}
         self._values: dict[int, asyncio.Future[bytes]] = {}
         self._asks = 0
         self._traffic: dict[str, tuple[int, int]] = {}
@@ -202,31 +204,31 @@ class ShardLead:
         finally:
             self._busy = False
 
-    def _carry_out_one(self, effect: pure.LeadEffect) -> None:
+    def _carry_out_one(self, effect: to_shards.LeadEffect) -> None:
         match effect:
-            case pure.Order(1, message):
+            case to_shards.Order(1, message):
                 self._order_own(message)
-            case pure.Order(shard, message):
+            case to_shards.Order(shard, message):
                 if shard in self._channels:
                     self._channels[shard].send(message)
-            case pure.Complete(learner, message, parts):
+            case to_shards.Complete(learner, message, parts):
                 refusal = self._screen_parts(learner, message, parts)
                 self._service.handle_event(fx.Delivered(learner, message, refusal))
-            case pure.Combine(merge, staged):
+            case to_shards.Combine(merge, staged):
                 self._service.handle_event(self._combine(effect, merge, dict(staged)))
-            case pure.Tell(event):
+            case to_shards.Tell(event):
                 self._service.handle_event(event)
-            case pure.CutPartsKept(cut):
+            case to_shards.CutPartsKept(cut):
                 _resolve(self._cut_parts, cut, effect)
-            case pure.CutPartsDone(cut):
+            case to_shards.CutPartsDone(cut):
                 _resolve(self._cut_dones, cut, effect)
-            case pure.InitialParts(shard, message):
+            case to_shards.InitialParts(shard, message):
                 self._service.initial_part_here(shard, message)
-            case pure.ValuesHere(_, message):
+            case to_shards.ValuesHere(_, message):
                 _resolve(self._values, message.order, message.data)
-            case pure.Moved(shard):
+            case to_shards.Moved(shard):
                 self._service.close_all_learners(f"shard {shard} of the syncer has another address: connect again")
-            case pure.AllThere():
+            case to_shards.AllThere():
                 self._were_there = True
                 held, self._held = self._held, []
                 for one in held:
@@ -266,6 +268,10 @@ class ShardLead:
                 probe=pull.probe,
             )
         )
+        self._carry_out()
+
+    def declare_ranks(self, learner: str, ranks: tuple[RankBoxes, ...]) -> None:
+        self.state.declare_ranks(DeclareRanks(learner=learner, ranks=ranks))
         self._carry_out()
 
     def discard(self, body: Body) -> None:
@@ -375,7 +381,7 @@ class ShardLead:
     def _tell_own_norms(self, order: int, turn: int, squares: bytes) -> None:
         self._hear_own(NormsHere(order=order, turn=turn, squares=squares))
 
-    def _combine(self, effect: pure.Combine, merge: fx.Merge, staged: dict[int, Staged]) -> fx.Merged:
+    def _combine(self, effect: to_shards.Combine, merge: fx.Merge, staged: dict[int, Staged]) -> fx.Merged:
         own = self._own_merges.pop(staged[LEAD].order)
         holders = self.plan.holders(merge.fragment)
         return fx.Merged(
@@ -406,13 +412,15 @@ class ShardLead:
         kept = self._begin_cut(cut)
         self._spawn(self._write_cut(cut, self._cuts.capture_state(cut), kept))
 
-    def _begin_cut(self, cut: fx.TakeCut) -> asyncio.Future[pure.CutPartsKept]:
+    def _begin_cut(self, cut: fx.TakeCut) -> asyncio.Future[to_shards.CutPartsKept]:
         kept = self._cut_parts[cut.cut] = self._loop.create_future()
         self.state.take_cut(cut.cut, cut.cut, hurry=cut.first or cut.last)
         self._carry_out()
         return kept
 
-    async def _write_cut(self, cut: fx.TakeCut, captured: CapturedCut, kept: asyncio.Future[pure.CutPartsKept]) -> None:
+    async def _write_cut(
+        self, cut: fx.TakeCut, captured: CapturedCut, kept: asyncio.Future[to_shards.CutPartsKept]
+    ) -> None:
         reason = ""
         try:
             await self._cuts.write_part(captured, self._cuts.rests_of(cut))
@@ -426,13 +434,13 @@ class ShardLead:
     def complete_cut(self, done: fx.CompleteCut) -> None:
         self._spawn(self._complete_cut(done, self._finish_cut(done)))
 
-    def _finish_cut(self, done: fx.CompleteCut) -> asyncio.Future[pure.CutPartsDone]:
+    def _finish_cut(self, done: fx.CompleteCut) -> asyncio.Future[to_shards.CutPartsDone]:
         waits = self._cut_dones[done.cut] = self._loop.create_future()
         self.state.finish_cut(done.cut, self._run_store.kept_cuts, done.spared)
         self._carry_out()
         return waits
 
-    async def _complete_cut(self, done: fx.CompleteCut, waits: asyncio.Future[pure.CutPartsDone]) -> None:
+    async def _complete_cut(self, done: fx.CompleteCut, waits: asyncio.Future[to_shards.CutPartsDone]) -> None:
         try:
             if reason := (await waits).reason:
                 raise RunFailed(reason)

@@ -1,7 +1,8 @@
 """The ranks of the learners that are connected: what each holds of every fragment, and the parts that they fetch.
 
 - A learner declares its ranks when it says hello, for as long as that channel is open. What does not fit the model is
-  refused in one line before anything comes of the hello.
+  refused in one line before anything comes of the hello. The other shards of a syncer of several are told, and have
+  such a table each, of their part of the model.
 - A part of a version is copied out of it when a rank asks for it, and hashed: large ones in a thread, and of one
   learner PARTS at a time. A rank that holds the whole fragment reads the version itself.
 """
@@ -22,7 +23,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan
 from atoll.numerics.rank_plan import RankPlan, check_tiling, make_rank_plans
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Hello
+from atoll.protocol.messages import Hello, RankBoxes
 from atoll.protocol.settings import Settings
 
 PARTS = 8
@@ -31,43 +32,47 @@ MOST_PIECES = 1 << 16
 """In the plans of all ranks of a learner."""
 
 
-def check_ranks(hello: Hello, settings: Settings, shards: int = 1) -> None:
+def check_ranks(hello: Hello, settings: Settings) -> None:
     """AtollError unless the ranks that a learner declares can take part in a run of these settings."""
     if not hello.ranks:
         return
-    if shards > 1:
-        raise PeerError(
-            f"{hello.learner} has {len(hello.ranks)} ranks, and the syncer {shards} shards: begin a run with shards = 1"
-            " for learners of several ranks"
-        )
     if settings.shares_moments:
         raise PeerError(f'{hello.learner} has {len(hello.ranks)} ranks: share = "moments" is for learners of one rank')
     check_tiling(hello.tensors, hello.ranks)
 
 
 class LearnerRanks:
-    def __init__(self, plan: FragmentPlan) -> None:
-        self._plan = plan
-        self._cuts = Counter(piece.tensor.name for fragment in plan.fragments for piece in fragment.pieces)
+    def __init__(
+        self,
+        plan: FragmentPlan,
+        whole: FragmentPlan | None = None,
+        declare: Callable[[str, tuple[RankBoxes, ...]], None] = lambda learner, ranks: None,
+    ) -> None:
+        """`plan`: of what this process holds of the model, whose plan is `whole`; None: of all of it. `declare` tells
+        the other shards."""
+        self._plan, self._declare = plan, declare
+        cuts = (plan if whole is None else whole).fragments
+        self._cuts = Counter(piece.tensor.name for fragment in cuts for piece in fragment.pieces)
         """Into how many pieces each tensor is cut."""
         self._plans: dict[str, tuple[RankPlan, ...]] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
         """By learner, as above."""
 
-    def add_learner(self, hello: Hello) -> None:
-        """Its ranks were checked, and are of this model. They take the place of those of a channel before. PeerError:
-        they are too many; then nothing is changed."""
-        pieces = sum(self._cuts[box.tensor] for boxes in hello.ranks for box in boxes)
+    def add_learner(self, learner: str, ranks: tuple[RankBoxes, ...]) -> None:
+        """They were checked, and are of this model. They take the place of those of a channel before. PeerError: they
+        are too many; then nothing is changed."""
+        pieces = sum(self._cuts[box.tensor] for boxes in ranks for box in boxes)
         if pieces > MOST_PIECES:
-            raise PeerError(f"the ranks of {hello.learner} have {pieces} pieces of tensors: {MOST_PIECES} are the most")
-        self.remove_learner(hello.learner)
-        if hello.ranks:
-            self._plans[hello.learner] = make_rank_plans(self._plan, hello.ranks)
-            self._turns[hello.learner] = asyncio.Semaphore(PARTS)
-
-    def remove_learner(self, learner: str) -> None:
+            raise PeerError(f"the ranks of {learner} have {pieces} pieces of tensors: {MOST_PIECES} are the most")
         self._plans.pop(learner, None)
         self._turns.pop(learner, None)
+        if ranks:
+            self._plans[learner] = make_rank_plans(self._plan, ranks)
+            self._turns[learner] = asyncio.Semaphore(PARTS)
+        self._declare(learner, ranks)
+
+    def remove_learner(self, learner: str) -> None:
+        self.add_learner(learner, ())
 
     def plans_of(self, learner: str) -> tuple[RankPlan, ...]:
         """In order of rank; none: it is a plain learner."""

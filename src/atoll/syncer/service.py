@@ -257,7 +257,8 @@ class SyncerService:
         self._model, self._parameters = model, model.parameters
         codec = make_codec(settings.codec, self._parameters.threads)
         self._inbox = Inbox(self._parameters.plan, codec, moments=settings.shares_moments)
-        self._ranks = LearnerRanks(model.plan)
+        declare = (lambda *ranks: None) if self._lead is None else self._lead.declare_ranks
+        self._ranks = LearnerRanks(self._parameters.plan, model.plan, declare)
         self._screen = make_screen(model.plan, settings, outer_of(history).norm_limit, feedback=codec.needs_feedback)
         robust = outer_of(history).robust
         self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
@@ -272,7 +273,8 @@ class SyncerService:
         flights.bodies = {name: largest_body(make_codec(name), model.plan) + moments for name in CODEC.names()}
         flights.contribution_bytes = contribution_bytes(model.plan, settings)
         flights.budget_bytes = self._config.service.round_memory_mib * MIB
-        first = FirstParameters(self._parameters, self._machine)
+        machine = self._machine
+        first = FirstParameters(self._parameters, lambda: machine.phase == "empty")
         self._first = FirstUpload(first, self._ranks, self._channels, self._events, self._handle, self._lead)
         if self._lead is not None:
             plan = make_shard_plan(model.plan, history.begun.shards, (settings.codec, settings.version_codec))
@@ -320,11 +322,11 @@ class SyncerService:
             return
         try:
             settings = self._config.protocol if self._machine is None else self._machine.settings
-            check_ranks(hello, settings, 1 if self._lead is None else self._lead.state.shards)
+            check_ranks(hello, settings)
             if self._machine is None:
                 self._begin(hello)
             self._check_model(hello, channel.token)
-            self._ranks.add_learner(hello)
+            self._ranks.add_learner(hello.learner, hello.ranks)
         except AtollError as error:
             reason = one_line(error)
             self._say_of_hello("refused", f"{hello.learner} was refused: {reason}", hello, channel.token)
@@ -373,10 +375,10 @@ class SyncerService:
         return self._inbox.receive_body((learner, round, attempt), named, rank)
 
     def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str, rank: int = 0) -> None:
-        fragment = self._inbox.fragment_of((learner, round, attempt))
-        self._inbox.mark_arrived((learner, round, attempt), digest, rank)
-        if self._lead is not None and fragment is not None:
-            self._lead.body_arrived((learner, round, attempt), fragment, digest)
+        key = (learner, round, attempt)
+        fragment, whole = self._inbox.fragment_of(key), self._inbox.mark_arrived(key, digest, rank)
+        if self._lead is not None and fragment is not None and whole is not None:
+            self._lead.body_arrived(key, fragment, whole)
 
     def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int = 0) -> None:
         self._inbox.mark_aborted((learner, round, attempt), rank)

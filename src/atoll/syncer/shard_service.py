@@ -20,9 +20,11 @@ from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.shard_channel import LeadConnection
 from atoll.fabric.shard_server import ShardServer
 from atoll.fabric.wire import SMALL_BYTES, one_line
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.merge import NormExchange
-from atoll.numerics.screen import MeasuredPart, measure_part
+from atoll.numerics.rank_plan import check_tiling
+from atoll.numerics.screen import measure_part
 from atoll.numerics.shard_plan import exchange_of
 from atoll.protocol import shard as sh
 from atoll.protocol.errors import AtollError, PeerError
@@ -33,6 +35,7 @@ from atoll.protocol.shard_messages import (
     BodyHere,
     CutDone,
     CutHere,
+    DeclareRanks,
     Expect,
     FinishCut,
     FromShard,
@@ -47,9 +50,12 @@ from atoll.store.disk import NoRoom, Rests
 from atoll.store.writer_lease import Deposed
 from atoll.syncer.contributions import LARGE, Inbox, PendingContribution
 from atoll.syncer.credentials import PortAccess
+from atoll.syncer.first_parameters import FirstParameters
+from atoll.syncer.measured_bodies import body_here
 from atoll.syncer.norm_exchange import NormGathering
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.ranks import LearnerRanks
 from atoll.syncer.shard_store import CapturedPart, ShardStore
 from atoll.syncer.versions import Buffer, is_finite
 
@@ -85,9 +91,10 @@ class ShardService:
         """Why it ends when the lead is gone; empty: it dials the lead again."""
         self._parameters: Parameters | None = None
         self._inbox: Inbox | None = None
+        self._learner_ranks: LearnerRanks | None = None
+        self._initial: FirstParameters | None = None
         self._expected: dict[Body, Expect] = {}
         self._asked: AskInitial | None = None
-        self._initial_here: set[int] = set()
         self._gatherings: dict[int, NormGathering] = {}
         """By order, of merges in threads."""
         self._tasks: asyncio.TaskGroup | None = None
@@ -173,9 +180,12 @@ class ShardService:
                 self._say(message)
             case sh.Recover(take_up):
                 self._spawn(self._take_up(take_up))
+            case sh.KnowRanks(declared):
+                self._know_ranks(declared)
             case sh.ExpectBody(expect):
                 self._expected[expect.body] = expect
-                self._room.expect_body(expect.body, expect.fragment, probe=expect.probe)
+                plans = self._ranks.plans_of(expect.learner)
+                self._room.expect_body(expect.body, expect.fragment, probe=expect.probe, plans=plans)
                 self._spawn(self.server.announce_news())
             case sh.FreeBody(body):
                 self._expected.pop(body, None)
@@ -229,6 +239,16 @@ class ShardService:
         assert self._inbox is not None, "orders come behind TakeUp"
         return self._inbox
 
+    @property
+    def _ranks(self) -> LearnerRanks:
+        assert self._learner_ranks is not None, "orders come behind TakeUp"
+        return self._learner_ranks
+
+    @property
+    def _first(self) -> FirstParameters:
+        assert self._initial is not None, "orders come behind TakeUp"
+        return self._initial
+
     async def _take_up(self, message: TakeUp) -> None:
         try:
             parameters, rounds = await asyncio.to_thread(self._store.take_up, message)
@@ -239,6 +259,7 @@ class ShardService:
         assert self._store.begun is not None
         self._parameters = parameters
         self._inbox = Inbox(parameters.plan, make_codec(self._store.begun.settings.codec, parameters.threads))
+        self._learner_ranks, self._initial = LearnerRanks(parameters.plan), FirstParameters(parameters)
         self._expected.clear()
         self._asked = None
         self._lead_is_lost = False
@@ -327,23 +348,41 @@ class ShardService:
 
     # ---- bodies: contributions ------------------------------------------------------------------------------------
 
+    def _know_ranks(self, declared: DeclareRanks) -> None:
+        """They were checked by the lead; what does not fit this shard's plan would be a mistake of ours, and no body of
+        it is taken."""
+        assert self._store.plan is not None
+        try:
+            if declared.ranks:
+                check_tiling(self._store.plan.whole.tensors, declared.ranks)
+            self._ranks.add_learner(declared.learner, declared.ranks)
+        except AtollError as error:
+            self._ranks.remove_learner(declared.learner)
+            self._tell_operator(f"the ranks of {declared.learner} cannot be served: {one_line(error)}")
+        self._spawn(self.server.announce_news())
+
     def is_expected(self, body: Body) -> bool:
         return body in self._expected
 
-    def expect_contribution(self, body: Body, session: str, token: str, named: int) -> memoryview:
+    def expect_contribution(self, body: Body, session: str, token: str, named: int, rank: int) -> memoryview:
         if (expect := self._expected.get(body)) is None:
             raise PeerError(f"no contribution to round {body[1]} (attempt {body[2]}) is waited for")
         if (expect.session, expect.token) != (session, token):
             raise PeerError(f"{body[0]} came to the lead under another session or token than this request shows")
-        return self._room.receive_body(body, named)
+        return self._room.receive_body(body, named, rank)
 
-    def contribution_aborted(self, body: Body) -> None:
-        self._room.mark_aborted(body)
+    def contribution_aborted(self, body: Body, rank: int) -> None:
+        self._room.mark_aborted(body, rank)
 
-    def contribution_arrived(self, body: Body, digest: str) -> None:
-        self._room.mark_arrived(body, digest)
+    def contribution_arrived(self, body: Body, digest: str, rank: int) -> None:
+        whole = self._room.mark_arrived(body, digest, rank)
         if (expect := self._expected.get(body)) is None:
             return  # it was discarded meanwhile
+        if whole is not None:  # of all ranks
+            self._measure_body(expect, whole)
+
+    def _measure_body(self, expect: Expect, digest: str) -> None:
+        body = expect.body
         if self._model.plan.fragments[expect.fragment].size <= LARGE:
             self._handle(sh.Came(self._measure(expect, digest)))
         else:
@@ -372,9 +411,8 @@ class ShardService:
 
     def _ask_for(self, asked: AskInitial) -> None:
         self._asked = asked
-        self._initial_here = {part.index for part in self._model.plan.fragments if not part.size}
-        if len(self._initial_here) == len(self._model.plan.fragments):
-            self._model.commit_initial()
+        self._first.ask_learner(asked.learner, asked.session)
+        if self._first.is_complete:
             self._handle(sh.Came(InitialHere(learner=asked.learner, session=asked.session, complete=True)))
         self._spawn(self.server.announce_news())
 
@@ -384,15 +422,16 @@ class ShardService:
             raise PeerError(f"{learner} was not asked for the first parameters")
         return asked
 
-    def expect_initial(self, learner: str, session: str, token: str, fragment: int) -> memoryview:
+    def expect_initial(self, learner: str, session: str, token: str, fragment: int, rank: int) -> memoryview:
         if self._check_asked(learner, session).token != token:
             raise PeerError(f"{learner} came to the lead under another token than this request shows")
-        if fragment >= len(self._model.plan.fragments) or not (size := self._model.plan.fragments[fragment].size):
-            raise PeerError(f"shard {self._machine.shard} holds nothing of fragment {fragment}")
-        self._handle(sh.Came(InitialHere(learner=learner, session=session, size=4 * size)))
-        return np.empty(size, np.float32).view(np.uint8).data
+        body = self._first.make_room(fragment, self._ranks.find_sender(learner, rank))
+        self._handle(sh.Came(InitialHere(learner=learner, session=session, size=body.nbytes)))
+        return body
 
-    async def initial_arrived(self, learner: str, session: str, fragment: int, body: memoryview, digest: str) -> None:
+    async def initial_arrived(
+        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
+    ) -> None:
         values = np.frombuffer(body, np.float32)
         finite = is_finite(values) if values.nbytes <= SMALL_BYTES else await asyncio.to_thread(is_finite, values)
         self._check_asked(learner, session)
@@ -400,11 +439,13 @@ class ShardService:
             reason = f"fragment {fragment} of the first parameters is not finite"
             self._handle(sh.Came(InitialHere(learner=learner, session=session, reason=reason)))
             return
-        self._model.put_initial(fragment, values, digest)
-        self._initial_here.add(fragment)
-        complete = len(self._initial_here) == len(self._model.plan.fragments)
-        if complete:
-            self._model.commit_initial()
+        whole: tuple[FloatArray, str] | None = (values, digest)
+        if plans := self._ranks.plans_of(learner):
+            whole = await self._first.join_part(fragment, rank, plans, values)
+            self._check_asked(learner, session)
+        if whole is not None:
+            self._first.accept_fragment(fragment, *whole)
+        complete = whole is not None and self._first.is_complete
         self._handle(sh.Came(InitialHere(learner=learner, session=session, complete=complete)))
 
     def committed_version(self, fragment: int) -> int:
@@ -415,6 +456,12 @@ class ShardService:
 
     def fragment(self, index: int, have: int) -> ServedFragment:
         return self._served().serve_fragment(index, have)
+
+    def knows_rank(self, learner: str, rank: int) -> bool:
+        return self._learner_ranks is not None and rank < len(self._ranks.plans_of(learner))
+
+    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
+        return await self._ranks.serve_part(learner, rank, index, partial(self._served().serve_fragment, index))
 
     def _served(self) -> Parameters:
         if self._parameters is None:
@@ -428,36 +475,3 @@ def _append_if_room(append: Callable[[], str]) -> str | None:
         return append()
     except NoRoom:
         return None
-
-
-def body_here(
-    body: Body, digest: str, measured: MeasuredPart | None, *, version: int = -1, reason: str = ""
-) -> BodyHere:
-    """What the lead is told of a body."""
-    learner, round, attempt = body
-    if measured is None:
-        return BodyHere(learner=learner, round=round, attempt=attempt, digest=digest, reason=reason)
-    known = measured.committed is not None and measured.moved is not None
-    return BodyHere(
-        learner=learner,
-        round=round,
-        attempt=attempt,
-        digest=digest,
-        squares=measured.squares.tobytes(),
-        version=version,
-        buffers=measured.committed.tobytes() if known and measured.committed is not None else b"",
-        moved=measured.moved.tobytes() if known and measured.moved is not None else b"",
-        broken=measured.broken,
-    )
-
-
-def measured_of(here: BodyHere, size: int, base: int) -> MeasuredPart:
-    """The same at the lead: `base`: the version that the contribution was made on."""
-    known = here.version == base
-    return MeasuredPart(
-        size,
-        np.frombuffer(here.squares, np.float64),
-        here.broken,
-        np.frombuffer(here.buffers, np.float64) if known else None,
-        np.frombuffer(here.moved, np.float64) if known else None,
-    )

@@ -1,5 +1,6 @@
 """A learner in one of several layouts: plain, ddp, fsdp, hsdp, tp, fsdp-tp. All ranks train on the same data, so that
-the mean of their gradients is the gradient of one of them, to the bit."""
+the mean of their gradients is the gradient of one of them, to the bit. WIDE: a net of which a syncer of several shards
+cuts a tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ layout, pace_s = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
 torch.set_num_threads(1)
-model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3, bias=False))
+one, two = (601, 901) if os.environ.get("WIDE") else (8, 5)
+layers = (nn.Linear(6, one), nn.ReLU(), nn.Linear(one, two), nn.ReLU(), nn.Linear(two, 3, bias=False))
+model: nn.Module = nn.Sequential(*layers)
 if layout != "plain":
     dist.init_process_group("gloo")
 if layout == "ddp":

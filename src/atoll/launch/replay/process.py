@@ -44,6 +44,7 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec, Delta, body_nbytes, decode_contribution, encode_contribution
 from atoll.numerics.fragments import Fragment, FragmentPlan
 from atoll.numerics.moments import read_moments
+from atoll.numerics.shard_plan import ShardPlan
 from atoll.protocol import tape
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import Range
@@ -97,6 +98,8 @@ class ReplayServices:
     remark: Callable[[str], None]
     ranks: bool = False
     """It is one of several ranks."""
+    shards: ShardPlan | None = None
+    """Of a syncer of several."""
 
     def can_give(self, copy: RecordedCopy) -> bool:
         """Not where it needs feedback that cannot be made again."""

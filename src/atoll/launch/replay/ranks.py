@@ -24,6 +24,7 @@ from atoll.mailbox.channel import CourierChannel, Start
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Fragment
 from atoll.numerics.rank_plan import RankPlan, make_rank_plans
+from atoll.numerics.rank_shards import cut_rank_plan
 
 
 class ReplayedRanks:
@@ -64,7 +65,7 @@ class ReplayedRanks:
         return replace(
             replay,
             plan=plan.plan,
-            sent=plan.sent,
+            sent=plan.sent if replay.shards is None else cut_rank_plan(plan, replay.shards).sent,
             ranks=True,
             version=version,
             adopted=partial(self._count_adoption, replay),

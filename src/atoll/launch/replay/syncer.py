@@ -157,6 +157,7 @@ class ReplaySyncer:
             progress=lambda committed: self._score.progress.get(committed, 0.0),
             global_step=lambda committed: self._score.global_steps.get(committed, 0),
             remark=self._add_remark,
+            shards=self._shards,
         )
         if self._begun:
             self._keep_current(range(settings.fragments))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from atoll.protocol.effects import Fact, Note
+from atoll.protocol.effects import Note
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution, Decline
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, ResetRecord, TermRecord
@@ -37,6 +37,7 @@ from atoll.protocol.shard_messages import (
     CutDone,
     CutHere,
     Decide,
+    DeclareRanks,
     EndShard,
     Expect,
     FinishCut,
@@ -59,102 +60,23 @@ from atoll.protocol.shard_messages import (
     decision_of,
 )
 from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer.shard_effects import (
+    LEAD,
+    AllThere,
+    Combine,
+    Complete,
+    CutPartsDone,
+    CutPartsKept,
+    InitialParts,
+    LeadEffect,
+    Moved,
+    Order,
+    Tell,
+    ValuesHere,
+)
 
-LEAD = 1
 CUTS = 4
 """The newest cuts from which a shard may come back."""
-
-
-class Order(Fact, frozen=True):
-    """Effect: a message to a shard. To shard 1, the lead itself: Stage, NormsOfAll and Unstage only."""
-
-    shard: int
-    message: FromLead
-
-
-class Complete(Fact, frozen=True):
-    """Effect: a contribution is whole: judge it, then tell the syncer's state machine."""
-
-    learner: str
-    message: Contribution
-    parts: tuple[BodyHere, ...]
-    """Of the holders of the fragment, in order."""
-
-
-class Combine(Fact, frozen=True):
-    """Effect: every holder has staged its part of the round: tell the state machine (Merged)."""
-
-    merge: fx.Merge
-    parts: tuple[tuple[int, Staged], ...]
-    """By shard, in order."""
-
-    def heads(self, shards: int) -> tuple[str, ...]:
-        """As the record names them: of shard 1 the digest of its part, of the others the heads of their chains; empty
-        for one that holds nothing of the fragment."""
-        staged = dict(self.parts)
-        others = (staged[n].head if n in staged else "" for n in range(LEAD + 1, shards + 1))
-        return (staged[LEAD].digest, *others)
-
-
-class CutPartsKept(Fact, frozen=True):
-    """Effect: the parts of a cut of all shards are durable; with a reason: they are not."""
-
-    cut: int
-    digests: tuple[str, ...]
-    """Of shards 2 to S, in order."""
-    reason: str
-
-
-class CutPartsDone(Fact, frozen=True):
-    """Effect: in all other shards the cut is complete; with a reason: it is not."""
-
-    cut: int
-    reason: str
-
-
-class InitialParts(Fact, frozen=True):
-    """Effect: a shard has heard of the first parameters."""
-
-    shard: int
-    message: InitialHere
-
-
-class ValuesHere(Fact, frozen=True):
-    """Effect: a shard has sent some of its values."""
-
-    shard: int
-    message: Values
-
-
-class Moved(Fact, frozen=True):
-    """Effect: a shard has another address than the learners know."""
-
-    shard: int
-
-
-class AllThere(Fact, frozen=True):
-    """Effect: every shard holds what was decided: what was held back may go out."""
-
-
-class Tell(Fact, frozen=True):
-    """Effect: an event for the syncer's state machine."""
-
-    event: fx.SyncerEvent
-
-
-LeadEffect = (
-    Order
-    | Complete
-    | Combine
-    | CutPartsKept
-    | CutPartsDone
-    | InitialParts
-    | ValuesHere
-    | Moved
-    | AllThere
-    | Tell
-    | Note
-)
 
 
 @dataclass(slots=True)
@@ -200,6 +122,8 @@ class LeadShards:
         """Records since the oldest cut that a shard may come back from; a number is a cut."""
         self._complete: list[int] = []
         """The last cuts that are complete in every other shard."""
+        self._ranks: dict[str, DeclareRanks] = {}
+        """By learner, of those of several ranks that are connected."""
         self._bodies: dict[Body, ExpectedBody] = {}
         self._orders = 0
         self._merge: PendingMerge | None = None
@@ -369,6 +293,8 @@ class LeadShards:
             self._out.append(Note("alarm", f"shard {shard} is back{since}", {**data, **about}))
         else:
             self._out.append(Note("shard", f"shard {shard} is there{since}", data))
+        for declared in self._ranks.values():
+            self._order(shard, declared)
         for body in self._bodies.values():
             if body.told or shard not in self.holders(body.expect.fragment):
                 continue
@@ -425,6 +351,17 @@ class LeadShards:
                 raise PeerError(f"{type(message).__name__} opens a channel, and this one is open")
 
     # ---- contributions ------------------------------------------------------------------------------------------
+
+    def declare_ranks(self, declared: DeclareRanks) -> None:
+        """Of a learner that has connected, or is gone. Shards hear of it before any pull of it."""
+        before = self._ranks.pop(declared.learner, None)
+        if declared.ranks:
+            self._ranks[declared.learner] = declared
+        elif before is None:
+            return
+        for shard, seat in sorted(self.seats.items()):
+            if seat.ready:
+                self._order(shard, declared)
 
     def expect_body(self, expect: Expect) -> None:
         """A pull is sent."""
