@@ -80,11 +80,15 @@ class ShardConnections:
         found = [known.get(one) or self.lead.connect_shard(one) for one in addresses]
         self._left += [one for one in self._connections[1:] if one not in found]
         self._addresses, self._connections = tuple(addresses), [self.lead, *found]
+        if (1 if self._shards is None else self._shards.count) != 1 + len(addresses):
+            self._cut_plan(1 + len(addresses))
+
+    def _cut_plan(self, count: int) -> None:
+        """Threads that encode read these: each is set once it is whole."""
         whole = self._plan if self._rank_plan is None else self._rank_plan.whole
-        self._shards = make_shard_plan(whole, 1 + len(addresses), self._codecs) if addresses else None
-        self._rank_shards = None
-        if self._rank_plan is not None and self._shards is not None:
-            self._rank_shards = cut_rank_plan(self._rank_plan, self._shards)
+        shards = make_shard_plan(whole, count, self._codecs) if count > 1 else None
+        of_rank = None if shards is None or self._rank_plan is None else cut_rank_plan(self._rank_plan, shards)
+        self._shards, self._rank_shards = shards, of_rank
 
     def close(self) -> None:
         """Cuts whatever is on its way to shards other than the lead, whose connection is its owner's."""
