@@ -20,11 +20,9 @@ from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.rank_plan import RankPlan, make_rank_plan
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.messages import (
-    PROTOCOL,
     Announce,
     Box,
     Contribution,
-    Hello,
     Pull,
     RankBoxes,
     Refused,
@@ -212,10 +210,6 @@ def test_one_digest_of_one_body_is_its_own() -> None:
 # ---- parts of versions ----------------------------------------------------------------------------------------------
 
 
-def hello(ranks: tuple[RankBoxes, ...], name: str = "a") -> Hello:
-    return Hello(protocol=PROTOCOL, learner=name, session="s", tensors=MODEL, ranks=ranks)
-
-
 def served(values: FloatArray, released: list[str]) -> ServedFragment:
     return ServedFragment(4, 9, "whole", values.view(np.uint8).data, lambda: released.append("whole"))
 
@@ -289,11 +283,10 @@ def test_plans_of_ranks_fit_into_their_share_of_the_ceiling() -> None:
     ranks = tuple(
         tuple(box(one.name, (32 * rank, 32 * rank + 32), (0, 512)) for one in tensors) for rank in range(count)
     )
-    said = Hello(protocol=PROTOCOL, learner="a", session="s", tensors=tensors, ranks=ranks)
     of = LearnerRanks(large)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    of.add_learner(said.learner, said.ranks)
+    of.add_learner("a", ranks)
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     pieces = sum(len(part.pieces) for one in of.plans_of("a") for part in one.plan.fragments)
