@@ -24,8 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.system.ray_cluster import RayCluster, opened_cluster
 
 from atoll.estimate.goodput import Job, gather, run
-from atoll.estimate.profile import Elasticity, Profile
+from atoll.estimate.profile import Elasticity, Failures, Profile
 from atoll.estimate.spot_trace import NodeChange, SpotTrace, find_absences, load_trace
 from atoll.launch.on_ray.cluster import NAMESPACE
 from atoll.launch.on_ray.controller import find_controller
-from atoll.observe.clusters import measure_run
+from atoll.observe.clusters import NEVER_S, measure_run
 from atoll.telemetry.events import Event, parse
 
 ROOT = Path(__file__).parent.parent
@@ -49,12 +47,8 @@ SCRIPT = Path(__file__).parent / "spot_learner.py"
 ASKED_POINTS = 2.0
 SEEDS = 20
 WAIT_S = 600.0
-
-
-def make_first_trace(nodes: tuple[str, ...]) -> SpotTrace:
-    first, second = nodes[:2]
-    changes = ((8, first, False), (12, first, True), (30, second, False), (34, second, True))
-    return SpotTrace(52.0, nodes, tuple(NodeChange(*change) for change in changes))
+SETTLE_S, AWAY_S = 5.0, 4.0
+"""In the first run: of steps before and after, and without a node."""
 
 
 class SpotCluster:
@@ -70,58 +64,87 @@ class SpotCluster:
             self._cluster.lose(self._nodes.pop(change.node))
 
 
-def read_events(folder: Path) -> list[Event]:
-    file = folder / "events.jsonl"
-    return list(parse(file.read_bytes().splitlines(keepends=True))) if file.exists() else []
+class SpotRun:
+    """A run on Ray that goes on until it is asked to end."""
+
+    def __init__(self, folder: Path, learners: int) -> None:
+        words = ["--learners", str(learners), "--gpus-per-learner", "1", "--steps", "1000000"]
+        command = [sys.executable, "-m", "atoll.cli", "train", str(SCRIPT), "--on", "ray", "--out", str(folder)]
+        self._command = [*command, *words, "--set", "evaluate_every=0"]
+        self._folder = folder
+
+    def __enter__(self) -> SpotRun:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.wait_for_recoveries(1)
+        self.began = float(next(event for event in self.events() if event["kind"] == "recovered")["at"])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning of its training part."""
+        return time.time() - self.began
+
+    def events(self) -> list[Event]:
+        file = self._folder / "events.jsonl"
+        return list(parse(file.read_bytes().splitlines(keepends=True))) if file.exists() else []
+
+    def wait_for_recoveries(self, count: int) -> None:
+        """Of learners, since its beginning."""
+        deadline = time.monotonic() + WAIT_S
+        while sum(event["kind"] == "recovered" for event in self.events()) < count:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                raise RuntimeError(f"{count} learners never came: {self._process.communicate()[1]}")
+            time.sleep(0.05)
+
+    def end(self) -> dict[str, Any]:
+        """In good order; its summary."""
+        import ray
+
+        ray.get(find_controller(self._folder).interrupt.remote(), timeout=WAIT_S)  # type: ignore[union-attr]
+        self._process.communicate(timeout=WAIT_S)
+        return dict(json.loads((self._folder / "summary.json").read_text()))
 
 
-@contextmanager
-def started_run(folder: Path, learners: int) -> Iterator[subprocess.Popen[str]]:
-    words = ["--learners", str(learners), "--gpus-per-learner", "1", "--steps", "100000", "--set", "evaluate_every=0"]
-    command = [sys.executable, "-m", "atoll.cli", "train", str(SCRIPT), "--on", "ray", "--out", str(folder), *words]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+def measure_machine(folder: Path, cluster: SpotCluster, nodes: tuple[str, ...]) -> Profile:
+    """What the simulator has to know, from a run in which two nodes are lost, one after the other. Of an absence, what
+    lies behind the coming of the node is recovery."""
+    away = []
+    with SpotRun(folder, len(nodes)) as run:
+        run.wait_for_recoveries(len(nodes))
+        time.sleep(SETTLE_S)
+        for number, node in enumerate(nodes[:2], start=1):
+            lost = run.now
+            cluster.make(NodeChange(lost, node, False))
+            time.sleep(AWAY_S)
+            away.append(run.now - lost)
+            cluster.make(NodeChange(run.now, node, True))
+            run.wait_for_recoveries(len(nodes) + number)
+            time.sleep(SETTLE_S)
+        run.end()
+        found = measure_run(run.events(), "a first run on this cluster").profile
+    absent = found.failures.observed_s
+    if len(absent) != len(away):
+        raise RuntimeError(f"{len(away)} nodes were lost for a while, and {len(absent)} learners came back")
+    recovery = Elasticity(recover_s=fmean(absent) - fmean(away), start_s=found.elasticity.start_s)
+    return msgspec.structs.replace(found, failures=Failures(mtbi_s=NEVER_S), elasticity=recovery)
 
 
 def follow(trace: SpotTrace, cluster: SpotCluster, folder: Path) -> tuple[dict[str, Any], float]:
     """A run under this trace: its summary, and by how many seconds a change came late at most."""
-    import ray
-
-    with started_run(folder, len(trace.nodes)) as process:
-        deadline = time.monotonic() + WAIT_S
-        while not (begun := [event for event in read_events(folder) if event["kind"] == "recovered"]):
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
-                raise RuntimeError(f"the run did not begin: {process.communicate()[1]}")
-            time.sleep(0.1)
-        began, late = float(begun[0]["at"]), 0.0
+    late = 0.0
+    with SpotRun(folder, len(trace.nodes)) as run:
         for change in trace.changes:
-            time.sleep(max(0.0, began + change.at_s - time.time()))
-            late = max(late, time.time() - began - change.at_s)
-            print(f"  {time.time() - began:5.1f} s: {change.node} {'comes' if change.up else 'is lost'}", flush=True)
+            time.sleep(max(0.0, change.at_s - run.now))
+            late = max(late, run.now - change.at_s)
+            print(f"  {run.now:5.1f} s: {change.node} {'comes' if change.up else 'is lost'}", flush=True)
             cluster.make(change)
-        time.sleep(max(0.0, began + trace.seconds - time.time()))
-        ray.get(find_controller(folder).interrupt.remote(), timeout=WAIT_S)  # type: ignore[union-attr]
-        process.wait(WAIT_S)
-    return json.loads((folder / "summary.json").read_text()), late
-
-
-def measure_machine(folder: Path, trace: SpotTrace) -> Profile:
-    """What the simulator has to know. Of an absence, what the trace did not ask for is recovery."""
-    found = measure_run(read_events(folder), "a first run on this cluster").profile
-    asked = [strike.for_s for strikes in find_absences(trace, len(trace.nodes)) for strike in strikes]
-    absent = found.failures.observed_s
-    if len(absent) != len(asked):
-        raise RuntimeError(f"{len(asked)} nodes were lost for a while, and {len(absent)} learners came back")
-    return msgspec.structs.replace(
-        found,
-        failures=Profile().failures,
-        elasticity=Elasticity(recover_s=fmean(absent) - fmean(asked), start_s=found.elasticity.start_s),
-    )
+        time.sleep(max(0.0, trace.seconds - run.now))
+        return run.end(), late
 
 
 def predict(profile: Profile, trace: SpotTrace) -> dict[str, Any]:
@@ -140,7 +163,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     said = parser.parse_args()
     trace, began = load_trace(said.trace), time.monotonic()
-    first = make_first_trace(trace.nodes)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     with tempfile.TemporaryDirectory() as scratch, opened_cluster(nodes=1) as ray_cluster:
         import ray
@@ -150,9 +172,8 @@ def main() -> int:
         for node in trace.nodes:
             cluster.make(NodeChange(0.0, node, True))
         try:
-            print(f"{time.monotonic() - began:.0f} s: a first run, {first.seconds:g} s", flush=True)
-            follow(first, cluster, Path(scratch) / "first")
-            profile = measure_machine(Path(scratch) / "first", first)
+            print(f"{time.monotonic() - began:.0f} s: a first run", flush=True)
+            profile = measure_machine(Path(scratch) / "first", cluster, trace.nodes)
             predicted = predict(profile, trace)
             print(f"{time.monotonic() - began:.0f} s: predicted {100 * predicted['goodput']:.1f} %", flush=True)
             said.out.write_text(json.dumps({"predicted": predicted}, indent=2) + "\n")

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tests.integrations.test_same_script import ASKED, SCRIPT, by_train, fields
 from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.ray_cluster import RayCluster, find_actor, opened_cluster, until_no_process
 
@@ -30,6 +32,16 @@ def test_what_does_not_fit_is_refused_before_anything_starts(run: Run, cluster: 
     refused = run.command("train", *LINE, "--learners", "2", "--gpus-per-learner", "2", "--out", run.out)
     assert refused.returncode == 2 and "4 GPUs are missing" in refused.stderr and refused.stderr.count("\n") == 1
     assert not run.out.exists()
+
+
+def test_the_same_script_gives_the_same_fields(run: Run, cluster: RayCluster, tmp_path: Path) -> None:
+    """As test_same_script.py asks of the other engines."""
+    here = tmp_path / "here"
+    here.mkdir()
+    usual = set(fields(by_train(Run(here))))
+    run.train(SCRIPT, *ASKED, "--on", "ray").ended()
+    assert set(fields(run.summary)) == usual
+    assert run.summary["failure"] is None and sorted(run.summary["per_learner"]) == ["learner-0", "learner-1"]
 
 
 def test_a_run_goes_on_without_a_terminal_and_without_its_controller(run: Run, cluster: RayCluster) -> None:

@@ -1,5 +1,5 @@
-"""One script, unchanged: alone, by `atoll train`, by hand as the files for Kubernetes and SkyPilot do, under Slurm.
-Every run has a summary.json with the same fields."""
+"""One script, unchanged: alone, by `atoll train`, by hand as the files for Kubernetes and SkyPilot do, under Slurm;
+on Ray in test_ray.py, which has a cluster. Every run has a summary.json with the same fields."""
 
 from __future__ import annotations
 

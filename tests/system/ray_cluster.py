@@ -77,9 +77,10 @@ def opened_cluster(nodes: int, cpus: int = 1) -> Iterator[RayCluster]:
             cluster.close()
 
 
-def find_process(run: Path, name: str) -> int:
-    """The pid of a learner of this run."""
+def find_process(run: Path, name: str, rank: int | None = None) -> int:
+    """The pid of a learner of this run, or of a rank of it."""
     wanted = {f"ATOLL_LEARNER={name}".encode(), f"ATOLL_RUN_TOML={run / 'run.toml'}".encode()}
+    wanted |= {f"RANK={rank}".encode()} if rank is not None else set()
     return next(pid for pid in _of_run(run) if wanted <= set(_read(pid, "environ").split(b"\0")))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 from tests.system.conftest import SCRIPTS, Event, Run, members
 from tests.system.ray_cluster import (
     RayCluster,
+    find_actor,
     find_process,
     find_syncer,
     find_syncers,
@@ -100,3 +103,97 @@ def test_a_node_that_gives_notice_loses_nothing(run: Run, cluster: RayCluster) -
     until_no_process(run.out, 30)
     assert run.summary["tokens"]["lost"] == 0 and run.summary["failure"] is None
     assert run.ask("verify", run.out).returncode == 0
+
+
+def fill(cluster: RayCluster, nodes: int) -> None:
+    while len(cluster.nodes) < nodes:
+        cluster.add()
+
+
+def end_well(run: Run) -> None:
+    assert run.ask("set", run.out, f"steps={run.events('round')[-1]['round'] + 300}").returncode == 0
+    run.ended()
+    until_no_process(run.out, 30)
+    assert run.summary["failure"] is None
+    verified = run.ask("verify", run.out)
+    assert verified.returncode == 0 and "all is well" in verified.stdout
+
+
+def rank_nodes(run: Run, cluster: RayCluster) -> list[object]:
+    return [cluster.node_of(find_process(run.out, "learner-0", rank)) for rank in (0, 1)]
+
+
+def test_a_learner_over_two_nodes_ends_with_one_of_them_and_comes_back_on_others(run: Run, cluster: RayCluster) -> None:
+    fill(cluster, 3)
+    words = ("--learners", "1", "--ranks", "2", "--set", "nodes_per_learner=2", "--set", "evaluate_every=0")
+    run.train(SCRIPTS / "ranks.py", "--on", "ray", *words, "--steps", "100000", "--", "fsdp", "0.05")
+    run.until(lambda events: newest(events, "learner-0") == 1)
+    first, second = rank_nodes(run, cluster)
+    assert first is not second and first is not None and second is not None
+    assert (run.out / "logs" / "learner-0.rank1.log").exists()
+
+    while len(cluster.nodes) > 2:  # no other node has room
+        cluster.lose(next(node for node in cluster.nodes if node not in (first, second)))
+    cluster.lose(second)
+    run.until(lambda events: any(e["kind"] == "exited" and "node is lost" in e["text"] for e in events))
+    cluster.add()
+    run.until(lambda events: newest(events, "learner-0") == 2)
+
+    os.kill(find_process(run.out, "learner-0", 1), signal.SIGKILL)
+    run.until(lambda events: newest(events, "learner-0") == 3)
+    assert any("learner-0.rank1 ended: killed by SIGKILL" in e["text"] for e in run.events("exited"))
+    end_well(run)
+
+
+def test_a_run_that_ended_goes_on_also_when_the_node_of_its_syncer_is_lost_before_it_serves(
+    run: Run, cluster: RayCluster
+) -> None:
+    fill(cluster, 3)
+    run.train(*LINE, "--learners", "2", "--steps", "60").ended()
+    rounds = len(run.events("round"))
+    run.start("train", "--on", "ray", "--resume", run.out, "--steps", "100000")
+    run.until(lambda events: len(find_syncers(run.out)) == 1)
+    cluster.lose(cluster.node_of(find_syncers(run.out)[0]))
+    cluster.add()
+    run.until(lambda events: len([e for e in events if e["kind"] == "round"]) > rounds + 20)
+    end_well(run)
+
+
+def test_a_node_is_lost_while_learners_start(run: Run, cluster: RayCluster) -> None:
+    fill(cluster, 3)
+    run.train(*LINE, "--learners", "3", "--steps", "100000")
+    run.until(lambda events: any(e["kind"] == "started" and e["process"] == "learner-2" for e in events))
+    syncers = {id(cluster.node_of(pid)) for pid in find_syncers(run.out)}
+    cluster.lose(next((node for node in cluster.nodes if id(node) not in syncers), cluster.nodes[0]))
+    cluster.add()
+    run.until(lambda events: names(events) == {"learner-0", "learner-1", "learner-2"})
+    end_well(run)
+
+
+def test_the_node_of_the_controller_is_lost_with_all_that_is_on_it(run: Run, cluster: RayCluster) -> None:
+    fill(cluster, 3)
+    run.train(*LINE, "--learners", "2", "--steps", "100000")
+    run.until(lambda events: names(events) == {"learner-0", "learner-1"})
+    lost = 0
+    while (node := cluster.node_of(find_actor("Controller"))) is None:  # the head is not to be lost: Ray goes with it
+        os.kill(find_actor("Controller"), signal.SIGKILL)
+        lost += 1
+        run.until(lambda events: sum("controller was lost" in e["text"] for e in events) == lost)  # noqa: B023
+    cluster.lose(node)
+    run.until(lambda events: sum("controller was lost" in e["text"] for e in events) == lost + 1)
+    cluster.add()
+    rounds = len(run.events("round"))
+    run.until(lambda events: len([e for e in events if e["kind"] == "round"]) > rounds + 20)
+    run.until(lambda events: {m["learner"] for m in run.events("round")[-1]["members"]} == {"learner-0", "learner-1"})
+    end_well(run)
+
+
+def test_of_two_that_start_one_run_at_once_one_is_refused(run: Run, cluster: RayCluster) -> None:
+    fill(cluster, 2)
+    words = [*LINE, "--learners", "2", "--steps", "100000"]
+    run.train(*words)
+    second = run.command("train", "--out", run.out, *words)
+    assert second.returncode == 2 and "is alive on this cluster" in second.stderr and second.stderr.count("\n") == 1
+    run.until(lambda events: names(events) == {"learner-0", "learner-1"})
+    assert len([e for e in run.events("started") if e["process"] == "syncer"]) == 1
+    end_well(run)

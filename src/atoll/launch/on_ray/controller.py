@@ -103,8 +103,10 @@ class Watched(msgspec.Struct, frozen=True):
 
 @dataclass
 class RayRun(LocalRun):
+    again: bool = False
+    """Ray started this controller again: the one before was lost."""
     adopts: bool = False
-    """Its processes go on, and their controller was lost."""
+    """… and the processes go on. If no syncer served yet, they are started anew instead."""
     _children: dict[str, ActorChild | NodeGroup] = field(default_factory=dict)
     _notices_at: float = 0.0
 
@@ -116,7 +118,7 @@ class RayRun(LocalRun):
                     await self._run_held()
                 return
             except ConfigError:
-                if not self.adopts or hasattr(self, "_syncer") or time.monotonic() > deadline:
+                if not self.again or hasattr(self, "_syncer") or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(1.0)
 
@@ -390,19 +392,18 @@ class Controller:
 
     def _prepare(self, again: bool) -> None:
         job, config = self._job, parse(self._job.config, "the command line")
-        nodes = list_nodes()
-        resume = None
-        if not again:
-            needs = LearnerNeeds(config.cpus_per_learner, config.gpus_per_learner, config.nodes_per_learner)
-            if shortage := find_shortage(nodes, config.protocol.learners, needs):
-                raise ConfigError(shortage)
-            if job.resume:
-                resume = plan_resume(RunDir.open(self._out.path), job.changes)
-            else:
-                RunDir.create(self._out.path, force=job.force, shared=config.service.share_files)
-            files = [str(self._out.path), job.launch.folder, *(one for one in job.script[:1] if one != "-m")]
-            if told := find_blind_nodes(nodes, files):
-                raise ConfigError(f"{told[0]}: put it where every node sees it, on a file system that they share")
+        nodes, resume = list_nodes(), None
+        adopts = again and self._out.address.exists()
+        needs = LearnerNeeds(config.cpus_per_learner, config.gpus_per_learner, config.nodes_per_learner)
+        if not again and (shortage := find_shortage(nodes, config.protocol.learners, needs)):
+            raise ConfigError(shortage)
+        if job.resume and not adopts:
+            resume = plan_resume(RunDir.open(self._out.path), job.changes)
+        elif not again or not self._out.path.exists():
+            RunDir.create(self._out.path, force=job.force, shared=config.service.share_files)
+        files = [str(self._out.path), job.launch.folder, *(one for one in job.script[:1] if one != "-m")]
+        if not again and (told := find_blind_nodes(nodes, files)):
+            raise ConfigError(f"{told[0]}: put it where every node sees it, on a file system that they share")
         self._run = RayRun(
             config,
             self._out,
@@ -416,7 +417,8 @@ class Controller:
             launch=job.launch,
             heeds_signals=False,
             start_s=START_S,
-            adopts=again,
+            again=again,
+            adopts=adopts,
         )
 
     def _note(self, status: RunStatus | None) -> None:

@@ -4,6 +4,8 @@ Which of them serves, the term in the journal decides; nobody tells them. Rules:
 - one that ends with 0 says that the run is over: a standby ends so too when the run has ended;
 - one that dies is started again, as a standby. Where its node is lost it goes to another that has none of the
   two; while there is no such node, the run goes on with one syncer;
+- before one has served, it is started again as it was first: there is nothing to stand by for, and a standby would
+  take a run that ended for over before it is opened again;
 - a syncer keeps its address as long as its node lives. An order goes to both: a standby reads it when it serves.
 """
 
@@ -52,6 +54,7 @@ class SyncerPair(Child):
     cpus: float = 0.0
     places: list[SyncerPlace] = field(init=False)
     _lines: list[str] = field(default_factory=list, repr=False)
+    _served: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         self.places = [SyncerPlace(self._make_member(name)) for name in ("syncer", "syncer-2")]
@@ -69,10 +72,12 @@ class SyncerPair(Child):
         self._start(self.places[0], standby=False)
 
     def start_standby(self) -> None:
+        self._served = True
         self._start(self.places[1], standby=True)
 
     def attach(self, nodes: list[RayNode]) -> None:
         """Go on with those that an earlier controller started; others are started as standbys."""
+        self._served = True
         for place in self.places:
             node, _, port = place.child.tag.partition(" ") if place.child.attach() else ("", "", "")
             if found := [one for one in nodes if one.id == node]:
@@ -132,10 +137,12 @@ class SyncerPair(Child):
                 self._say("warning", "no other node is there for a syncer to stand by: the run goes on with one")
             return
         place.told_alone = False
-        self._prepare(place, standby=True)
+        self._prepare(place, standby=self._served)
         if place.child.restart_if_due():
             self._send_lines(place)
-            self._say("restarted", f"{place.child.name} stands by at {place.host}")
+            self._say(
+                "restarted", f"{place.child.name} {'stands by' if self._served else 'is started'} at {place.host}"
+            )
 
     def restart_if_due(self) -> bool:
         return False  # each of the two by itself: `poll_exit`
