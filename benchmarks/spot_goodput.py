@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -162,6 +163,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, default=ROOT / "examples" / "spot_trace.toml")
     parser.add_argument("--out", type=Path, default=RESULT)
     said = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the cluster ends with this
     trace, began = load_trace(said.trace), time.monotonic()
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     with tempfile.TemporaryDirectory() as scratch, opened_cluster(nodes=1) as ray_cluster:

@@ -135,7 +135,7 @@ def test_a_learner_over_two_nodes_ends_with_one_of_them_and_comes_back_on_others
     while len(cluster.nodes) > 2:  # no other node has room
         cluster.lose(next(node for node in cluster.nodes if node not in (first, second)))
     cluster.lose(second)
-    run.until(lambda events: any(e["kind"] == "exited" and "node is lost" in e["text"] for e in events))
+    run.until(lambda events: any(e["kind"] in ("lost", "left") for e in events))
     cluster.add()
     run.until(lambda events: newest(events, "learner-0") == 2)
 
