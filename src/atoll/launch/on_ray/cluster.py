@@ -18,6 +18,8 @@ from atoll.protocol.errors import ConfigError, Unreachable
 DIAL_S = 10.0
 NAMESPACE = "atoll"
 CONTROLLER = "controller"
+HEAD = "node:__internal_head__"
+"""What Ray counts on the head alone."""
 
 
 # ---- names of a run's actors: its folder, and the process ------------------------------------------------------------
@@ -140,6 +142,12 @@ def list_leaving_nodes() -> set[str]:
         return set(state.get_draining_nodes())
     except (ImportError, AttributeError, ray.exceptions.RaySystemError):
         return set()
+
+
+def find_head() -> str:
+    """The id of the node that the cluster was begun with; empty: it is not told apart."""
+    nodes = import_ray().nodes()
+    return next((str(node["NodeID"]) for node in nodes if node["Alive"] and HEAD in node["Resources"]), "")
 
 
 def list_nodes() -> list[RayNode]:

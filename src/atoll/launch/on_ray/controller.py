@@ -37,6 +37,7 @@ from atoll.launch.on_ray.cluster import (
     NAMESPACE,
     LearnerNeeds,
     RayNode,
+    find_head,
     find_shortage,
     list_leaving_nodes,
     list_nodes,
@@ -431,6 +432,8 @@ class Controller:
 def make_controller(folder: Path, job: RunJob) -> Any:
     """ConfigError: the run has one."""
     options = {"name": name_actor(folder, CONTROLLER), "namespace": NAMESPACE, "lifetime": "detached"}
+    # The cluster ends with its head: a controller there is lost with no other node. Elsewhere only if it must be.
+    options |= {"scheduling_strategy": NodeAffinitySchedulingStrategy(head, soft=True)} if (head := find_head()) else {}
     make = ray.remote(Controller).options(**options, num_cpus=0, max_restarts=-1, max_concurrency=8)
     if (before := find_controller(folder)) is not None and ray.get(before.is_over.remote(), timeout=PROBE_S):
         ray.kill(before, no_restart=True)  # it stays a while for those who watch
