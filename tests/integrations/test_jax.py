@@ -10,7 +10,7 @@ import pytest
 from tests.integrations.conftest import EXAMPLES, Run, check_loads_back, told_loss
 from tests.system.conftest import members
 
-pytestmark = [pytest.mark.integrations, pytest.mark.system]
+pytestmark = [pytest.mark.integrations, pytest.mark.system, pytest.mark.timeout(600)]
 BESIDE_TORCH = Path(__file__).parent / "scripts" / "jax_or_torch.py"
 
 

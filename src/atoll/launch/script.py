@@ -30,7 +30,9 @@ TERM_S = 10.0
 """How long a script may take to end in its own way once its supervisor is gone."""
 
 PACKAGE = Path(__file__).parents[1]
-_API = tuple(str(PACKAGE / name) for name in ("__init__.py", "learner/learner.py", "learner/evaluate.py"))
+_API = tuple(
+    str(PACKAGE / name) for name in ("__init__.py", "learner/learner.py", "learner/evaluate.py", "integrations/jax.py")
+)
 """The modules whose functions a script calls …"""
 _CHECKS = (
     "check_dataset",
@@ -89,7 +91,10 @@ def is_usage_error(error: Exception) -> bool:
     """Whether a call of `atoll.Learner`, `atoll.evaluate` or one of their methods was wrong."""
     if isinstance(error, TypeError) and _SIGNATURE.match(str(error)):
         return True
-    if isinstance(error, AttributeError) and type(error.obj).__module__ == "atoll.learner.learner":
+    if isinstance(error, AttributeError) and type(error.obj).__module__ in (
+        "atoll.learner.learner",
+        "atoll.integrations.jax",
+    ):
         return True
     frames = _frames(error.__traceback__)
     kinds = (TypeError, ValueError, RuntimeError, AttributeError)
