@@ -26,7 +26,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from atoll.learner.capture import BegunSnapshot, InnerState, Stateful, capture, extras_by_path, restore_captured
+from atoll.learner.capture import (
+    OPTAX,
+    BegunSnapshot,
+    InnerState,
+    OtherLibrary,
+    Stateful,
+    capture,
+    extras_by_path,
+    restore_captured,
+)
 from atoll.learner.copy_room import TakenRoom
 from atoll.learner.moments import InnerMoments
 from atoll.learner.packing import Unpacking
@@ -185,8 +194,6 @@ class HostTensors(Mapping[str, torch.Tensor]):
 
 
 class OptaxState(InnerState):
-    KIND = "optax"
-
     def __init__(self, tree: ArrayTree) -> None:
         self.tree = tree
         self._first = [None if not np.any(values := np.asarray(one)) else values.copy() for one in tree.arrays]
@@ -194,7 +201,7 @@ class OptaxState(InnerState):
 
     def state_dict(self) -> dict[str, Any]:
         arrays = zip(self.tree.names, self.tree.arrays, strict=True)
-        return {"kind": self.KIND, "arrays": {name: copy_to_host(array) for name, array in arrays}}
+        return {"kind": OPTAX, "arrays": {name: copy_to_host(array) for name, array in arrays}}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         saved, arrays = state_dict["arrays"], zip(self.tree.names, self.tree.arrays, strict=True)
@@ -202,8 +209,8 @@ class OptaxState(InnerState):
 
     def check_state(self, saved: dict[str, Any], path: str) -> None:
         of_another = f"the snapshot is of another optimizer: {path!r}"
-        if saved["kind"] != self.KIND:
-            raise ConfigError(f"{of_another} is {self.KIND} here, {saved['kind']!s:.80} in the snapshot")
+        if saved["kind"] != OPTAX:
+            raise ConfigError(f"{of_another} is {OPTAX} here, {saved['kind']!s:.80} in the snapshot")
         held = saved["arrays"]
         for name in [*self.tree.names, *held]:
             if name not in held:
@@ -220,6 +227,8 @@ class OptaxState(InnerState):
         """PeerError, ConfigError: what a peer gave does not fit, or holds numbers that would break this optimizer."""
         try:
             saved = Unpacking(came.tensors).unpack(came.states["optimizer"])
+            if saved["kind"] != OPTAX:
+                raise OtherLibrary("torch", "optax")
             self.check_state(saved, "optimizer")
         except (TypeError, KeyError, AttributeError, IndexError, ValueError, RuntimeError):
             raise PeerError("it holds no optimizer's state") from None
@@ -416,6 +425,8 @@ class JaxModel:
         try:
             self._inner.check_peer(came)
             restore_captured({}, things, allowed, prefixes=("buffers/",), device=CPU, rng=False)
+        except OtherLibrary:
+            raise
         except ConfigError as error:
             raise PeerError(str(error)) from None
         self._state_unseen = True

@@ -48,6 +48,17 @@ class InnerState(ABC):
         """ConfigError with the first thing in which the saved optimizer differs from this one."""
 
 
+OPTAX = "optax"
+"""The kind of every optimizer's state that is not torch's; torch's kinds are the names of its classes."""
+
+
+class OtherLibrary(ConfigError):
+    """A peer's optimizer is of the other library: nobody's mistake, so the peer gets no strike for it."""
+
+    def __init__(self, peer: str, own: str) -> None:
+        super().__init__(f"the peer's is {peer}'s, and this one is {own}'s")
+
+
 @dataclass(frozen=True, slots=True)
 class BegunSnapshot:
     """A snapshot whose copies are under way."""

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from atoll.learner.capture import Stateful
+from atoll.learner.capture import OPTAX, OtherLibrary, Stateful
 from atoll.learner.model import BufferRule
 from atoll.learner.packing import Unpacking
 from atoll.learner.snapshot import Snapshot
@@ -195,8 +195,12 @@ def _own(spec: StateSpec | type, value: Any) -> Any:
 def _fitting(path: str, optimizer: Optimizer, model: nn.Module, layout: Layout, came: Snapshot) -> States:
     try:
         saved = Unpacking(came.tensors).unpack(came.states[path])
+        if saved["kind"] == OPTAX:
+            raise OtherLibrary("optax", "torch")
         check_optimizer_state(optimizer, model, saved, path)
         given = dict(saved["state"])
+    except OtherLibrary:
+        raise
     except ConfigError as error:
         raise PeerError(str(error)) from None
     except (TypeError, KeyError, AttributeError, IndexError, ValueError, RuntimeError):
