@@ -68,7 +68,7 @@ class ArrayTree:
         for name, (_, leaf) in zip(self.names, found, strict=True):
             self._check_leaf(name, leaf)
         self.arrays = [commit(leaf) for _, leaf in found]
-        self.device = self._find_device()
+        self._check_device()
         self._forms = [(array.shape, array.dtype) for array in self.arrays]
 
     def flatten(self, tree: Any) -> list[Any]:
@@ -76,8 +76,11 @@ class ArrayTree:
         arrays, structure = jax.tree_util.tree_flatten(tree)
         if structure != self._structure:
             raise ConfigError(f"{self._what} has another structure than when this learner began: {self._differ(tree)}")
-        for name, array, form in zip(self.names, arrays, self._forms, strict=True):
-            self._check_leaf(name, array)
+        for place, (name, form) in enumerate(zip(self.names, self._forms, strict=True)):
+            array = arrays[place]
+            if not isinstance(array, jax.Array) or array.is_deleted():
+                self._check_leaf(name, array)
+                array = arrays[place] = commit(array)
             if (array.shape, array.dtype) != form and not self._is_widened(array, form):
                 here, was = f"{array.shape} {array.dtype}", f"{form[0]} {form[1]}"
                 raise ConfigError(f"{self._what}: '{name}' is {here} now, and was {was} when this learner began")
@@ -116,12 +119,11 @@ class ArrayTree:
         elif not isinstance(leaf, np.ndarray | np.generic | int | float):
             raise ConfigError(f"{self._what}: '{name}' is of type {type(leaf).__name__}: only arrays can be kept")
 
-    def _find_device(self) -> Any:
+    def _check_device(self) -> None:
         devices = {next(iter(array.sharding.device_set)) for array in self.arrays}
         if len(devices) > 1:
             places = ", ".join(sorted(map(str, devices)))
             raise ConfigError(f"the arrays of {self._what} lie on several devices ({places}): put them on one")
-        return next(iter(devices), None)
 
 
 def name_path(path: Sequence[Any]) -> str:
