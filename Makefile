@@ -64,7 +64,7 @@ dist: $(PACKAGES) ## wheel and sdist, their contents checked; installed for Pyth
 	$(BIN)/python tools/dist.py $(PYTHONS)
 
 clean: ## remove .venv and every cache; runs stay
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps, so that a first run does not wait for the tools of development, and those do not wait for what is compiled.
