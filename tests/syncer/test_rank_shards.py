@@ -34,6 +34,7 @@ class RankedShardedLearner(RankedLearner):
 
     def __init__(self, url: str, name: str, ranks: tuple[RankBoxes, ...], codec: str = "fp32") -> None:
         super().__init__(url, name, ranks, codec)
+        self.has_ranks = bool(ranks)
         self.shards: list[RankShards] = []
         self.others: list[list[BodyConnection]] = []
         """By rank: to shards 2, 3 …"""
@@ -94,7 +95,8 @@ class RankedShardedLearner(RankedLearner):
             came = np.empty(part.held.size, np.float32)
             into = came.view(np.uint8).data
             way = self.way(rank, part.shard)
-            version, _, _ = await way.get_fragment(fragment, into, WAIT_S, self.name, rank, least)
+            who = (self.name, rank) if self.has_ranks else ("", -1)
+            version, _, _ = await way.get_fragment(fragment, into, WAIT_S, *who, least)
             values[part.front], values[part.behind] = came[: part.sent.size], came[part.sent.size :]
             return version
 
@@ -182,13 +184,10 @@ async def test_a_shard_that_comes_back_hears_of_the_ranks_again(tmp_path: Path) 
 
 
 async def test_what_ranks_ask_of_a_shard_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.fabric.shard_server.WAIT_S", 0.05)
     async with sharded(tmp_path, 2, **{**RUN, "learners": 1, "quorum": 1}) as stage:
         (learner,) = await join(stage, TWO, codec="fp32")
         shard = learner.way(1, 2)
         room = memoryview(bytearray(4))
-        with pytest.raises(Unreachable, match="rank 0 of nobody is not known here: try again later"):
-            await shard.get_fragment(0, room, WAIT_S, "nobody", 0)
         given = (learner.session, 0, room, compute_digest(room), WAIT_S)
         with pytest.raises(PeerError, match="a has no rank 2: it has declared 2"):
             await shard.put_initial("a", *given, rank=2)
@@ -196,6 +195,10 @@ async def test_what_ranks_ask_of_a_shard_wrongly_is_refused(tmp_path: Path, monk
         with pytest.raises(PeerError, match=f"this fragment needs exactly {4 * part.sent.size} bytes"):
             await shard.put_initial("a", *given, rank=1)
         await begin([learner])
+        with monkeypatch.context() as patched:
+            patched.setattr("atoll.fabric.shard_server.WAIT_S", 0.05)
+            with pytest.raises(Unreachable, match="rank 0 of nobody is not known here"):
+                await shard.get_fragment(0, room, WAIT_S, "nobody", 0)
         learner.step()
         learner.step()
         pull = await learner.until(Pull)
