@@ -30,7 +30,7 @@ from atoll.fabric.certificates import fingerprint, make_server
 from atoll.fabric.join_tokens import JoinToken, JoinTokens, Role, new_secret
 from atoll.launch.children import Child
 from atoll.launch.environment import LaunchEnvironment
-from atoll.launch.local import NEWCOMER_NICE, RUNNER, LocalRun
+from atoll.launch.local import RUNNER, LocalRun
 from atoll.launch.on_ray.actors import ActorChild, close_actors
 from atoll.launch.on_ray.cluster import (
     CONTROLLER,
@@ -175,7 +175,6 @@ class RayRun(LocalRun):
             [sys.executable, *RUNNER, *self.script],
             {**self._common_env, **env, "ATOLL_SYNCER": self._make_link("scorer" if evaluates else "join")},
             self.out.log(name),
-            nice=NEWCOMER_NICE,
             folder=Path(self.launch.folder),
             limit=self.max_restarts,
             run=name_run(self.out.path),
