@@ -34,6 +34,7 @@ from atoll.launch.local import RUNNER, LocalRun
 from atoll.launch.on_ray.actors import ActorChild, close_actors
 from atoll.launch.on_ray.cluster import (
     CONTROLLER,
+    HEAD,
     NAMESPACE,
     LearnerNeeds,
     RayNode,
@@ -430,9 +431,9 @@ class Controller:
 
 def make_controller(folder: Path, job: RunJob) -> Any:
     """ConfigError: the run has one."""
-    options = {"name": name_actor(folder, CONTROLLER), "namespace": NAMESPACE, "lifetime": "detached"}
-    # The cluster ends with its head: a controller there is lost with no other node. Elsewhere only if it must be.
-    options |= {"scheduling_strategy": NodeAffinitySchedulingStrategy(head, soft=True)} if (head := find_head()) else {}
+    options: dict[str, Any] = {"name": name_actor(folder, CONTROLLER), "namespace": NAMESPACE, "lifetime": "detached"}
+    if find_head():  # the cluster ends with it: a controller there is lost with no other node
+        options["resources"] = {HEAD: 0.001}  # (a soft affinity to it Ray does not heed where no CPUs are asked for)
     make = ray.remote(Controller).options(**options, num_cpus=0, max_restarts=-1, max_concurrency=8)
     if (before := find_controller(folder)) is not None and ray.get(before.is_over.remote(), timeout=PROBE_S):
         ray.kill(before, no_restart=True)  # it stays a while for those who watch
