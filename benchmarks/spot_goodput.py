@@ -37,7 +37,7 @@ from tests.system.ray_cluster import RayCluster, opened_cluster
 from atoll.estimate.goodput import Job, gather, run
 from atoll.estimate.profile import Elasticity, Failures, Profile
 from atoll.estimate.spot_trace import NodeChange, SpotTrace, find_absences, load_trace
-from atoll.launch.on_ray.cluster import NAMESPACE
+from atoll.launch.on_ray.cluster import connect
 from atoll.launch.on_ray.controller import find_controller
 from atoll.observe.clusters import NEVER_S, measure_run
 from atoll.telemetry.events import Event, parse
@@ -48,8 +48,8 @@ SCRIPT = Path(__file__).parent / "spot_learner.py"
 ASKED_POINTS = 2.0
 SEEDS = 20
 WAIT_S = 600.0
-SETTLE_S, AWAY_S = 5.0, 4.0
-"""In the first run: of steps before and after, and without a node."""
+SETTLE_S, AWAY_S = 5.0, 12.0
+"""In the first run: of steps before and after, and without a node, for longer than Ray takes to miss it."""
 
 
 class SpotCluster:
@@ -106,7 +106,9 @@ class SpotRun:
         """In good order; its summary."""
         import ray
 
+        connect("")
         ray.get(find_controller(self._folder).interrupt.remote(), timeout=WAIT_S)  # type: ignore[union-attr]
+        ray.shutdown()  # nothing that belongs to a node is to be lost with it
         self._process.communicate(timeout=WAIT_S)
         return dict(json.loads((self._folder / "summary.json").read_text()))
 
@@ -167,21 +169,16 @@ def main() -> int:
     trace, began = load_trace(said.trace), time.monotonic()
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     with tempfile.TemporaryDirectory() as scratch, opened_cluster(nodes=1) as ray_cluster:
-        import ray
-
-        ray.init(address=ray_cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         cluster = SpotCluster(ray_cluster)
         for node in trace.nodes:
             cluster.make(NodeChange(0.0, node, True))
-        try:
-            print(f"{time.monotonic() - began:.0f} s: a first run", flush=True)
-            profile = measure_machine(Path(scratch) / "first", cluster, trace.nodes)
-            predicted = predict(profile, trace)
-            print(f"{time.monotonic() - began:.0f} s: predicted {100 * predicted['goodput']:.1f} %", flush=True)
-            said.out.write_text(json.dumps({"predicted": predicted}, indent=2) + "\n")
-            summary, late = follow(trace, cluster, Path(scratch) / "run")
-        finally:
-            ray.shutdown()
+        print(f"{time.monotonic() - began:.0f} s: a first run", flush=True)
+        profile = measure_machine(Path(scratch) / "first", cluster, trace.nodes)
+        predicted = predict(profile, trace)
+        print(f"{time.monotonic() - began:.0f} s: predicted {100 * predicted['goodput']:.1f} %", flush=True)
+        said.out.with_suffix(".predicted.json").write_text(json.dumps(predicted, indent=2) + "\n")
+        summary, late = follow(trace, cluster, Path(scratch) / "run")
+    said.out.with_suffix(".predicted.json").unlink()
     points = 100 * (predicted["goodput"] - summary["goodput"])
     found = {
         "trace": said.trace.name,
