@@ -33,6 +33,8 @@ class LocalS3:
     def __init__(self, port: int) -> None:
         self.port, self.failing, self.refused = port, 0.0, 0
         self.down = False
+        self.refuses: dict[str, tuple[int, str]] = {}
+        """By method, the status and the code of S3 that every such request is answered with."""
         self._chance = random.Random(7)
         owner = self
 
@@ -41,6 +43,9 @@ class LocalS3:
 
             def _pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if self.command in owner.refuses:
+                    self._refuse(*owner.refuses[self.command])
+                    return
                 trouble = owner.draw_trouble()
                 if trouble == "close":
                     self.close_connection = True
@@ -72,6 +77,15 @@ class LocalS3:
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(data)
+
+            def _refuse(self, status: int, code: str) -> None:
+                text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/xml")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(text)
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
 

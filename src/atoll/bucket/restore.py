@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from atoll.bucket.claims import (
     LocalPlace,
     StoredHead,
@@ -47,7 +49,7 @@ from atoll.bucket.layout import (
 )
 from atoll.config import Config, load, parse
 from atoll.protocol.errors import ConfigError, RunFailed
-from atoll.store.atomic import make_folder, sync_path
+from atoll.store.atomic import make_folder, sync_path, write_atomic
 from atoll.store.cuts import BadCut, CutState, check_cut, folder_of, open_cut, read_state, read_syncer_part
 from atoll.store.disk import LocalDisk
 from atoll.store.rundir import RunDir
@@ -65,8 +67,7 @@ SHARD_TERMS = 100_000
 they begin with 700,000: the shards of the place before, should they live, write other objects."""
 
 
-@dataclass(frozen=True, slots=True)
-class Takeover:
+class Takeover(msgspec.Struct, frozen=True):
     """The claim under which a run is brought back."""
 
     term: int
@@ -87,14 +88,35 @@ class Restored:
     remarks: list[str] = field(default_factory=list)
 
 
+CLAIM = "claim.json"
+"""In the folder that a run is fetched into: what was claimed for it, so that a fetch that died goes on under its own
+claim. It is written before the claim is made."""
+
+
+def find_own_claim(bucket: Bucket, out: Path) -> Takeover | None:
+    """Of a fetch into this folder that was cut off. None: there was none, or others have claimed the run since."""
+    try:
+        saved = msgspec.json.decode((_draft_of(out) / CLAIM).read_bytes(), type=Takeover)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    own = saved.term == newest_term(bucket) and read_claim(bucket, saved.term).place == saved.place
+    return saved if own else None
+
+
+def _draft_of(out: Path) -> Path:
+    return out.with_name(out.name + SUFFIX)
+
+
 def claim_run(bucket: Bucket, out: Path, *, take_over: bool) -> Takeover:
     """Claim the next term for a place of its own. ConfigError: its holder may be alive, or another was faster."""
     read_identity(bucket)
+    if (own := find_own_claim(bucket, out)) is not None:
+        return own
     newest = newest_term(bucket)
     if not newest:
         return Takeover(1, new_place())  # nobody has begun yet; term 1 is claimed by the syncer itself
     released = is_released(bucket, newest)
-    kept = _read_config(bucket).service.durability == "store"
+    kept = read_config(bucket).service.durability == "store"
     holder = read_claim(bucket, newest)
     if not released and not kept and not take_over:
         raise ConfigError(
@@ -102,14 +124,16 @@ def claim_run(bucket: Bucket, out: Path, *, take_over: bool) -> Takeover:
             f"machine is gone, say so with atoll restore {bucket.url} {out} --take-over"
         )
     head = read_head(bucket, range(1, newest + 1))
-    place = new_place()
-    if not claim_term(bucket, newest + 1, place, out):
+    takeover = Takeover(newest + 1, new_place(), behind=not released and not kept, head=head)
+    _draft_of(out).mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(_draft_of(out) / CLAIM, msgspec.json.encode(takeover))
+    if not claim_term(bucket, newest + 1, takeover.place, out):
         winner = read_claim(bucket, newest + 1)
         raise ConfigError(f"{bucket.url}: term {newest + 1} was claimed by {winner.describe()}, a moment sooner")
-    return Takeover(newest + 1, place, behind=not released and not kept, head=head)
+    return takeover
 
 
-def _read_config(bucket: Bucket) -> Config:
+def read_config(bucket: Bucket) -> Config:
     listing = read_listing(bucket.list_objects("files"))
     found = listing.choose_files(below=MAX_TERM).get("run.toml")
     if found is None:
@@ -125,9 +149,8 @@ def fetch_run(
         raise ConfigError(f"{out} is not empty: choose another folder, or remove it")
     identity = read_identity(bucket)
     listing = read_listing(_try_again(bucket.list_objects))
-    draft = RunDir(out.with_name(out.name + SUFFIX))
-    draft.path.parent.mkdir(parents=True, exist_ok=True)
-    draft.path.mkdir(mode=0o700, exist_ok=True)
+    draft = RunDir(_draft_of(out))
+    draft.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for folder in (draft.journal / "terms", draft.cuts, draft.learners, draft.logs):
         make_folder(folder)
     fetch = _Fetch(bucket, draft, listing, tell)
@@ -165,9 +188,19 @@ def _fetch_shard(run: Bucket, draft: RunDir, number: int, tell: Callable[[str], 
     return fetch
 
 
+def clear_draft(out: Path) -> None:
+    """Of an earlier try, which may have begun to change what it had fetched; but for what it had claimed."""
+    for path in _draft_of(out).iterdir() if _draft_of(out).exists() else ():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != CLAIM:
+            path.unlink()
+
+
 def finish_restore(draft: RunDir, out: Path) -> RunDir:
     if out.exists():
         out.rmdir()
+    (draft.path / CLAIM).unlink(missing_ok=True)  # the place says it from here on
     draft.path.rename(out)
     sync_path(out.parent)
     return RunDir(out.absolute())

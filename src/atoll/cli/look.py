@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.cli.shared import address_of, is_address, read_failure, short, where
+from atoll.cli.store import open_copy
 from atoll.extras import check_installed
 from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
@@ -145,10 +146,10 @@ def drain(learner: str, run: str | None) -> None:
     print(asyncio.run(post_drain(place, learner)))
 
 
-def verify(run: Path, json_: bool) -> None:
+def verify(run: Path | str, json_: bool) -> None:
     console = Console(stderr=json_)
-    with console.status("reading") as status:
-        report = verify_run(run, progress=lambda what, number: status.update(f"{what} {number:,}"))
+    with open_copy(run, console) as folder, console.status("reading") as status:
+        report = verify_run(folder, progress=lambda what, number: status.update(f"{what} {number:,}"))
     if json_:
         print(msgspec.json.encode(report.document()).decode())
     else:
@@ -164,7 +165,7 @@ def verify(run: Path, json_: bool) -> None:
         raise RunFailed(report.problem)
 
 
-def export(run: Path, out: Path, cut: int | None, best: bool, tail: int | None, force: bool, whole: bool) -> None:
+def export(run: Path | str, out: Path, cut: int | None, best: bool, tail: int | None, force: bool, whole: bool) -> None:
     console = Console()
     if tail is not None and (best or cut is not None):
         raise ConfigError("--tail averages the newest versions: give it without --best and --cut")
@@ -172,6 +173,13 @@ def export(run: Path, out: Path, cut: int | None, best: bool, tail: int | None, 
         raise ConfigError("--best and --cut name different models: give one of them")
     if best and whole:
         raise ConfigError("--best is what the evaluator kept, which is what is merged: give --whole without it")
+    with open_copy(run, console) as folder:
+        _export(console, folder, out, cut, best, tail, force, whole)
+
+
+def _export(
+    console: Console, run: Path, out: Path, cut: int | None, best: bool, tail: int | None, force: bool, whole: bool
+) -> None:
     if best:
         file, facts = export_best(run, out, force=force)
         scored = (

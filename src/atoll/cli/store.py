@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -58,6 +60,18 @@ def _restore(url: str, out: Path, console: Console, *, take_over: bool = False, 
         )
     for remark in found.remarks:
         console.print(remark, soft_wrap=True, highlight=False, markup=False)
+
+
+@contextmanager
+def open_copy(run: Path | str, console: Console) -> Iterator[Path]:
+    """The folder of a run; of one that is named by its bucket, a copy that is gone afterwards."""
+    if isinstance(run, Path):
+        yield run
+        return
+    with tempfile.TemporaryDirectory(prefix="atoll-copy-") as folder:
+        out = Path(folder) / "run"
+        _restore(run, out, console, read_only=True)
+        yield out
 
 
 def upload(*, run: Path) -> None:

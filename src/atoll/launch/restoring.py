@@ -19,7 +19,7 @@ import numpy as np
 
 from atoll.bucket.claims import StoredHead, begin_store, check_own, read_place, write_place
 from atoll.bucket.client import Bucket, StoreUnavailable, open_bucket
-from atoll.bucket.restore import SUFFIX, Restored, Takeover, claim_run, fetch_run, finish_restore
+from atoll.bucket.restore import Restored, Takeover, claim_run, clear_draft, fetch_run, finish_restore
 from atoll.digests import compute_digest
 from atoll.launch.restored_shards import begin_shards_anew, clear_written, cut_to_common
 from atoll.launch.resume import read_head
@@ -53,10 +53,8 @@ def restore_run(url: str, out: Path, *, take_over: bool = False, read_only: bool
     bucket = open_bucket(url)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: choose another folder, or remove it")
-    draft_left = out.with_name(out.name + SUFFIX)
-    if draft_left.exists():
-        shutil.rmtree(draft_left)
     takeover = Takeover(0) if read_only else claim_run(bucket, out.absolute(), take_over=take_over)
+    clear_draft(out.absolute())
     draft, restored = fetch_run(bucket, out.absolute(), takeover, tell)
     remarks = list(restored.remarks)
     cut_off = cut_to_common(draft, restored.shards) if restored.shards > 1 else 0

@@ -11,6 +11,7 @@ from atoll.cli.declared.shared import (
     TRUST,
     find_run,
     find_run_or_address,
+    find_run_or_bucket,
     list_choices,
     setting_option,
     suggest_setting,
@@ -111,12 +112,13 @@ LOOKING = (
         Journal, versions, weights, ledger, leases, cuts, parameters. Exit code 0: all is well. 1: something
         is wrong, and the first such thing is named.
 
-        Example:
+        Examples:
           atoll verify atoll-runs/first
+          atoll verify s3://bucket/run
         """,
         "look:verify",
         (
-            argument("run", "A run's folder.", find_run, required=True),
+            argument("run", "A run's folder, or its bucket.", find_run_or_bucket, required=True),
             flag("--json", "As JSON.", name="json_"),
         ),
     ),

@@ -12,6 +12,7 @@ from atoll.cli.declared.shared import (
     describe_choices,
     find_run,
     find_run_or_address,
+    find_run_or_bucket,
     list_choices,
     setting_option,
     suggest_setting,
@@ -122,10 +123,11 @@ RUNS = (
         Examples:
           atoll export atoll-runs/first model.safetensors
           atoll export atoll-runs/first model.safetensors --tail 4
+          atoll export s3://bucket/run model.safetensors
         """,
         "look:export",
         (
-            argument("run", "A run's folder.", find_run, required=True),
+            argument("run", "A run's folder, or its bucket.", find_run_or_bucket, required=True),
             argument("out", "A .safetensors file, or a folder for it and the settings.", Path, required=True),
             option("--cut", "What this cut holds, instead of the newest version.", int),
             flag("--best", "What scored best, instead of the newest version."),

@@ -26,6 +26,10 @@ def find_run(word: str) -> Path:
     return named_run(Path(word))
 
 
+def find_run_or_bucket(word: str) -> Path | str:
+    return word if "://" in word else find_run(word)
+
+
 def find_run_or_address(word: str) -> str:
     from atoll.cli.shared import is_address
 

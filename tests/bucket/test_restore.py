@@ -1,0 +1,112 @@
+"""A run in a bucket of this machine: read from it, torn uploads passed over, and a restore that died on its way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.store.written import WrittenRun, whole
+
+from atoll.bucket.claims import claim_term, release_term
+from atoll.bucket.client import open_bucket
+from atoll.bucket.layout import read_listing, released_key
+from atoll.cli.store import finish_upload, open_copy, restore
+from atoll.config import Config, Service
+from atoll.launch.restoring import attach_store
+from atoll.protocol.errors import ConfigError
+from atoll.store.verify import verify_run
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket"
+
+
+@pytest.fixture
+def stored(tmp_path: Path, url: str) -> WrittenRun:
+    """A run that ended and is in its bucket, released."""
+    run = whole(tmp_path / "run")
+    run.journal.close()
+    run.dir.settings.write_bytes(Config(service=Service(store=url)).toml())
+    attach_store(run.dir, url)
+    assert finish_upload(run.dir, Console(quiet=True)) == ""
+    return run
+
+
+def test_a_run_is_verified_from_its_bucket_and_no_copy_is_left(stored: WrittenRun, url: str) -> None:
+    with open_copy(url, Console(quiet=True)) as folder:
+        assert verify_run(folder).ok
+    assert not folder.exists() and read_listing(open_bucket(url).list_objects()).terms == {1, 2}, "nothing is claimed"
+
+
+def test_a_bucket_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"), open_copy(f"file://{tmp_path}/empty", Console(quiet=True)):
+        pass
+
+
+def test_a_restore_that_died_goes_on_under_its_own_claim(
+    stored: WrittenRun, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, again = open_bucket(url), tmp_path / "again"
+    bucket.delete([released_key(2)])
+    with pytest.raises(ConfigError, match="--take-over"):
+        restore(url=url, out=again, take_over=False, read_only=False)
+
+    def die(*words: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("atoll.launch.restoring.fetch_run", die)
+        with pytest.raises(KeyboardInterrupt):
+            restore(url=url, out=again, take_over=True, read_only=False)
+    assert read_listing(bucket.list_objects()).terms == {1, 2, 3}
+    with pytest.raises(ConfigError, match="--take-over"):
+        restore(url=url, out=tmp_path / "elsewhere", take_over=False, read_only=False)
+    restore(url=url, out=again, take_over=False, read_only=False)
+    assert read_listing(bucket.list_objects()).terms == {1, 2, 3}, "the same claim"
+    assert not list(again.parent.glob("again.restoring")) and not (again / "claim.json").exists()
+
+
+def test_a_claim_that_another_has_followed_is_not_taken_up_again(
+    stored: WrittenRun, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, again = open_bucket(url), tmp_path / "again"
+
+    def die(*words: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("atoll.launch.restoring.fetch_run", die)
+        with pytest.raises(KeyboardInterrupt):
+            restore(url=url, out=again, take_over=False, read_only=False)
+    assert claim_term(bucket, 4, "another", Path("/"))
+    with pytest.raises(ConfigError, match="has not released it"):
+        restore(url=url, out=again, take_over=False, read_only=False)
+    release_term(bucket, 4)
+    restore(url=url, out=again, take_over=False, read_only=False)
+    assert read_listing(bucket.list_objects()).terms == {1, 2, 3, 4, 5}
+
+
+def test_a_torn_cut_is_passed_over_for_the_one_before_it(
+    stored: WrittenRun, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket = open_bucket(url)
+    newest = read_listing(bucket.list_objects()).complete_cuts()[0]
+    bucket.put(newest.key("theta-000.bin"), b"torn")
+    restore(url=url, out=tmp_path / "copy", take_over=False, read_only=True)
+    assert f"cut {newest.cut} of the bucket is passed over" in capsys.readouterr().out
+    assert not (tmp_path / "copy" / "cuts" / f"{newest.cut:06d}").exists()
+
+
+def test_a_torn_piece_of_the_journal_is_refused_where_no_cut_lies_before_it(
+    stored: WrittenRun, url: str, tmp_path: Path
+) -> None:
+    bucket = open_bucket(url)
+    newest = max(key for key in bucket.list_objects("journal") if "segment" in key)
+    bucket.put(newest, bucket.get(newest)[:-1])
+    with pytest.raises(ConfigError, match="holds no cut with them"):
+        restore(url=url, out=tmp_path / "less", take_over=False, read_only=False)
+    assert not (tmp_path / "less").exists()
