@@ -10,7 +10,7 @@ import pytest
 from tests.integrations.conftest import EXAMPLES, Run, check_loads_back, told_loss
 from tests.system.conftest import members
 
-pytestmark = [pytest.mark.integrations, pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integrations, pytest.mark.system, pytest.mark.timeout(1200)]
 BESIDE_TORCH = Path(__file__).parent / "scripts" / "jax_or_torch.py"
 
 
@@ -18,6 +18,7 @@ def kill_and_see_back(run: Run, learner: str) -> None:
     """However long its second life takes to begin on this machine: the run ends once that has contributed."""
     lives = {life for name, life in members(run.events()) if name == learner}
     os.kill(run.pid(learner), signal.SIGKILL)
+    run.until(lambda events: any(e["kind"] == "joined" and e["incarnation"] > max(lives) for e in events))
     run.until(lambda events: any(name == learner and life > max(lives) for name, life in members(events)))
     ended = run.command("set", run.out, "steps=300")
     assert ended.returncode == 0, ended.stderr
@@ -38,6 +39,7 @@ def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score
 
 def test_a_learner_of_torchs_and_one_of_jaxs_train_one_model(run: Run) -> None:
     run.train(BESIDE_TORCH, "--learners", "2", "--steps", "100000", "--set", "sync_every=8")
+    run.until(lambda events: any(event["kind"] == "joined" and event["learner"] == "learner-1" for event in events))
     run.until(lambda events: {"learner-0", "learner-1"} <= {name for name, _ in members(events)})
     kill_and_see_back(run, "learner-1")
     assert run.summary["validation_loss_end"] < 0.5 * run.summary["validation_loss_start"]
