@@ -181,14 +181,3 @@ def test_the_controller_and_a_node_are_lost_at_once(run: Run, cluster: RayCluste
     cluster.add()
     run.until(lambda events: newest(events, "learner-1") == 2)
     end_well(run)
-
-
-def test_of_two_that_start_one_run_at_once_one_is_refused(run: Run, cluster: RayCluster) -> None:
-    fill(cluster, 2)
-    words = [*LINE, "--learners", "2", "--steps", "100000"]
-    run.train(*words)
-    second = run.command("train", "--out", run.out, *words)
-    assert second.returncode == 2 and "is alive on this cluster" in second.stderr and second.stderr.count("\n") == 1
-    run.until(lambda events: names(events) == {"learner-0", "learner-1"})
-    assert len([e for e in run.events("started") if e["process"] == "syncer"]) == 1
-    end_well(run)
