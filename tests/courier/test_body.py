@@ -180,7 +180,7 @@ async def test_an_answer_that_does_not_arrive_is_told(error: AtollError) -> None
 async def test_without_a_copy_or_a_buffer_the_answer_fails_and_nothing_else() -> None:
     async with place() as here:
         here.bodies.upload(9, 1, 0)
-        assert await here.told() == fx.UploadFailed(9, 1, "its copy gave way to newer ones")
+        assert await here.told() == fx.UploadFailed(9, 1, "its copy gave way to newer ones", no_copy=True)
         here.link.open.clear()
         here.copy(0, 5, 0.5)
         most = 2 * here.box.layout.fragments

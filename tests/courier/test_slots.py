@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from atoll.courier import slots as slots_module
 from atoll.courier.slots import IncomingSlots, OutgoingSlots
+from atoll.mailbox.channel import ReadOrder
+from atoll.protocol.learner import effects as fx
 
 
 def made(slots: OutgoingSlots, fragment: int, t: int) -> int:
@@ -85,6 +87,43 @@ def test_where_no_slot_is_free_those_kept_for_carry_give_way_first_then_the_olde
     assert slots.take_slot(urgent=True) == kept
     assert slots.take_slot(urgent=True) == oldest
     assert slots.send(0) is None
+
+
+def test_a_copy_that_is_waited_for_gets_the_next_slot_that_is_free() -> None:
+    """After the last step nobody orders it again: without a slot then, the last steps were lost."""
+    slots = OutgoingSlots([0])
+    made(slots, 0, 1)
+    slots.send(0)
+    slots.name(0, 1)
+    assert slots.order_read(fx.Read(5, 1, 9), urgent=True) is None, "an adoption will subtract the only copy"
+    assert slots.order_read(fx.Read(6, 2, 9), urgent=False) is None
+    assert slots.order_waiting() == []
+    slots.drop(0, 1)
+    slots.adopted(0)
+    assert slots.order_waiting() == [ReadOrder(0, 5, 1, 9)]
+    slots.free.append(0)
+    assert slots.order_waiting() == [], "one that was ordered ahead is not made"
+
+
+def test_a_copy_that_waits_for_a_slot_may_be_cancelled() -> None:
+    slots = OutgoingSlots([])
+    for number in (5, 6, 7):
+        slots.order_read(fx.Read(number, 0, 9), urgent=True)
+    slots.cancel_waiting(5)
+    slots.free.append(0)
+    assert [order.round for order in slots.order_waiting()] == [6]
+    slots.clear()
+    slots.free.append(0)
+    assert slots.order_waiting() == []
+
+
+def test_a_copy_that_a_thread_reads_does_not_give_way() -> None:
+    slots = OutgoingSlots([0, 1])
+    read = made(slots, 0, 1)
+    other = made(slots, 1, 2)
+    slots.hold_slot(read)
+    assert slots.take_slot(urgent=True) == other
+    assert slots.take_slot(urgent=True) is None and (0, 1) in slots.copies
 
 
 def test_a_second_copy_of_the_same_step_frees_the_first() -> None:

@@ -147,6 +147,18 @@ def test_one_that_stands_still_holds_up_the_end_until_it_is_given_up_not_once_a_
     assert world.now - before < world.settings.lost_after_s + 4 * 4.0, "four rounds on this link, and one wait"
 
 
+def test_one_that_reports_and_never_answers_holds_up_the_end_once() -> None:
+    """Its last steps are lost, and the ledger says so. The others give theirs."""
+    world = World(3, fragments=4, sync_every=8, assemble_s=20.0, adopt="carry").run_until(round=12)
+    world.learners["learner-2"].answers = False
+    world.end()
+    before = world.now
+    world.run_to_end(seconds=90)
+    assert 20.0 < world.now - before < 25.0
+    assert any(world.syncer.history.ledger.totals().lost)
+    assert all(world.learners[name].steps == [0] * 4 for name in ("learner-0", "learner-1"))
+
+
 def test_a_round_that_was_pulled_once_is_not_opened_anew_at_the_end() -> None:
     """Seed 400574: its second pull was attempt 1 again, and a late answer to the first was taken for the last steps."""
     world = World(3, fragments=2, sync_every=4, quorum=3, latency_s=0.1).run_until(round=3)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 from tests.protocol.world import World
 
-from atoll.courier.slots import OutgoingSlots
+from atoll.courier.slots import COPY_GONE, OutgoingSlots
 from atoll.protocol import records
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.copies import Orders, RoundsPerStep
 from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import Average
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.training import Training
 
@@ -108,7 +109,7 @@ class Slotted(Uneven):
                 slots.drop(fragment, t)
             case fx.Upload(number, attempt, fragment):
                 if slots.send(fragment) is None:
-                    learner.handle_event(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
+                    learner.handle_event(fx.UploadFailed(number, attempt, COPY_GONE, no_copy=True))
                     return
         super().carry_out_learner_effect(learner, effect)
 
@@ -204,3 +205,17 @@ def test_a_newcomer_has_the_time_of_the_median_learner_until_it_is_known() -> No
     assert gathering.deadline_of(newcomer) == pytest.approx(usual) and usual < gathering.deadline_s
     newcomer.answer_s.add(usual)  # it has missed a pull: from now on it has the time that it needs
     assert gathering.deadline_of(newcomer) == gathering.deadline_s
+
+
+def test_one_that_gives_its_last_steps_has_the_time_of_its_own_answers_up_to_a_limit() -> None:
+    """It was asked again and again with a deadline that it could not keep, as long as the others answered soon."""
+    world = World(3, fragments=4, sync_every=8).run_until(round=12)
+    closing, one = world.syncer.rounds.closing, world.syncer.members.learners["learner-2"]
+    floor_s = world.settings.pull_floor_s
+    one.stopped = True
+    assert closing.deadline_of(one) == closing.deadline_s == floor_s, "its answers have been quick"
+    one.answer_s = Average()
+    one.answer_s.add(0.6 * floor_s)  # it missed a pull, say, and has had so long for it
+    assert closing.deadline_of(one) == pytest.approx(4 * 0.6 * floor_s)
+    one.answer_s.add(1000.0)
+    assert closing.deadline_of(one) == 4 * floor_s, "no learner stretches it further"

@@ -6,7 +6,7 @@ from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.versions import Versions
-from atoll.protocol.messages import Announce, Member, Pull, Welcome
+from atoll.protocol.messages import Announce, Decline, Member, Pull, Welcome
 from atoll.protocol.settings import Settings
 
 SETTINGS = Settings(learners=2, fragments=2, sync_every=4, adopt="carry").resolved(10)
@@ -226,3 +226,18 @@ def test_after_the_last_step_a_pull_waits_for_the_version_that_is_being_adopted(
     assert of(fx.Upload, learner.handle(1.5, fx.Copied(10, 0, 11, 5, 50, base=3))) == []
     learner.handle(1.6, fx.Adopted(0, 4, 11, steps=5, tokens=50))
     assert of(fx.Upload, learner.handle(1.7, fx.Copied(10, 0, 11, 5, 50, base=4))) == [fx.Upload(10, 1, 0)]
+
+
+def test_a_copy_that_had_to_give_way_after_the_last_step_is_made_again() -> None:
+    """With few slots, a copy of all steps gave way to that of another fragment. At the end nobody asks twice."""
+    learner = a_learner()
+    learner.handle(1.2, fx.Stepped(11, (5, 5), (50, 50), stopped=True))
+    learner.handle(1.3, fx.Copied(9, 0, 11, 5, 50, base=3))
+    pull = Pull(round=10, attempt=1, fragment=0, gathering=11, deadline_s=60.0, term=1)
+    assert of(fx.Upload, learner.handle(1.4, fx.Arrived(pull))) == [fx.Upload(10, 1, 0)]
+    failed = learner.handle(1.5, fx.UploadFailed(10, 1, "its copy gave way to newer ones", no_copy=True))
+    assert of(fx.Read, failed) == [fx.Read(10, 0, 11)]
+    assert not [one for one in of(fx.Say, failed) if isinstance(one.message, Decline)]
+    assert of(fx.Upload, learner.handle(1.6, fx.Copied(10, 0, 11, 5, 50, base=3))) == [fx.Upload(10, 1, 0)]
+    failed = learner.handle(1.7, fx.UploadFailed(10, 1, "unreachable"))
+    assert [one for one in of(fx.Say, failed) if isinstance(one.message, Decline)]

@@ -20,6 +20,17 @@ def test_whatever_is_drawn_every_promise_holds(block: int) -> None:
         assert not outcome.invariant, f"{again}: {outcome.invariant}: {outcome.message}"
 
 
+@pytest.mark.parametrize("seed", [430, 615])
+def test_ranks_that_encode_for_longer_than_a_round_waits_give_their_last_steps(seed: int) -> None:
+    """At the end a pull had the deadline of any other, and nobody asks again: up to half of what a learner computed was
+    lost."""
+    plan = campaign.plan(seed, kind="ranks")
+    assert plan.ranks is not None and plan.ranks.delay_s == 0.3
+    plan = msgspec.structs.replace(plan, faults=())
+    outcome = campaign.run(plan, campaign.make(plan, traced=False))
+    assert not outcome.invariant, outcome.message
+
+
 def test_ranks_are_drawn_apart() -> None:
     """Settings, hosts, links and all other faults are those of the seed's plain world."""
     for seed in range(20):

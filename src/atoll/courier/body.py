@@ -245,7 +245,7 @@ class FragmentTransfers:
         if fragment in self._replacing:
             self._tell(fx.UploadFailed(number, attempt, BASE_REPLACED))
         elif (copy := self.outgoing.send(fragment)) is None:
-            self._tell(fx.UploadFailed(number, attempt, COPY_GONE))
+            self._tell(fx.UploadFailed(number, attempt, COPY_GONE, no_copy=True))
         else:
             slot, t = copy
             self._send_copy(UploadPart(WHOLE, number, attempt, fragment, slot, t))

@@ -23,7 +23,6 @@ from atoll.mailbox.channel import (
     CopyMade,
     ForgetOrder,
     HoldOrder,
-    ReadOrder,
     SlotFreed,
     ToTraining,
     VersionTaken,
@@ -84,6 +83,12 @@ class LearnerMemory:
 
     def free_slot(self, frame: SlotFreed) -> None:
         self.bodies.freed(frame.slot, frame.incoming)
+        self.order_waiting()
+
+    def order_waiting(self) -> None:
+        """Copies that waited for a slot are ordered once there is one."""
+        for order in self.bodies.outgoing.order_waiting():
+            self._send(order)
 
     def finish_adoption(self, frame: VersionTaken) -> None:
         """It is the base, in all ranks."""
@@ -101,11 +106,14 @@ class LearnerMemory:
         if self._ranks is not None and isinstance(effect, fx.Settle | fx.DropRests | fx.UploadAll):
             self._ranks.send(effect)
         match effect:
-            case fx.Read(number, fragment, step):
+            case fx.Read(step=step):
                 urgent = settings.synchronous or step <= self._machine.t
-                if (slot := bodies.outgoing.take_slot(urgent=urgent)) is not None:
-                    send(ReadOrder(slot, number, fragment, step))
-            case fx.CancelRead() | fx.LetGo():
+                if (order := bodies.outgoing.order_read(effect, urgent=urgent)) is not None:
+                    send(order)
+            case fx.CancelRead(number):
+                bodies.outgoing.cancel_waiting(number)
+                send(effect)
+            case fx.LetGo():
                 send(effect)
             case fx.Hold(number, step):
                 send(HoldOrder(number, schedule.fragment_of(number, settings), step))

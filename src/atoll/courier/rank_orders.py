@@ -53,7 +53,7 @@ class RankOrders:
     def order_upload(self, number: int, attempt: int, fragment: int, base: int) -> UploadPart | fx.UploadFailed:
         """For all ranks; or why there is none."""
         if (copy := self._outgoing.send(fragment)) is None:
-            return fx.UploadFailed(number, attempt, COPY_GONE)
+            return fx.UploadFailed(number, attempt, COPY_GONE, no_copy=True)
         self._asks += 1
         slot, t = copy
         order = UploadPart(self._asks, number, attempt, fragment, slot, t, base)

@@ -397,6 +397,8 @@ class Courier:
             return
         for effect in self._machine.handle(self._loop.time(), event):
             self._carry_out(effect)
+        if self._serving is not None:
+            self._serving.order_waiting()
         self._channel.flush()
         self._tell_progress()
         if self._wake is not None:

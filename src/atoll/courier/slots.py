@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from atoll.mailbox.channel import BASE, AdoptOrder
+from atoll.mailbox.channel import BASE, AdoptOrder, ReadOrder
 from atoll.protocol.learner import effects as fx
 
 COPY_GONE = "its copy gave way to newer ones"
@@ -40,17 +40,43 @@ class OutgoingSlots:
     """Slot → how many threads read it."""
     _given_up: set[int] = field(default_factory=set)
     """Slots that were released while a thread read them."""
+    _waiting: dict[int, fx.Read] = field(default_factory=dict)
+    """By round: copies that are waited for, and that no slot was free for."""
 
     def __post_init__(self) -> None:
         self.count = len(self.free)
 
+    def order_read(self, read: fx.Read, *, urgent: bool) -> ReadOrder | None:
+        """None: there is no slot. A copy that is waited for (`urgent`) gets the next that is free (`order_waiting`);
+        one that was ordered ahead is not made."""
+        self._waiting.pop(read.round, None)
+        if (slot := self.take_slot(urgent=urgent)) is not None:
+            return ReadOrder(slot, read.round, read.fragment, read.step)
+        if urgent:
+            self._waiting[read.round] = read
+        return None
+
+    def order_waiting(self) -> list[ReadOrder]:
+        """Of those that wait, the first ones, as many as there are slots for by now. Nobody else would order them:
+        after the last step no boundary comes at which they are ordered again."""
+        orders = []
+        for read in list(self._waiting.values()):
+            if (slot := self.take_slot(urgent=True)) is None:
+                break
+            del self._waiting[read.round]
+            orders.append(ReadOrder(slot, read.round, read.fragment, read.step))
+        return orders
+
+    def cancel_waiting(self, number: int) -> None:
+        self._waiting.pop(number, None)
+
     def take_slot(self, *, urgent: bool) -> int | None:
-        """A free slot, or a new one. Where there is none and a pull waits for the copy (`urgent`), the oldest copy
-        gives way, first of those that were only kept for carry."""
+        """A free slot, or a new one. Where there is none and the copy is waited for (`urgent`), the oldest copy gives
+        way, first of those that were only kept for carry. One that a thread reads would free no slot now."""
         if not self.free and self.reserve(self.count):
             self.free.append(self.count)
             self.count += 1
-        may_go = self.copies.keys() - self._named
+        may_go = {key for key in self.copies.keys() - self._named if not self._held[self.copies[key]]}
         if not self.free and urgent and may_go:
             kept = self._dropped & self._sent & may_go
             self._release(min(kept or may_go, key=lambda key: key[1]))
@@ -112,7 +138,8 @@ class OutgoingSlots:
                 self._release(key)
 
     def clear(self) -> None:
-        """Nothing that was copied counts any more."""
+        """Nothing that was copied, or is to be, counts any more."""
+        self._waiting.clear()
         for key in list(self.copies):
             self._release(key)
 

@@ -70,7 +70,9 @@ class Layout:
 
     @property
     def first_outgoing(self) -> int:
-        """Slots that are reserved from the start: what a learner at the run's pace uses."""
+        """Slots that are reserved from the start: what a learner at the run's pace uses. Where memory is short there
+        are no others, often fewer than fragments: then copies give way, and those that are waited for get the next slot
+        that is free (courier/slots.py), so that last steps are given all the same."""
         return 2 * self.flights + 3
 
     @property

@@ -50,7 +50,7 @@ def draw_ranks(seed: int, learners: int, fragments: int) -> DrawnRanks:
         tuple(counts),
         tuple(dice.choice(LAYOUTS) for _ in counts),
         delay_s=dice.choice([0.0, 0.001, 0.02, 0.3]),
-        most_copies=dice.choice([2 * fragments + 2, 64]),
+        most_copies=dice.choice([fragments + 1, 64]),
     )
 
 

@@ -24,7 +24,6 @@ from atoll.mailbox.channel import (
     ForgetOrder,
     Goodbye,
     HoldOrder,
-    ReadOrder,
     SlotFreed,
     StepReport,
     StopOrder,
@@ -41,8 +40,6 @@ from atoll.simulate.simulated_rank import FromRank, ReadFact, SentPart, Simulate
 from atoll.simulate.training import Copy, Payload
 
 BASE_REPLACED = "the version it was made on is being replaced"
-ENCODE_SHARE = 0.1
-"""Of what a message between ranks takes: to encode a part takes little of a round's deadline."""
 MOST_SENDING = 256
 """Answers that are remembered while some rank may still send its part."""
 NOTICE_S = 0.5
@@ -331,6 +328,8 @@ class RankedLearner(SimulatedLearner):
             self.world.rank_checks.watch_disagreement(self, error)
             raise
         self._take_whole(whole)
+        for order in self.outgoing.order_waiting():
+            self._send(order)
         self._fetch_waiting()
         return None
 
@@ -395,10 +394,10 @@ class RankedLearner(SimulatedLearner):
 
     def carry_out(self, effect: fx.LearnerEffect) -> None:
         match effect:
-            case fx.Read(number, fragment, step):
+            case fx.Read(step=step):
                 urgent = self.machine.settings.synchronous or step <= self.machine.t
-                if (slot := self.outgoing.take_slot(urgent=urgent)) is not None:
-                    self._send(ReadOrder(slot, number, fragment, step))
+                if (order := self.outgoing.order_read(effect, urgent=urgent)) is not None:
+                    self._send(order)
             case fx.Hold(number, step):
                 self._send(HoldOrder(number, schedule.fragment_of(number, self.machine.settings), step))
             case fx.Adopt():
@@ -411,7 +410,10 @@ class RankedLearner(SimulatedLearner):
                 self._epoch += 1
                 self.outgoing.clear()
                 self._send(ForgetOrder(self._epoch, reset))
-            case fx.CancelRead() | fx.LetGo() | fx.Supply() | fx.Save() | fx.AskToLeave():
+            case fx.CancelRead(number):
+                self.outgoing.cancel_waiting(number)
+                self._send(effect)
+            case fx.LetGo() | fx.Supply() | fx.Save() | fx.AskToLeave():
                 self._send(effect)
             case fx.Stop(reason, final, failed):
                 if failed:
@@ -486,7 +488,7 @@ class RankedLearner(SimulatedLearner):
             self.world.queue.call_later(MUTE_S, self._say_to_leader, rank, failed)
             return
         base = held.base[order.fragment]
-        encode_s = ENCODE_SHARE * self.layout.delay_s * (1 + rank) + held.lag_s
+        encode_s = self.layout.delay_s * (1 + rank) + held.lag_s
         self.world.queue.call_later(encode_s, self._encode_part, rank, order, base)
 
     def _encode_part(self, rank: int, order: UploadPart, base: Cells) -> object:

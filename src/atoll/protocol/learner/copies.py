@@ -108,15 +108,16 @@ class Copies:
             position=copy.position,
         )
 
-    def note_failure(self, number: int, attempt: int, *, keep: bool) -> bool:
-        """It did not get there; whether anybody may still wait for it. The next pull gets a new copy, or (`keep`) the
-        same: a learner that waits for a round makes no other."""
+    def note_failure(self, number: int, attempt: int, *, keep: bool) -> Pull | None:
+        """It did not get there; the pull, where anybody may still wait for it. The next pull gets a new copy, or
+        (`keep`) the same: a learner that waits for a round makes no other."""
         self._count_answer((number, attempt))
         if (sent := self._sent.pop((number, attempt), None)) is None:
-            return False
-        if not keep and self._at_hand.get(sent[0].fragment) is sent[0]:
-            self.drop_copy(sent[0].fragment)
-        return True
+            return None
+        copy, pull = sent
+        if not keep and self._at_hand.get(copy.fragment) is copy:
+            self.drop_copy(copy.fragment)
+        return pull
 
     def _count_answer(self, key: tuple[int, int]) -> None:
         self._unanswered[key] -= 1
@@ -370,9 +371,12 @@ class Pulls:
             self._say(now, contribution)
 
     def note_undelivered(self, now: float, event: UploadFailed) -> None:
-        if self._copies.note_failure(event.round, event.attempt, keep=self._synchronous):
-            reason = f"its answer did not arrive: {event.reason}"
-            self._say(now, Decline(round=event.round, attempt=event.attempt, reason=reason))
+        waits = self._synchronous and self._standing().stepping
+        pull = self._copies.note_failure(event.round, event.attempt, keep=waits)
+        if pull is not None and event.no_copy and not waits:
+            self.answer_pull(now, pull)  # by a new copy: after the last step nobody asks again
+        elif pull is not None:
+            self._decline_pull(now, pull, f"its answer did not arrive: {event.reason}")
 
     def order_waited_for(self, step: int) -> None:
         """A copy that did not do, for a pull that waits, is made again."""

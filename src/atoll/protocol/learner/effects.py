@@ -108,6 +108,8 @@ class UploadFailed(Fact, frozen=True):
     round: int
     attempt: int
     reason: str
+    no_copy: bool = False
+    """Nothing of it was sent, since its copy had given way to others."""
 
 
 class Saved(Fact, frozen=True):

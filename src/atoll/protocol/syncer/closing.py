@@ -82,6 +82,12 @@ class RoundClosing:
         """The timeout of a pull whose copy is ready."""
         return self.estimates.pull_deadline_s(self.state.settings, self.state.members.answer_s())
 
+    @property
+    def last_deadline_s(self) -> float:
+        """The timeout of a pull for last steps. It is the last chance: whoever takes longer to encode or to send than
+        rounds usually wait for has its time. Only one that reports and never answers uses all of it, once."""
+        return max(self.deadline_s, self.state.settings.assemble_s)
+
     def deadline_of(self, one: KnownLearner) -> float:
         """The timeout of a pull from this learner:
 
@@ -89,8 +95,12 @@ class RoundClosing:
 
         So it may reach its next step boundary, within the overlap. A newcomer counts as the median learner until it has
         answered or missed a pull. Its own ξ_answer keeps a fast learner that hangs from getting the time of a slow
-        link."""
+        link. One whose training loop has ended gives its last steps and has no boundary before it: it has the time of
+        its own answers, max(deadline_s, min(4 ξ_answer, limit_s))."""
         usual_s, answer_s = self.state.members.step_s(), one.answer_s.value
+        if one.stopped and answer_s is not None:
+            limit_s = deadline_limit_s(self.state.settings, self.state.members.answer_s() or 0.0)
+            return max(self.deadline_s, min(DEADLINE_RATIO * answer_s, limit_s))
         if answer_s is None:
             answer_s = self.state.members.answer_s()
         if self.state.settings.synchronous or one.stopped or usual_s is None or answer_s is None:
@@ -139,10 +149,14 @@ class RoundClosing:
         if not one.may_give(round_.fragment):
             return False
         if self.state.draining or one.stopped:
-            return one.stopped and one.has_more(round_.fragment)
+            return self.has_last_steps(one, round_.fragment)
         if self.state.settings.synchronous:
             return one.offers_from <= round_.number <= one.offer
         return one.is_ready(round_.fragment)
+
+    def has_last_steps(self, one: KnownLearner, fragment: int) -> bool:
+        """Its training loop has ended, and it can be asked for what is left of this fragment."""
+        return one.stopped and one.has_more(fragment) and one.name not in self.state.gave_no_answer
 
     def judge_round(
         self, now: float, round_: Round, ready: list[KnownLearner], *, in_turn: bool, wakes: list[float]
@@ -325,7 +339,12 @@ class Estimates:
         by_all = max(settings.pull_floor_s, DEADLINE_RATIO * (self.sync_s.value or 0.0))
         if answer_s is None:
             return by_all
-        return min(by_all, DEADLINE_RATIO * max(settings.pull_floor_s, DEADLINE_RATIO * answer_s))
+        return min(by_all, deadline_limit_s(settings, answer_s))
+
+
+def deadline_limit_s(settings: Settings, answer_s: float) -> float:
+    """4 max(floor, 4 ξ_answer), of the median learner: no learner stretches a deadline further."""
+    return DEADLINE_RATIO * max(settings.pull_floor_s, DEADLINE_RATIO * answer_s)
 
 
 def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> float:

@@ -133,8 +133,9 @@ class LastCycle:
     Rounds under way are finished first. A fragment of which nobody has steps left is skipped. Whoever does not stop,
     or does not take the version that holds its last contribution, is waited for with a patience, anew after every
     commit. One that was muted or stalled is asked too: a training loop that has ended answers at once, however slow
-    its steps were. Nobody is asked twice, so a moment of silence leaves nobody out: it takes a missed deadline, or a
-    link that is given up.
+    its steps were. Nobody is asked twice, so a moment of silence leaves nobody out: it takes a missed deadline, which
+    is longer here (`RoundClosing.last_deadline_s`), or a link that is given up. Whoever misses it is asked for no more:
+    one that reports and never answers holds up the end once, not once a fragment.
     """
 
     def __init__(self, state: SyncerState, rounds: Rounds) -> None:
@@ -161,7 +162,8 @@ class LastCycle:
             fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
             if self._waits_for_adoption(now, fragment, wakes):
                 return False
-            if any(one.stopped and one.has_more(fragment) for one in self.state.members.reachable_learners()):
+            reachable = self.state.members.reachable_learners()
+            if any(self.rounds.closing.has_last_steps(one, fragment) for one in reachable):
                 self.rounds.open_one(now)
                 return False
             self.rounds.skip_next()

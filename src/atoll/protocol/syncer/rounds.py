@@ -138,7 +138,8 @@ class Rounds:
         if any(round_.fragment == fragment for round_ in self.state.open_rounds.values()):
             return
         roster = frozenset(learner.name for learner in self.state.members.stepping_learners())
-        self.state.open_rounds[self.state.next_round] = Round(self.state.next_round, fragment, now, roster)
+        last = self.state.draining
+        self.state.open_rounds[self.state.next_round] = Round(self.state.next_round, fragment, now, roster, last)
         self.state.next_round += 1
 
     def skip_next(self) -> None:
@@ -164,6 +165,7 @@ class Rounds:
                 round_.reason = "the run ends"
         self.state.next_round = max(self.state.open_rounds, default=self.state.committed - 1) + 1
         self.state.draining = True
+        self.state.gave_no_answer.clear()
 
     def _close_if_ready(self, now: float, round_: Round, wakes: list[float]) -> bool:
         if self.closing.is_behind_all(round_):
@@ -209,7 +211,7 @@ class Rounds:
         alive = self.state.members.names_alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
         round_.alive = len({*alive, *(one.name for one in ready)})
         for one in ready:
-            deadline_s = self.closing.deadline_of(one)
+            deadline_s = self.closing.last_deadline_s if round_.last else self.closing.deadline_of(one)
             round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s)
             pull = Pull(
                 round=round_.number,
@@ -333,6 +335,8 @@ class Rounds:
 
     def _note_miss(self, round_: Round, seat: Seat, why: str, *, strike: bool) -> None:
         self.leave_out(round_, seat, why)
+        if round_.last:
+            self.state.gave_no_answer.add(seat.learner)
         learner = self.state.members.learners[seat.learner]
         if learner.incarnation != seat.incarnation or not learner.connected or not strike:
             return

@@ -78,6 +78,8 @@ class Round:
     opened_at: float
     roster: frozenset[str] = frozenset()
     """Who was stepping at the opening; the synchronous rule waits for these."""
+    last: bool = False
+    """It collects last steps at the end of the run: nobody is asked again."""
     stage: Stage = "gathering"
     attempt: int = 1
     gave_before: int | None = None
@@ -153,6 +155,8 @@ class SyncerState:
         """By number, in order."""
         self.draining = False
         """The run ends: the last steps are collected, unpaced."""
+        self.gave_no_answer: set[str] = set()
+        """Learners that had their time to give last steps, and missed it: they are asked for no more."""
         self.changing_rounds = False
         """H, τ or adoption change once no round is under way: none is frozen until then."""
 
