@@ -94,9 +94,9 @@ class Network:
         connection = learner.connection
         if connection is not None:
             now = self.queue.now
-            self.queue.call_later(connection.at(way, now + self.delay()) - now, self._come_up, connection, event)
+            self.queue.call_at(connection.at(way, now + self.delay()), self._come_up, connection, event)
             if self.doubles and self.random.random() < self.doubles:
-                self.queue.call_later(connection.at(way, now) - now, self._come_up, connection, event)
+                self.queue.call_at(connection.at(way, now), self._come_up, connection, event)
 
     def _come_up(self, connection: Connection, event: syncer_fx.SyncerEvent) -> object:
         learner: SimulatedLearner = connection.learner
@@ -130,8 +130,8 @@ class Network:
                 self._pass_down(connection, event, 0.0)
 
     def _pass_down(self, connection: Connection, event: learner_fx.LearnerEvent, delay_s: float) -> None:
-        now = self.queue.now
-        self.queue.call_later(connection.at("down", now + delay_s) - now, self._come_down, connection, event)
+        at = connection.at("down", self.queue.now + delay_s)
+        self.queue.call_at(at, self._come_down, connection, event)
 
     def _come_down(self, connection: Connection, event: learner_fx.LearnerEvent) -> object:
         learner: SimulatedLearner = connection.learner
@@ -160,9 +160,8 @@ class Network:
     def closed_by(self, connection: Connection, reason: str) -> None:
         """The learner's end is gone: the syncer hears of it once all that was said before has come."""
         name: str = connection.learner.name
-        now = self.queue.now
-        at = connection.at("up", now + self.delay())
-        self.queue.call_later(at - now, self._come_up, connection, syncer_fx.Lost(name, reason))
+        at = connection.at("up", self.queue.now + self.delay())
+        self.queue.call_at(at, self._come_up, connection, syncer_fx.Lost(name, reason))
 
     def lose_connection(self, learner: SimulatedLearner, reason: str) -> object:
         """A learner's end is gone."""
@@ -270,10 +269,9 @@ class Network:
     def upload(self, learner: SimulatedLearner, number: int, attempt: int, payload: Payload) -> None:
         connection = learner.connection
         if connection is not None:
-            now = self.queue.now
-            at = connection.at(f"payload {number}", now + self.delay() + self.body_s)
+            at = connection.at(f"payload {number}", self.queue.now + self.delay() + self.body_s)
             args = (learner, learner.machine, connection.syncer, number, attempt, payload)
-            self.queue.call_later(at - now, self._uploaded, *args)
+            self.queue.call_at(at, self._uploaded, *args)
 
     def _uploaded(
         self,
@@ -309,8 +307,7 @@ class Network:
     def upload_all(self, learner: SimulatedLearner) -> None:
         """Version 0; sent again and again until it is there, or the connection is gone."""
         if (connection := learner.connection) is not None:
-            now = self.queue.now
-            self.queue.call_later(connection.at("payload", now + self.delay()) - now, self._initial, connection)
+            self.queue.call_at(connection.at("payload", self.queue.now + self.delay()), self._initial, connection)
 
     def _initial(self, connection: Connection) -> object:
         learner: SimulatedLearner = connection.learner
