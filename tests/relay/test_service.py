@@ -174,6 +174,35 @@ async def test_without_the_relay_learners_go_on_directly_and_come_back_to_it(
     assert {event["incarnation"] for event in run.said("joined")} == {1}, "in the same lives"
 
 
+async def test_a_learner_that_found_no_relay_when_it_came_goes_to_it_once_it_is_there(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "RELAY_S", 0.3)
+    run, relay, trainings = await make(region)
+    port = relay.service.port.port
+    await relay.stop()
+    await join_all(trainings)
+    await step_until(trainings, 2)
+    assert run.service._channels and not any(channel.relay for channel in run.service._channels.values())
+    again = await region.relay(run, port=port)
+    async with asyncio.timeout(WAIT_S):
+        while not all(channel.relay for channel in run.service._channels.values()) or len(run.service._channels) < 2:
+            await step_all(trainings)
+    before = max(max(one.versions()) for one in trainings)
+    await step_until(trainings, before + 2)
+    assert again.sums and {event["incarnation"] for event in run.said("joined")} == {1}
+
+
+def test_only_relays_and_who_has_not_answered_are_asked_whether_they_are_relays() -> None:
+    relays, urls = client.RelaySearch(), ("relay", "syncer", "standby")
+    assert relays.list_asked(urls, used="syncer") == ["relay", "standby"], "nobody else has answered"
+    assert not relays.note_answer("standby", is_relay=False)
+    assert relays.note_answer("relay", is_relay=True)
+    assert relays.list_asked(urls, used="syncer") == ["relay"]
+    assert relays.list_asked(urls, used="relay") == []
+    assert relays.note_answer("relay", is_relay=False), "an older one names itself only when it is dialled"
+
+
 async def test_a_sum_that_cannot_be_is_refused_and_the_round_gathered_again(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,20 @@ def find_merged(world: World, since: int) -> list[MergedRecord]:
     return [record for record in world.disk.journal[since:] if isinstance(record, MergedRecord)]
 
 
+@pytest.mark.parametrize("kind", ["kill-relay", "hide-relay"])
+def test_learners_that_found_no_relay_when_they_came_go_to_it_once_it_is_there(kind: str) -> None:
+    """They stayed with the syncer for ever: only who had used its relay looked for it."""
+    world = calm_world(Fault(0.0, kind, length=40.0))  # type: ignore[arg-type]
+    world.run(39.0)
+    direct = find_merged(world, 0)
+    assert direct and not any(record.groups for record in direct)
+    world.run(70.0)
+    place = len(world.disk.journal)
+    world.run(100.0)
+    assert any(record.groups for record in find_merged(world, place))
+    assert {life.incarnation for life in world.syncer.history.lives.values()} == {1}
+
+
 @pytest.mark.parametrize("kind", ["kill-relay", "cut-relay", "stop-relay", "hide-relay"])
 def test_without_their_relay_learners_go_on_directly_and_with_it_they_come_back(kind: str) -> None:
     world = calm_world(Fault(60.0, kind, length=40.0))  # type: ignore[arg-type]

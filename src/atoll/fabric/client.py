@@ -5,8 +5,8 @@ Rules:
   wait drawn evenly from 0 to 0.1 s, 0.2 s, … 1 s; the first message that is no refusal sets the wait back;
 - `send` never waits; it says False when the channel is down or its queue (1024 messages) is full (which drops it);
 - where several addresses are named (a,b,c), a loss moves on to the next: a successor is found by itself;
-- one that says that it is a relay (docs/adr/0032) is gone back to: while another is used, it is asked every few seconds
-  whether it passes requests on again, but not while the run ends;
+- a relay (docs/adr/0032) is gone to once it is there: while a syncer is used, every other address that is a relay, or
+  has not answered yet, is asked every few seconds whether it passes requests on, but not while the run ends;
 - a syncer names the versions it understands when a channel opens; if ours is not among them it gets no message, and
   the learner hears a final refusal;
 - every message is numbered, and no number comes twice in a session, also over another connection or another courier of
@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import aiohttp
@@ -45,7 +45,25 @@ from atoll.protocol.messages import Ending, Finish, FromLearner, FromSyncer, Hel
 
 RELAY_S = 8.0
 """Between two looks whether a relay is there again, on average."""
-RELAY_BACK = "it goes back to its relay, which is there again"
+RELAY_BACK = "it goes to its relay, which is there now"
+
+
+class RelaySearch:
+    """Which addresses are asked whether they are relays: those that are, and those that have not answered yet."""
+
+    def __init__(self) -> None:
+        self._is_relay: dict[str, bool] = {}
+
+    def note_answer(self, url: str, *, is_relay: bool) -> bool:
+        """Whether it is one. One that has said so stays one, also where an answer does not name it."""
+        self._is_relay[url] = is_relay or self._is_relay.get(url, False)
+        return self._is_relay[url]
+
+    def list_asked(self, urls: Sequence[str], used: str) -> list[str]:
+        """While `used` is; none, where that is a relay."""
+        if self._is_relay.get(used, False):
+            return []
+        return [url for url in urls if url != used and self._is_relay.get(url, True)]
 
 
 class SyncerConnection(BodyConnection):
@@ -73,8 +91,7 @@ class SyncerConnection(BodyConnection):
         """Of the last message. Where a courier died, its successor begins above whatever it had counted to."""
         self._backoff_s = self._limits.backoff_s
         self._control: aiohttp.ClientSession | None = None
-        self._relays: set[str] = set()
-        """Addresses that have said that they are relays."""
+        self._relays = RelaySearch()
         self._back_to = ""
         """A relay that answers again."""
         self._closing = asyncio.Event()
@@ -87,7 +104,7 @@ class SyncerConnection(BodyConnection):
 
     async def run(self) -> None:
         self._idle.clear()
-        self._control = _control_session(self._address, self._limits, self._note_relay)
+        self._control = _control_session(self._address, self._limits, self._relays)
         try:
             while not self._closing.is_set():
                 reason = await self._connected()
@@ -173,19 +190,17 @@ class SyncerConnection(BodyConnection):
             await close_socket(socket)  # also when this task is cancelled; a closed one stays as it is
         return RELAY_BACK if self._back_to else reason
 
-    def _note_relay(self, url: str) -> None:
-        self._relays.add(url)
-
     async def _watch_relays(self, outbox: SendQueue) -> None:
-        """Hang up when a relay that was used before answers again, with the syncer behind it."""
-        while self._relays and self.url not in self._relays:
+        """Hang up when a relay answers, with the syncer behind it. It may be there for the first time."""
+        while urls := self._relays.list_asked(self._urls, self.url):
             await asyncio.sleep(RELAY_S * (0.5 + self._jitter()))
-            for url in [one for one in self._urls if one in self._relays]:
+            for url in urls:
                 with suppress(PeerError, Unreachable):
-                    async with asked(self._for_bodies(), "GET", f"{url}/v1/status", self._limits.dial_s):
-                        self._back_to = url
-                        outbox.close()
-                        return
+                    async with asked(self._for_bodies(), "GET", f"{url}/v1/status", self._limits.dial_s) as answer:
+                        if self._relays.note_answer(url, is_relay=RELAY_HEADER in answer.headers):
+                            self._back_to = url
+                            outbox.close()
+                            return
 
     def _take_next_address(self) -> None:
         super()._take_next_address()
@@ -246,13 +261,11 @@ def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -
     return f"the syncer closed the control channel{': ' + why if why else ''}"
 
 
-def _control_session(
-    address: SyncerAddress, limits: FabricLimits, note_relay: Callable[[str], None]
-) -> aiohttp.ClientSession:
+def _control_session(address: SyncerAddress, limits: FabricLimits, relays: RelaySearch) -> aiohttp.ClientSession:
     return open_session(
         connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=address.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
-        middlewares=[showing(address), _plain_answers(address, note_relay)],
+        middlewares=[showing(address), _plain_answers(address, relays)],
         proxy=address.proxy or None,
         ws_response_class=ClientSocket,
     )
@@ -262,7 +275,7 @@ class FinalRefusal(PeerError):
     """The syncer does not let us in, or speaks another version: dialling again cannot help."""
 
 
-def _plain_answers(address: SyncerAddress, note_relay: Callable[[str], None]) -> aiohttp.ClientMiddlewareType:
+def _plain_answers(address: SyncerAddress, relays: RelaySearch) -> aiohttp.ClientMiddlewareType:
     """A WebSocket's handshake would follow a redirect, and would not say why it was refused."""
 
     async def answer(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
@@ -289,8 +302,7 @@ def _plain_answers(address: SyncerAddress, note_relay: Callable[[str], None]) ->
             except PeerError as error:
                 response.close()
                 raise FinalRefusal(one_line(f"{request.url.origin()}: {error}")) from None
-            if RELAY_HEADER in response.headers:
-                note_relay(str(request.url.origin()))
+            relays.note_answer(str(request.url.origin()), is_relay=RELAY_HEADER in response.headers)
         return response
 
     return answer

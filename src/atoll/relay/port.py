@@ -177,6 +177,7 @@ class RelayPort(Port):
         try:
             async with upstream.request(request.method, request.path_qs, passed_headers(request), data) as answer:
                 headers = {name: value for name, value in answer.headers.items() if _is_passed(name)}
+                headers[RELAY_HEADER] = self._service.name  # a learner that is connected directly looks for it
                 if answer.status >= 400:
                     return error_response(answer.status, await self._service.reason_of(answer))
                 response = web.StreamResponse(status=answer.status, headers=headers)

@@ -3,14 +3,14 @@
 A connection through a relay has two legs: a short one below, the region's link above. Messages keep their order over
 both; the relay reads what passes. Bodies of contributions end at the relay if it may hold them; versions are fetched
 once and served from a copy. A learner whose connection is lost dials the next address: the relay's and the syncer's in
-turn (fabric/client.py). One that is connected directly and has used its relay looks for it from time to time, but not
-while the run ends.
+turn (fabric/client.py). One that is connected directly looks for its relay from time to time, but not while the run
+ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from atoll.fabric.client import RELAY_BACK, RELAY_S
 from atoll.protocol.learner import effects as learner_fx
@@ -34,6 +34,31 @@ class RelayedWorld(NetworkWorld, Protocol):
     def relay_of(self, learner: SimulatedLearner) -> SimulatedRelay | None: ...
 
 
+class HeldUpload(NamedTuple):
+    """A body that a relay holds, and whose learner waits for the answer."""
+
+    learner: SimulatedLearner
+    machine: LearnerMachine
+    connection: Connection
+    session: str
+    """Of the relay's process that took it."""
+    key: HeldKey
+    digest: str
+
+    @property
+    def relay(self) -> SimulatedRelay:
+        relay: SimulatedRelay = self.connection.relay
+        return relay
+
+    @property
+    def is_of_this_life(self) -> bool:
+        return self.relay.alive and self.relay.session == self.session
+
+    def find_break(self) -> str:
+        """Why the relay and the syncer do not hear each other about it; empty: they do."""
+        return "unreachable" if not self.is_of_this_life or self.relay.cut or self.relay.paused else ""
+
+
 class RelayedNetwork(Network):
     world: RelayedWorld
 
@@ -41,8 +66,6 @@ class RelayedNetwork(Network):
         super().__init__(world, latency_s, jitter)
         self._turns: dict[str, bool] = {}
         """By session: whether its next dial goes to the relay."""
-        self._have_used: set[str] = set()
-        """Sessions that were connected through their relay."""
         self._ending: set[Connection] = set()
         """On which learners heard that the run ends."""
 
@@ -74,9 +97,8 @@ class RelayedNetwork(Network):
             return False
         if isinstance(event, syncer_fx.Lost):
             relay.close_passage(connection)
-        now = self.queue.now
-        at = connection.at("above", now + self.delay())
-        self.queue.call_later(at - now, relay.unless_cut, self._arrive_up, connection, event)
+        at = connection.at("above", self.queue.now + self.delay())
+        self.queue.call_at(at, relay.unless_cut, self._arrive_up, connection, event)
         return None
 
     def _arrive_up(self, connection: Connection, event: syncer_fx.SyncerEvent) -> object:
@@ -90,9 +112,8 @@ class RelayedNetwork(Network):
         if relay is None:
             super()._pass_down(connection, event, delay_s)
             return
-        now = self.queue.now
-        at = connection.at("down above", now + delay_s)
-        self.queue.call_later(at - now, relay.unless_cut, self._read_at_relay, connection, event)
+        at = connection.at("down above", self.queue.now + delay_s)
+        self.queue.call_at(at, relay.unless_cut, self._read_at_relay, connection, event)
 
     def _read_at_relay(self, connection: Connection, event: learner_fx.LearnerEvent) -> object:
         return connection.relay.unless_paused(self._pass_on_down, connection, event)
@@ -117,9 +138,9 @@ class RelayedNetwork(Network):
         """It closes its sockets, below and above."""
         for connection in connections:
             super()._pass_down(connection, learner_fx.Disconnected(reason), self.near_delay())
-            now, lost = self.queue.now, syncer_fx.Lost(connection.learner.name, reason)
-            at = connection.at("above", now + self.delay())
-            self.queue.call_later(at - now, connection.relay.unless_cut, self._arrive_up, connection, lost)
+            lost = syncer_fx.Lost(connection.learner.name, reason)
+            at = connection.at("above", self.queue.now + self.delay())
+            self.queue.call_at(at, connection.relay.unless_cut, self._arrive_up, connection, lost)
 
     def _notice(self, connection: Connection) -> object:
         """Of a connection through a relay each leg has pings of its own."""
@@ -176,8 +197,7 @@ class RelayedNetwork(Network):
     def _connect(self, connection: Connection) -> None:
         if connection.relay is not None:
             connection.relay.open_passage(connection)
-            self._have_used.add(connection.learner.session)
-        elif connection.learner.session in self._have_used:
+        elif self.world.relay_of(connection.learner) is not None:
             self._look_later(connection)
         super()._connect(connection)
 
@@ -185,7 +205,7 @@ class RelayedNetwork(Network):
         self.queue.call_later(RELAY_S * (0.5 + self.random.random()), self._look_for_relay, connection)
 
     def _look_for_relay(self, connection: Connection) -> object:
-        """Hang up when the relay is there again, with the syncer behind it."""
+        """Hang up when the relay is there, with the syncer behind it."""
         learner: SimulatedLearner = connection.learner
         relay = self.world.relay_of(learner)
         if relay is None or learner.connection is not connection or not learner.alive or connection in self._ending:
@@ -215,10 +235,9 @@ class RelayedNetwork(Network):
         if connection is None or connection.relay is None:
             super().upload(learner, number, attempt, payload)
             return
-        now = self.queue.now
-        at = connection.at(f"payload {number}", now + self.near_delay() + self.body_s)
+        at = connection.at(f"payload {number}", self.queue.now + self.near_delay() + self.body_s)
         key = (learner.name, number, attempt)
-        self.queue.call_later(at - now, self._put_at_relay, learner, learner.machine, connection, key, payload)
+        self.queue.call_at(at, self._put_at_relay, learner, learner.machine, connection, key, payload)
 
     def _put_at_relay(
         self, learner: SimulatedLearner, machine: LearnerMachine, connection: Connection, key: HeldKey, payload: Payload
@@ -234,8 +253,8 @@ class RelayedNetwork(Network):
             return self._fail_upload(learner, machine, key, why)
         digest = f"{payload.session} {payload.copy.fragment} {payload.copy.t}"
         if relay.is_newest(connection) and relay.hold_body(key, digest, payload):
-            args = (learner, machine, connection, relay.session, key, digest, payload)
-            self.queue.call_later(self.delay(), self._tell_held, *args)
+            held = HeldUpload(learner, machine, connection, relay.session, key, digest)
+            self.queue.call_later(self.delay(), self._tell_held, held, payload)
         else:
             args_on = (learner, machine, connection.syncer, *key[1:], payload)
             self.queue.call_later(self.delay() + self.body_s, self._uploaded, *args_on)
@@ -246,49 +265,32 @@ class RelayedNetwork(Network):
         self.queue.call_later(STUCK_S if why == "it got stuck" else 0.0, self.if_same, learner, machine, failed)
         return None
 
-    def _tell_held(
-        self,
-        learner: SimulatedLearner,
-        machine: LearnerMachine,
-        connection: Connection,
-        session: str,
-        key: HeldKey,
-        digest: str,
-        payload: Payload,
-    ) -> object:
+    def _tell_held(self, held: HeldUpload, payload: Payload) -> object:
         """The syncer hears what the relay holds; only then is the learner answered."""
-        relay, syncer = connection.relay, connection.syncer
-        if not relay.alive or relay.session != session:
-            return self._fail_upload(learner, machine, key, "unreachable")
-        why = "unreachable" if relay.cut or relay.paused or not syncer.alive or syncer.paused else ""
-        if not why and not syncer.receive_held(connection, session, key, HeldBody(digest, 1.0), payload):
+        syncer, key = held.connection.syncer, held.key
+        why = held.find_break()
+        if not why and (not syncer.alive or syncer.paused):
+            why = "unreachable"
+        body = HeldBody(held.digest, 1.0)
+        if not why and not syncer.receive_held(held.connection, held.session, key, body, payload):
             why = f"no contribution to round {key[1]} (attempt {key[2]}) is waited for"
         if why:
-            relay.drop_body(key)
-            return self._fail_upload(learner, machine, key, why)
-        args = (learner, machine, connection, session, key, digest)
-        self.queue.call_later(self.delay() + self.near_delay(), self._confirm_held, *args)
+            return self._give_up_held(held, why)
+        self.queue.call_later(self.delay() + self.near_delay(), self._confirm_held, held)
         return None
 
-    def _confirm_held(
-        self,
-        learner: SimulatedLearner,
-        machine: LearnerMachine,
-        connection: Connection,
-        session: str,
-        key: HeldKey,
-        digest: str,
-    ) -> object:
+    def _confirm_held(self, held: HeldUpload) -> object:
         """The receipt is back at the relay, and then at the learner; or it is lost on the way."""
-        relay = connection.relay
-        if not relay.alive or relay.session != session:
-            return self._fail_upload(learner, machine, key, "no receipt: unreachable")
-        if relay.cut or relay.paused:
-            relay.drop_body(key)
-            return self._fail_upload(learner, machine, key, "no receipt: unreachable")
-        if relay.hidden or not learner.reachable:
-            return self._fail_upload(learner, machine, key, "it got stuck")
-        return self.if_same(learner, machine, learner_fx.Uploaded(*key[1:], digest))
+        if why := held.find_break():
+            return self._give_up_held(held, f"no receipt: {why}")
+        if held.relay.hidden or not held.learner.reachable:
+            return self._fail_upload(held.learner, held.machine, held.key, "it got stuck")
+        return self.if_same(held.learner, held.machine, learner_fx.Uploaded(*held.key[1:], held.digest))
+
+    def _give_up_held(self, held: HeldUpload, why: str) -> object:
+        if held.is_of_this_life:
+            held.relay.drop_body(held.key)
+        return self._fail_upload(held.learner, held.machine, held.key, why)
 
     # ---- versions down ------------------------------------------------------------------------------------------
 
