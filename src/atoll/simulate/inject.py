@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +17,7 @@ from atoll.simulate.simulated_relay import SimulatedRelay
 from atoll.simulate.simulated_shard import SimulatedShard
 from atoll.simulate.world import World
 
+Part = TypeVar("Part", SimulatedShard, SimulatedRelay)
 CLOG = 50.0
 LOSSY = 0.3
 DOUBLED = 0.2
@@ -431,21 +433,30 @@ def _end(world: World, fault: Fault) -> None:
     world.deliver(world.simulated_syncer, fx.EndAsked("the operator asked for it"))
 
 
-def _find_shard(world: World, fault: Fault) -> SimulatedShard | None:
-    return world.shards[fault.number % len(world.shards)] if world.shards else None
+def _pick(parts: Sequence[Part], fault: Fault) -> Part | None:
+    return parts[fault.number % len(parts)] if parts else None
+
+
+def _kill_part(world: World, fault: Fault, part: SimulatedShard | SimulatedRelay | None) -> object:
+    if part is None or not part.alive:
+        return False
+    part.kill()
+    mend_later(world, fault, part.start)
+    return None
+
+
+def _notice_later(world: World, part: SimulatedShard | SimulatedRelay) -> None:
+    """It hears nothing more from above."""
+    world.queue.call_later(NOTICE_S * world.random.uniform(0.5, 1.0), part.give_up_link)
 
 
 def _kill_shard(world: World, fault: Fault) -> object:
-    if (shard := _find_shard(world, fault)) is None or not shard.alive:
-        return False
-    shard.kill()
-    mend_later(world, fault, shard.start)
-    return None
+    return _kill_part(world, fault, _pick(world.shards, fault))
 
 
 def _crash_shard(world: World, fault: Fault) -> object:
     """In the middle of what it does."""
-    if (shard := _find_shard(world, fault)) is None or not shard.alive:
+    if (shard := _pick(world.shards, fault)) is None or not shard.alive:
         return False
     shard.dies_at = 1 + fault.number // 4
     return None
@@ -453,16 +464,12 @@ def _crash_shard(world: World, fault: Fault) -> object:
 
 def _partition_shard(world: World, fault: Fault) -> object:
     """Between it and the lead."""
-    if (shard := _find_shard(world, fault)) is None or shard.blocked:
+    if (shard := _pick(world.shards, fault)) is None or shard.blocked:
         return False
     shard.blocked = True
-    world.queue.call_later(NOTICE_S * world.random.uniform(0.5, 1.0), shard.give_up_link)
+    _notice_later(world, shard)
     mend_later(world, fault, shard.unblock)
     return None
-
-
-def _find_relay(world: World, fault: Fault) -> SimulatedRelay | None:
-    return world.relays[fault.number % len(world.relays)] if world.relays else None
 
 
 def _stop_pings(world: World, relay: SimulatedRelay) -> None:
@@ -471,37 +478,33 @@ def _stop_pings(world: World, relay: SimulatedRelay) -> None:
 
 
 def _kill_relay(world: World, fault: Fault) -> object:
-    if (relay := _find_relay(world, fault)) is None or not relay.alive:
-        return False
-    relay.kill()
-    mend_later(world, fault, relay.start)
-    return None
+    return _kill_part(world, fault, _pick(world.relays, fault))
 
 
 def _cut_relay(world: World, fault: Fault) -> object:
     """Between it and the syncer."""
-    if (relay := _find_relay(world, fault)) is None or relay.cut:
+    if (relay := _pick(world.relays, fault)) is None or relay.cut:
         return False
     relay.cut = True
-    world.queue.call_later(NOTICE_S * world.random.uniform(0.5, 1.0), relay.give_up_link)
+    _notice_later(world, relay)
     mend_later(world, fault, relay.mend)
     return None
 
 
 def _stop_relay(world: World, fault: Fault) -> object:
     """Its process stands still."""
-    if (relay := _find_relay(world, fault)) is None or relay.paused or not relay.alive:
+    if (relay := _pick(world.relays, fault)) is None or relay.paused or not relay.alive:
         return False
     relay.stop()
     _stop_pings(world, relay)
-    world.queue.call_later(NOTICE_S * world.random.uniform(0.5, 1.0), relay.give_up_link)
+    _notice_later(world, relay)
     mend_later(world, fault, relay.wake_up)
     return None
 
 
 def _hide_relay(world: World, fault: Fault) -> object:
     """No learner reaches it."""
-    if (relay := _find_relay(world, fault)) is None or relay.hidden:
+    if (relay := _pick(world.relays, fault)) is None or relay.hidden:
         return False
     relay.hidden = True
     _stop_pings(world, relay)

@@ -21,7 +21,6 @@ from atoll.protocol.shard_messages import (
     Body,
     BodyHere,
     CutHere,
-    Expect,
     FromLead,
     FromShard,
     InitialHere,
@@ -36,6 +35,7 @@ from atoll.protocol.shard_messages import (
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer import shard_effects as to_shards
 from atoll.protocol.syncer import shards as pure
+from atoll.protocol.syncer.lead_rules import HeldEffects, expect_answer, find_wrong_parts, merge_of
 from atoll.simulate.simulated_shard import ShardLink
 
 NOT_FINITE = "values that are not finite"
@@ -95,11 +95,11 @@ class SimulatedLead:
         self._busy = False
         self.was_whole = False
         """All shards have been ready in this term."""
-        self._held: list[fx.SyncerEffect] = []
+        self._held = HeldEffects()
         self._own: dict[int, fx.Merge] = {}
+        """By order: of the lead's own part, until all have staged theirs."""
         self._measured: dict[int, Stage] = {}
         """By order, what waits for the norms of all holders."""
-        """By order: of the lead's own part, until all have staged theirs."""
         self._cuts: dict[int, tuple[fx.TakeCut, list[float], int]] = {}
         self._first: fx.TakeCut | None = None
         self.unheard: list[tuple[Callable[..., object], tuple[object, ...]]] = []
@@ -203,8 +203,7 @@ class SimulatedLead:
                 self._syncer.note_initial_part(message)
             case to_shards.AllThere():
                 self.was_whole = True
-                held, self._held = self._held, []
-                for one in held:
+                for one in self._held.take_all():
                     self._syncer.carry_out_held(one)
             case _:
                 assert isinstance(effect, Note | to_shards.Moved | to_shards.ValuesHere)
@@ -212,14 +211,8 @@ class SimulatedLead:
     # ---- effects of the syncer's state machine ------------------------------------------------------------------
 
     def hold(self, effect: fx.SyncerEffect) -> bool:
-        """Whether it waits: nobody could answer a pull while a shard is away."""
-        waits = isinstance(effect, fx.ConfirmSent | fx.Discard) or (
-            isinstance(effect, fx.Send) and isinstance(effect.message, Pull)
-        )
-        if not waits or (self.state.all_ready and not self._held):
-            return False
-        self._held.append(effect)
-        return True
+        """Whether it waits for a shard that is away."""
+        return self._held.hold(effect, all_ready=self.state.all_ready)
 
     def carry_out(self, effect: fx.SyncerEffect) -> bool:
         """Whether that is all that there is to do."""
@@ -244,7 +237,8 @@ class SimulatedLead:
                 self._carry_out()
                 return False
             case fx.Send(learner, Pull() as pull):
-                self._expect(learner, pull)
+                self.state.expect_body(expect_answer(learner, self._syncer.session_of(learner), pull))
+                self._carry_out()
                 return False
             case fx.Send(learner, Welcome(upload=True)):
                 self.initial.clear()
@@ -253,19 +247,6 @@ class SimulatedLead:
                 return False
             case _:
                 return False
-
-    def _expect(self, learner: str, pull: Pull) -> None:
-        self.state.expect_body(
-            Expect(
-                learner=learner,
-                session=self._syncer.session_of(learner),
-                round=pull.round,
-                attempt=pull.attempt,
-                fragment=pull.fragment,
-                probe=pull.probe,
-            )
-        )
-        self._carry_out()
 
     def end_initial(self) -> None:
         self.state.ask_initial(None)
@@ -301,8 +282,7 @@ class SimulatedLead:
                 raise AssertionError(f"the lead carries out no {message}")
 
     def _stage_own(self, stage: Stage) -> None:
-        parts = tuple(fx.Part(one.learner, one.attempt, one.weight, one.base) for one in stage.given)
-        merge = fx.Merge(stage.round, stage.fragment, parts)
+        merge = merge_of(stage)
         if (failed := self._syncer.stage_own(merge)) is not None:
             unstaged = Unstaged(order=stage.order, reason=failed.reason, reset=failed.reset)
             self._syncer.tell_lead_later(self._merge_s, unstaged)
@@ -331,8 +311,5 @@ class SimulatedLead:
 
 
 def _screen(message: Contribution, parts: tuple[BodyHere, ...]) -> str | None:
-    if not parts:
-        return "its body did not arrive"
-    if combine_digests([part.digest for part in parts]) != message.digest:
-        return "its body is not the one its message names"
-    return NOT_FINITE if any(part.broken for part in parts) else None
+    wrong = find_wrong_parts(message, parts, combine_digests)
+    return wrong or (NOT_FINITE if any(part.broken for part in parts) else None)

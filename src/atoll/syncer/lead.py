@@ -34,7 +34,6 @@ from atoll.protocol.shard_messages import (
     BodyHere,
     CutHere,
     DeclareRanks,
-    Expect,
     FromLead,
     FromShard,
     InitialHere,
@@ -50,6 +49,7 @@ from atoll.protocol.shard_messages import (
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer import shard_effects as to_shards
 from atoll.protocol.syncer import shards as pure
+from atoll.protocol.syncer.lead_rules import HeldEffects, expect_answer, find_wrong_parts, merge_of
 from atoll.syncer.contributions import LARGE, Inbox, Merging, PendingContribution
 from atoll.syncer.measured_bodies import body_here, measured_of
 from atoll.syncer.model import Model
@@ -99,8 +99,7 @@ class ShardLead:
         """Of the other shards' parts of the cut that is open."""
         self._were_there = False
         """All shards have been ready in this term."""
-        self._held: list[fx.SyncerEffect] = []
-        """Effects that wait until every shard is there."""
+        self._held = HeldEffects()
         self._own_merges: dict[int, fx.Merged] = {}
         """By order: of the lead's own part, until all have staged theirs."""
         self._own_turn = asyncio.Lock()
@@ -230,8 +229,7 @@ class ShardLead:
                 self._service.close_all_learners(f"shard {shard} of the syncer has another address: connect again")
             case to_shards.AllThere():
                 self._were_there = True
-                held, self._held = self._held, []
-                for one in held:
+                for one in self._held.take_all():
                     self._service.carry_out_held(one)
             case Note():
                 self._service.carry_out_held(effect)
@@ -239,14 +237,8 @@ class ShardLead:
     # ---- effects of the syncer's state machine --------------------------------------------------------------------
 
     def hold(self, effect: fx.SyncerEffect) -> bool:
-        """Whether it waits: nobody could answer a pull while a shard is away."""
-        waits = isinstance(effect, fx.ConfirmSent | fx.Discard) or (
-            isinstance(effect, fx.Send) and isinstance(effect.message, Pull)
-        )
-        if not waits or (self.state.all_ready and not self._held):
-            return False
-        self._held.append(effect)
-        return True
+        """Whether it waits for a shard that is away."""
+        return self._held.hold(effect, all_ready=self.state.all_ready)
 
     def note_records(self, found: Sequence[records.AnyRecord]) -> None:
         """They are durable."""
@@ -257,17 +249,7 @@ class ShardLead:
         self._carry_out()
 
     def expect_body(self, learner: str, session: str, token: str, pull: Pull) -> None:
-        self.state.expect_body(
-            Expect(
-                learner=learner,
-                session=session,
-                token=token,
-                round=pull.round,
-                attempt=pull.attempt,
-                fragment=pull.fragment,
-                probe=pull.probe,
-            )
-        )
+        self.state.expect_body(expect_answer(learner, session, pull, token))
         self._carry_out()
 
     def declare_ranks(self, learner: str, ranks: tuple[RankBoxes, ...]) -> None:
@@ -317,14 +299,9 @@ class ShardLead:
         self._carry_out()
 
     def _screen_parts(self, learner: str, message: Contribution, parts: Sequence[BodyHere]) -> str | None:
-        if not parts:
-            return "its body did not arrive"
-        if reason := next((part.reason for part in parts if part.reason), ""):
-            return reason
-        if combine_digests([part.digest for part in parts]) != message.digest:
-            return "its body is not the one its message names"
-        if message.probe or message.steps <= 0:
-            return None
+        wrong = find_wrong_parts(message, parts, combine_digests)
+        if wrong is not None or message.probe or message.steps <= 0:
+            return wrong
         sizes = [self.plan.part(n, message.fragment).size for n in self.plan.holders(message.fragment)]
         measured = [measured_of(part, size, message.base) for part, size in zip(parts, sizes, strict=True)]
         return self._screen.judge_parts(
@@ -357,8 +334,7 @@ class ShardLead:
 
     async def _stage_own(self, stage: Stage) -> None:
         """One at a time: an order that was taken back may still be carried out."""
-        parts = tuple(fx.Part(one.learner, one.attempt, one.weight, one.base) for one in stage.given)
-        merge = fx.Merge(stage.round, stage.fragment, parts)
+        merge = merge_of(stage)
         async with self._own_turn:
             gathering = NormGathering(partial(self._tell_own_norms, stage.order))
             exchange = exchange_of(self.plan, LEAD, stage.fragment, self._parameters.rule, gathering.gather)
