@@ -9,9 +9,10 @@ feedback, and the rest), `decode` (with the check of a body that came from a pee
 
 Rounds, of bodies that were encoded beforehand: 4 learners and 64 MiB in 8 pieces; 1 learner and 27 MiB in 6 pieces (a
 block of a GPT of 170M parameters). By what the syncer itself calls:
-    mean, rda-row   decode each contribution and `Parameters.stage_merge`: merge by that rule, outer step, check, digest
+    mean, rda-row   check each body and `Parameters.stage_merge`: decode, merge by that rule, outer step, check, digest
     all             the same by rda-row, and before it screen and filter: all that a round costs but its journal
-    in turn         what `all` does, one pass after the other over the whole fragment, on one thread
+    in turn         what `all` does, decoded first and then one pass after the other over the whole fragment, on one
+                    thread
     torch           mean and the same outer step by torch in place, on all threads: of float32 and bf16 tensors as they
                     are, of the other codecs after learner/codecs.py has decoded them. No check, no digest
     torch rda-row   the same by that rule, with norms in float32
@@ -47,11 +48,13 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import (
     Delta,
     body_nbytes,
+    check_contribution,
     decode_contribution,
     encode_contribution,
     make_codec,
 )
-from atoll.numerics.compiled import read_only, thread_count
+from atoll.numerics.compiled import thread_count
+from atoll.numerics.deltas import EncodedDelta, GivenDelta
 from atoll.numerics.filter import Filter
 from atoll.numerics.fragments import FragmentPlan, make_plan, row_lengths
 from atoll.numerics.outer import take_outer_step
@@ -81,34 +84,34 @@ class Round:
         nothing = np.zeros(plan.size, np.float32)
         for delta, body in zip(deltas, self.bodies, strict=True):
             encode_contribution(self.codec, self.part, Delta(delta, nothing), body)
-        self.decoded = [np.empty(plan.size, np.float32) for _ in deltas]
+        self.given: list[GivenDelta] = [EncodedDelta(self.codec, self.part, body) for body in self.bodies]
         self.names, self.weights = [str(n) for n in range(len(deltas))], [1.0 + n for n in range(len(deltas))]
         self.parameters = Parameters(plan, Outer(merge=rule))
         self.parameters.threads = threads
         self.parameters.commit_initial()
-        self.screen, self.filter = NormScreen(plan), Filter(plan, threads)
+        self.screen, self.filter = NormScreen(plan, threads=threads), Filter(plan, threads)
         self.version = 0
 
-    def decode(self) -> None:
-        for body, out in zip(self.bodies, self.decoded, strict=True):
-            decode_contribution(self.codec, self.part, body, out)
+    def open(self) -> None:
+        for body in self.bodies:
+            check_contribution(self.codec, self.part, body)
 
     def judge(self) -> None:
-        for delta in self.decoded:
+        for delta in self.given:
             assert self.screen.judge(0, delta) is None
-        self.filter.judge(0, self.names, self.decoded, self.parameters.momentum(0))
+        self.filter.judge(0, self.names, self.given, self.parameters.momentum(0))
 
     def merge(self) -> None:
-        self.decode()
+        self.open()
         self.stage()
 
     def work(self) -> None:
-        self.decode()
+        self.open()
         self.judge()
         self.stage()
 
     def stage(self) -> None:
-        self.parameters.stage_merge(0, self.decoded, self.weights)
+        self.parameters.stage_merge(0, self.given, self.weights)
         self.parameters.piece_marks(0)
         self.version += 1
         self.parameters.commit_version(0, self.version, self.version)
@@ -119,9 +122,15 @@ class RoundInTurn(Round):
 
     def __init__(self, plan: FragmentPlan, name: str, deltas: list[FloatArray], rule: str) -> None:
         super().__init__(plan, name, deltas, 1, rule)
+        self.decoded = [np.empty(plan.size, np.float32) for _ in deltas]
+        self.given = list(self.decoded)
         self.rule, self.outer = MERGE.load(rule), Outer().make()
         self.theta, self.new, self.gradient, momentum = (np.zeros(plan.size, np.float32) for _ in range(4))
         self.state = {"momentum": momentum}
+
+    def open(self) -> None:
+        for body, out in zip(self.bodies, self.decoded, strict=True):
+            decode_contribution(self.codec, self.part, body, out)
 
     def stage(self) -> None:
         shares = np.array(self.weights) / sum(self.weights)
@@ -129,7 +138,7 @@ class RoundInTurn(Round):
             if len(self.decoded) == 1:
                 self.gradient[at] = self.decoded[0][at]
             else:
-                given = [read_only(delta[at]) for delta in self.decoded]
+                given = np.stack([delta[at] for delta in self.decoded])
                 self.rule.merge_piece(piece, given, shares, self.gradient[at])
         take_outer_step(self.outer, self.part, self.theta, self.new, self.state, self.gradient)
         assert is_finite(self.new)

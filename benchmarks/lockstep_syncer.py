@@ -10,8 +10,8 @@ import torch
 from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.numerics.fragments import Fragment, FragmentPlan, Piece
+from atoll.numerics.kernels import CANCELLED, SPECK
 from atoll.numerics.merge import subtracts_from_newest
-from atoll.numerics.merges.rda import CANCELLED, SPECK
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.versions import OLD
 

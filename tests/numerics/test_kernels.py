@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.numerics import codec_kernels, compiled, kernels
-from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.arrays import DoubleArray, FloatArray, IndexArray
 from atoll.numerics.compiled import read_only
 from atoll.numerics.kernels import BLOCK, GROUP, LANES
 
@@ -40,7 +40,7 @@ def numpy_square_norm(row: FloatArray) -> float:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", [1, 3, GROUP])
+@pytest.mark.parametrize("count", [1, 2, 3, GROUP])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_accumulate_adds_in_the_order_given(size: int, count: int, fresh: bool) -> None:
     deltas = tuple(read_only(draw(size, m)) for m in range(GROUP))
@@ -154,16 +154,18 @@ def test_nesterov_is_its_equation(size: int) -> None:
     next_b: FloatArray = mu * b + delta
     ahead: FloatArray = delta + mu * next_b
     next_theta: FloatArray = theta - lr * ahead
-    kernels.nesterov(theta, b, read_only(delta), lr, mu)
-    assert same_bits(b, next_b) and same_bits(theta, next_theta)
+    found = np.empty_like(theta)
+    kernels.nesterov(read_only(theta), found, b, read_only(delta), lr, mu)
+    assert same_bits(b, next_b) and same_bits(found, next_theta)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sgd_is_its_equation(size: int) -> None:
     theta, delta, lr = draw(size, 1), draw(size, 3), np.float32(0.3)
     expected: FloatArray = theta - lr * delta
-    kernels.sgd(theta, read_only(delta), lr)
-    assert same_bits(theta, expected)
+    found = np.empty_like(theta)
+    kernels.sgd(read_only(theta), found, read_only(delta), lr)
+    assert same_bits(found, expected)
 
 
 REAL_USE = """
@@ -174,6 +176,7 @@ from atoll.protocol.messages import TensorSpec
 from atoll.syncer import versions
 
 INNER = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count"}
+INNER |= {"add_group", "add_members", "square_norm", "absmax_decode_block", "absmax_decode_blocks"}
 # compiled into those that call them
 
 def kinds():
@@ -181,7 +184,7 @@ def kinds():
 
 kernels.warm()
 before = kinds()
-assert set(before.values()) == {1} and len(before) == 21, before
+assert set(before.values()) == {1} and len(before) == 25, before
 fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
 x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
@@ -221,12 +224,18 @@ def test_real_use_needs_no_kernel_that_warm_has_not_met(monkeypatch: pytest.Monk
     subprocess.run([sys.executable, "-c", REAL_USE], check=True, timeout=100)
 
 
+def halves_of(size: int) -> IndexArray:
+    """Two runs, the second from the middle on."""
+    return read_only(np.array([0, size // 2]))
+
+
 def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tuple[object, ...]]]:
     """Every kernel that is called from outside, on values of all magnitudes; by the seed, one is not finite."""
     x, y, z, rest = (draw(size, 4 * seed + i) for i in range(4))
     x[size // 2] = (x[0], math.nan, math.inf, 0.0, 1e-45)[seed % 5]
     given, mean, rows = read_only(x), np.float32(0.3), np.float32([0.25])
     halves, bits, none = np.zeros(size, np.uint16), x.view(np.uint32), given[:0]
+    starts = read_only(np.zeros(1, np.int64))
     found: list[tuple[compiled.Kernel[..., object], tuple[object, ...]]] = [
         (kernels.accumulate, (y, (given,) * GROUP, read_only(draw(GROUP).reshape(1, -1)), GROUP, seed % 2 == 0)),
         (kernels.square_norms, (given, np.empty(1))),
@@ -234,13 +243,17 @@ def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tupl
         (kernels.sketch, (given, np.zeros(16))),
         (kernels.check_bits, (read_only(bits),)),
         (kernels.scale_rows, (y, read_only(rows))),
-        (kernels.nesterov, (y, z, given, mean, mean)),
-        (kernels.sgd, (y, given, mean)),
+        (kernels.take_mean, (read_only(np.stack([x, y, z])), read_only(np.array([0.5, 0.25, 0.25])), rest)),
+        (kernels.merge_directions, (read_only(np.stack([x, y, z])), read_only(np.array([0.5, 0.25, 0.25])), rest, 1)),
+        (kernels.weigh_directions, (np.array([1.0, 0.0, 3.0]), read_only(np.array([0.5, 0.25, 0.25])), np.empty(3))),
+        (kernels.nesterov, (given, y, z, read_only(rest), mean, mean)),
+        (kernels.sgd, (given, y, read_only(z), mean)),
         (kernels.nesterov_update, (read_only(z), given, y, mean, mean)),
         (kernels.nesterov_advance, (z, given, mean, mean, mean)),
         (codec_kernels.bf16_encode, (given, halves)),
         (codec_kernels.bf16_encode_delta, (given, read_only(y), halves)),
-        (codec_kernels.bf16_decode, (read_only(bits.astype(np.uint16)), y.view(np.uint32))),
+        (codec_kernels.fp32_decode, (given, y, starts)),
+        (codec_kernels.bf16_decode, (read_only(bits.astype(np.uint16)), y.view(np.uint32), starts)),
         (codec_kernels.bf16_round, (bits,)),
     ]
     rng, blocks = np.random.default_rng(seed), -(-size // codec_kernels.ABSMAX_BLOCK)
@@ -252,7 +265,8 @@ def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tupl
             (codec_kernels.absmax_encode, (given, none, none, rest[:0], noise, *head)),
             (codec_kernels.absmax_check, (read_only(other), *head)),
             (codec_kernels.absmax_check, (read_only(other % 8), *head)),
-            (codec_kernels.absmax_decode, (read_only(other), y, *head)),
+            (codec_kernels.absmax_decode, (read_only(other), y, starts, *head[:3])),
+            (codec_kernels.absmax_decode, (read_only(other), y[: size // 2 * 2], halves_of(size), *head[:3])),
         ]
     row = (size, 3 * blocks + size, 0.3)
     return [
@@ -264,7 +278,8 @@ def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tupl
         (codec_kernels.topk_encode, (given, read_only(y), read_only(z), rest, noise, 0, 1)),
         (codec_kernels.topk_check, (read_only(other), size)),
         (codec_kernels.topk_check, (read_only(other // 8), size)),
-        (codec_kernels.topk_decode, (read_only(other), y, 0, 1)),
+        (codec_kernels.topk_decode, (read_only(other), y, starts, size)),
+        (codec_kernels.topk_decode, (read_only(other), y[: size // 2 * 2], halves_of(size), size)),
     ]
 
 
@@ -288,9 +303,12 @@ def test_as_plain_python_a_kernel_gives_the_bits_that_it_gives_compiled(
     monkeypatch.setattr(compiled.Kernel, "__call__", plain_loops.run_plain)  # also for those that others call
     made = calls(size, seed)
     outside = {kernel for kernel, _ in made}
-    inside = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count"}
+    inside = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count", "add_group"}
+    inside |= {"add_members", "square_norm", "absmax_decode_block", "absmax_decode_blocks"}
     assert {kernel.__name__ for kernel in compiled._KERNELS if kernel not in outside} == inside
     for kernel, arguments in made:
+        if any(isinstance(one, np.ndarray) and not one.size for one in arguments[1:2]):
+            continue  # half of a single value
         one, other = copied(arguments), copied(arguments)
         assert plain_loops.run_plain(kernel, *one) == kernel.compiled(*other), kernel.__name__
         for left, right in zip(one, other, strict=True):

@@ -17,7 +17,7 @@ from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
-from atoll.numerics.compiled import MOST_THREADS, PART, _helpers, in_parts, read_only, thread_count
+from atoll.numerics.compiled import MOST_THREADS, PART, _helpers, in_parts, thread_count
 from atoll.numerics.filter import Filter
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.merge import take_mean
@@ -73,7 +73,7 @@ class WholePasses:
         shares = np.array([weight / max(weights) for weight in weights])
         shares /= float(np.sum(shares))
         for piece, at in self.part.parts:
-            given, out, rule = [read_only(one[at]) for one in deltas], self.gradient[at], piece.tensor.buffer_rule
+            given, out, rule = np.stack([one[at] for one in deltas]), self.gradient[at], piece.tensor.buffer_rule
             if len(given) == 1 or rule == "first":
                 out[:] = given[0]
             elif rule or (piece.tensor.embedding and not self.embeddings):

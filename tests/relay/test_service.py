@@ -16,6 +16,7 @@ from atoll.fabric import client
 from atoll.fabric.address import parse_address
 from atoll.fabric.calls import open_session, request
 from atoll.numerics.codec import decode_contribution
+from atoll.numerics.deltas import ReadableDelta, read_whole
 from atoll.numerics.merge import merge
 from atoll.protocol.messages import PROTOCOL, FromSyncer, Hello, Refused, TensorSpec
 from atoll.protocol.relay import HeldKey, SumAsked, SumMember, SumSettled
@@ -109,8 +110,8 @@ async def test_two_regions_and_a_learner_of_none_merge_as_if_all_were_flat(regio
     """By round, what came directly."""
     get_delta = run.service._inbox.get_delta
 
-    def note(key: HeldKey) -> np.ndarray:
-        own.append((key[1], get_delta(key).copy()))
+    def note(key: HeldKey) -> ReadableDelta:
+        own.append((key[1], read_whole(get_delta(key))))
         return get_delta(key)
 
     run.service._inbox.get_delta = note  # type: ignore[method-assign]

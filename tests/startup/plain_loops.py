@@ -62,7 +62,7 @@ def run_plain(kernel: Any, *arguments: Any) -> Any:
 
     with np.errstate(all="ignore"):
         result = kernel._function(*arguments)
-    return tuple(one.item() for one in result) if isinstance(result, tuple) else result
+    return tuple(np.asarray(one).item() for one in result) if isinstance(result, tuple) else result
 
 
 def install() -> None:

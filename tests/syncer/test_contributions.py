@@ -12,6 +12,7 @@ from atoll.config import Outer
 from atoll.numerics import sample
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
+from atoll.numerics.deltas import read_whole
 from atoll.numerics.filter import Filter
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.errors import PeerError
@@ -54,10 +55,10 @@ def test_a_body_that_broke_off_may_come_again(inbox: Inbox) -> None:
     inbox.receive_body(KEY)
     inbox.mark_aborted(KEY)
     with pytest.raises(PeerError, match="did not arrive"):
-        inbox.decode_body(KEY, "mark")
+        inbox.open_body(KEY, "mark")
     fill(inbox, KEY, 2.0)
-    assert (inbox.decode_body(KEY, "mark") == 2.0).all()
-    assert (inbox.get_delta(KEY) == 2.0).all()
+    assert (read_whole(inbox.open_body(KEY, "mark")) == 2.0).all()
+    assert (read_whole(inbox.get_delta(KEY)) == 2.0).all()
 
 
 def test_a_body_is_as_long_as_its_fragment(inbox: Inbox) -> None:
@@ -71,7 +72,7 @@ def test_another_digest_than_the_messages_is_refused(inbox: Inbox) -> None:
     inbox.expect_body(KEY, 0)
     fill(inbox, KEY, 1.0)
     with pytest.raises(PeerError, match="not the one its message names"):
-        inbox.decode_body(KEY, "another")
+        inbox.open_body(KEY, "another")
 
 
 def test_a_discarded_body_keeps_its_buffer_until_it_is_whole(inbox: Inbox) -> None:
@@ -85,19 +86,19 @@ def test_a_discarded_body_keeps_its_buffer_until_it_is_whole(inbox: Inbox) -> No
     assert np.frombuffer(into, dtype=np.uint8).ctypes.data != np.frombuffer(elsewhere, dtype=np.uint8).ctypes.data
     inbox.mark_arrived(KEY, "mark")
     with pytest.raises(PeerError, match="did not arrive"):
-        inbox.decode_body(KEY, "mark")
+        inbox.open_body(KEY, "mark")
 
 
 def test_a_body_that_is_read_aside_keeps_its_buffers(inbox: Inbox) -> None:
     inbox.expect_body(KEY, 0)
     fill(inbox, KEY, 1.0)
     held = inbox.hold_buffers(KEY)
-    values = inbox.decode_body(KEY, "mark")
+    delta = inbox.open_body(KEY, "mark")
     inbox.discard(KEY)
     assert inbox.is_opened(KEY)
     inbox.expect_body(("b", 4, 1), 0)
     fill(inbox, ("b", 4, 1), 9.0)
-    assert (values == 1.0).all()
+    assert (read_whole(delta) == 1.0).all()
     inbox.release_buffers(KEY, held)
     assert not inbox.is_opened(KEY)
 
@@ -108,7 +109,7 @@ def test_asked_again_it_starts_anew(inbox: Inbox) -> None:
     fill(inbox, KEY, 1.0)
     inbox.expect_body(KEY, 0)
     fill(inbox, KEY, 2.0)
-    assert (inbox.decode_body(KEY, "mark") == 2.0).all()
+    assert (read_whole(inbox.open_body(KEY, "mark")) == 2.0).all()
 
 
 def test_buffers_are_used_again(inbox: Inbox) -> None:
@@ -119,9 +120,9 @@ def test_buffers_are_used_again(inbox: Inbox) -> None:
         for learner in ("a", "b"):
             inbox.expect_body((learner, number, 1), number % 2)
             fill(inbox, (learner, number, 1), 1.0)
-            values = inbox.decode_body((learner, number, 1), "mark")
-            seen.add(values.ctypes.data)
-            kept.append(values)
+            kept.append(buffer := inbox._pending[learner, number, 1].buffer)
+            assert buffer is not None
+            seen.add(buffer.ctypes.data)
         for learner in ("a", "b"):
             inbox.discard((learner, number, 1))
     assert len(seen) == 2
@@ -237,7 +238,7 @@ class Bench:
             body = np.frombuffer(self.inbox.receive_body(key), np.uint8)
             body[:] = delta.view(np.uint8)
             self.inbox.mark_arrived(key, "mark")
-            self.inbox.decode_body(key, "mark")
+            self.inbox.open_body(key, "mark")
             parts.append(fx.Part(name, 1, 1.0))
         self.merging.merge_round(fx.Merge(number, fragment, tuple(parts)))
         await asyncio.sleep(0)
@@ -303,7 +304,7 @@ async def test_a_round_of_a_suspect_alone_comes_to_nothing() -> None:
     bench.inbox.expect_body(key, 0)
     np.frombuffer(bench.inbox.receive_body(key), np.uint8)[:] = bench.deltas(0)[0].view(np.uint8)
     bench.inbox.mark_arrived(key, "mark")
-    bench.inbox.decode_body(key, "mark")
+    bench.inbox.open_body(key, "mark")
     bench.merging.merge_round(fx.Merge(12, 0, (fx.Part("d", 1, 1.0),)))
     await asyncio.sleep(0)
     (failed,) = bench.told

@@ -15,6 +15,7 @@ from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.numerics.arrays import ByteArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
+from atoll.numerics.deltas import read_whole
 from atoll.numerics.fragments import Fragment
 from atoll.numerics.moments import NAMES, average_moments, list_moments, most_bytes, read_moments
 from atoll.protocol.errors import PeerError
@@ -66,7 +67,7 @@ def test_a_body_is_a_contribution_and_the_moments_behind_it(inbox: Inbox) -> Non
     for forms in ([ADAM] * len(part.pieces), [NONE] * len(part.pieces)):
         moments = moments_of(part, 0.5, forms)
         arrive(inbox, contribution(part, 2.0, moments))
-        assert (inbox.decode_body(KEY, "mark") == 2.0).all()
+        assert (read_whole(inbox.open_body(KEY, "mark")) == 2.0).all()
         assert (inbox.get_moments([KEY])[0] == moments).all()
         inbox.discard(KEY)
 
@@ -93,7 +94,7 @@ def test_moments_that_are_none_are_refused_with_a_reason(inbox: Inbox, wrong: st
         moments = np.append(moments_of(part, 0.5, [NONE] * len(part.pieces)), np.uint8(0))
     arrive(inbox, contribution(part, 2.0, moments))
     with pytest.raises(PeerError, match="moment"):
-        inbox.decode_body(KEY, "mark")
+        inbox.open_body(KEY, "mark")
 
 
 # ---- averaged -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from atoll.fabric.bodies import BodyConnection
 from atoll.fabric.handlers import ServedFragment
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
+from atoll.numerics.deltas import read_whole
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.rank_plan import RankPlan, make_rank_plan
 from atoll.protocol.errors import PeerError, Unreachable
@@ -106,14 +107,14 @@ def test_bodies_of_all_ranks_are_one_delta(codec: str, ranks: tuple[RankBoxes, .
         senders = [rank for rank, one in enumerate(plans) if one.sent(fragment.index).size]
         bodies = {rank: encoded(codec, plans[rank], fragment.index, whole) for rank in senders}
         marks = {rank: put(inbox, key, rank, bodies[rank]) for rank in reversed(senders)}
-        delta = inbox.decode_body(key, combine_digests([marks[rank] for rank in senders]))
+        delta = read_whole(inbox.open_body(key, combine_digests([marks[rank] for rank in senders])))
         expected = np.full(fragment.size, np.nan, np.float32)
         for rank in senders:
             part = plans[rank].sent(fragment.index)
             values = np.empty(part.size, np.float32)
             decode_contribution(make_codec(codec), part, bodies[rank], values)
             plans[rank].scatter(fragment.index, values, expected)
-        assert delta.tobytes() == expected.tobytes() == inbox.get_delta(key).tobytes()
+        assert delta.tobytes() == expected.tobytes() == read_whole(inbox.get_delta(key)).tobytes()
         if codec in ("fp32", "bf16"):
             alone = make_rank_plan(model_plan(), tuple(_whole(tensor) for tensor in MODEL))
             body, one = encoded(codec, alone, fragment.index, whole), np.empty(fragment.size, np.float32)
@@ -134,13 +135,13 @@ def test_it_has_arrived_when_the_last_rank_has() -> None:
     bodies = [encoded("fp32", one, fragment.index, whole) for one in plans]
     first = put(inbox, KEY, 1, bodies[1])
     with pytest.raises(PeerError, match="the bodies of its ranks 0 did not arrive"):
-        inbox.decode_body(KEY, first)
+        inbox.open_body(KEY, first)
     inbox.receive_body(KEY, rank=0)
     inbox.mark_aborted(KEY, rank=0)
     marks = [put(inbox, KEY, 0, bodies[0]), first]
     with pytest.raises(PeerError, match="is not the one its message names"):
-        inbox.decode_body(KEY, combine_digests(marks[::-1]))
-    assert inbox.decode_body(KEY, combine_digests(marks)).tobytes() == whole.tobytes()
+        inbox.open_body(KEY, combine_digests(marks[::-1]))
+    assert read_whole(inbox.open_body(KEY, combine_digests(marks))).tobytes() == whole.tobytes()
 
 
 def test_a_body_of_a_rank_that_does_not_exist_or_sends_nothing_is_refused() -> None:
@@ -163,7 +164,7 @@ def test_a_broken_part_is_refused_by_its_rank() -> None:
     bodies[1][:3] = 255  # a scale that is no number
     marks = [put(inbox, KEY, rank, body) for rank, body in enumerate(bodies)]
     with pytest.raises(PeerError, match=r"rank 1: .*scale"):
-        inbox.decode_body(KEY, combine_digests(marks))
+        inbox.open_body(KEY, combine_digests(marks))
 
 
 def test_asked_again_every_rank_may_send_again() -> None:
@@ -184,7 +185,7 @@ def test_asked_again_every_rank_may_send_again() -> None:
         inbox.receive_body(KEY, rank=1)  # the one from before is on its way still
     inbox.mark_aborted(KEY, rank=1)
     marks = [mark, put(inbox, KEY, 1, bodies[1])]
-    assert inbox.decode_body(KEY, combine_digests(marks)).size == model_plan(1).largest
+    assert inbox.open_body(KEY, combine_digests(marks)).fragment.size == model_plan(1).largest
 
 
 def test_no_rank_begins_to_send_what_was_discarded() -> None:

@@ -23,8 +23,8 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from atoll.numerics import codec_kernels
-from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Delta, check_length, count_values
+from atoll.numerics.arrays import ByteArray, FloatArray, IndexArray
+from atoll.numerics.codec import Delta, check_length, count_values, decode_in_parts
 from atoll.numerics.codec_kernels import ABSMAX_BLOCK
 from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
@@ -90,14 +90,11 @@ class Absmax(msgspec.Struct, frozen=True):
             raise PeerError(f"block {wrong // 2} of tensor {number} has {what} ({self.name})")
 
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
-        assert out.size == count_values(rows) and data.size == self.nbytes(rows), "it was checked"
-        given = read_only(data)
+        decode_in_parts(self, data, rows, out, self.threads)
 
-        def work(of: TensorBlocks, first: int, last: int) -> None:
-            place, values = given[of.data], out[of.values]
-            codec_kernels.absmax_decode(place, values, of.width, of.row_bytes, self.bits, first, last)
-
-        self._run(work, rows)
+    def decode_runs(self, data: ByteArray, tensor: tuple[int, int], starts: IndexArray, out: FloatArray) -> None:
+        width = tensor[1]
+        codec_kernels.absmax_decode(data, out, starts, width, self.row_bytes(width), self.bits)
 
     def _run(self, work: Callable[[TensorBlocks, int, int], None], rows: Rows) -> None:
         """Over blocks `first` to `last` of each tensor: threads share the runs of all tensors, not of one at a time."""

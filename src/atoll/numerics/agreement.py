@@ -24,7 +24,7 @@ from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.fragments import Fragment, FragmentPlan
-from atoll.numerics.sample import Sample, draw_sample
+from atoll.numerics.sample import draw_sample
 
 BLOCKS = 2
 """Of values that one thread compares at a time."""
@@ -109,13 +109,11 @@ def by_size(fragment: Fragment, figures: DoubleArray) -> DoubleArray:
     return np.asarray(figures @ (sizes / sizes.sum()))
 
 
-def sketches(
-    deltas: Sequence[FloatArray], sample: Sample, threads: int = 1, buckets: int = BUCKETS
-) -> list[DoubleArray]:
-    """Each contribution's direction in few numbers, of length 1 (or 0): to tell whether it was given before. Sketches
-    of one sample, which a contribution is compared with its last one by."""
-    sums = np.zeros((len(deltas), buckets))
-    in_parts(lambda m, _: kernels.sketch(read_only(sample.take(deltas[m])), sums[m]), len(deltas), 1, threads)
+def sketches(taken: Sequence[FloatArray], threads: int = 1, buckets: int = BUCKETS) -> list[DoubleArray]:
+    """Each contribution's direction in few numbers, of length 1 (or 0): to tell whether it was given before. `taken`:
+    of each the same sample, by which it is compared with its learner's last one."""
+    sums = np.zeros((len(taken), buckets))
+    in_parts(lambda m, _: kernels.sketch(read_only(taken[m]), sums[m]), len(taken), 1, threads)
     return [_normed(one) for one in sums]
 
 
@@ -143,5 +141,6 @@ def _sketch_gradient(fragment: Fragment, gradient: FloatArray) -> DoubleArray:
     if fragment.buffers.stop > fragment.buffers.start:
         gradient = gradient.copy()
         gradient[fragment.buffers] = 0.0
-    (found,) = sketches([gradient], draw_sample(fragment, [fragment.index]), buckets=GRADIENT_BUCKETS)
+    taken = draw_sample(fragment, [fragment.index]).take(gradient)
+    (found,) = sketches([taken], buckets=GRADIENT_BUCKETS)
     return found

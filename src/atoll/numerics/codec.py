@@ -23,8 +23,8 @@ import numpy as np
 
 from atoll.choices import CODEC
 from atoll.numerics import codec_kernels
-from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.compiled import read_only
+from atoll.numerics.arrays import ByteArray, FloatArray, IndexArray
+from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Fragment, FragmentPlan, Rows, row_lengths
 from atoll.protocol.errors import PeerError
 
@@ -88,6 +88,11 @@ class Codec(Protocol):
         """Of a body that was checked. No other one makes it read or write outside of its arrays."""
         ...
 
+    def decode_runs(self, data: ByteArray, tensor: tuple[int, int], starts: IndexArray, out: FloatArray) -> None:
+        """Of one tensor, its rows and their length: as many values from each of `starts` on as fill `out`. It is called
+        often, so data and starts are `read_only`."""
+        ...
+
 
 def make_codec(name: str, threads: int = 1) -> Codec:
     made: Codec = CODEC.load(name).make(threads)
@@ -130,15 +135,19 @@ def encode_contribution(codec: Codec, part: Fragment, delta: Delta, out: ByteArr
             some.rest[:] = 0.0
 
 
-def decode_contribution(codec: Codec, part: Fragment, data: ByteArray, out: FloatArray) -> None:
-    """PeerError: this is no body of the fragment. Then `out` is as it was."""
+def check_contribution(codec: Codec, part: Fragment, data: ByteArray) -> None:
+    """PeerError: this is no body of the fragment."""
     expected = body_nbytes(codec, part)
     if data.size != expected:
         raise PeerError(_other_length(codec, data.size, part.size, expected))
-    parts = list(body_parts(codec, part))
-    for one in parts:
+    for one in body_parts(codec, part):
         one.codec.check(data[one.data], one.rows)
-    for one in parts:
+
+
+def decode_contribution(codec: Codec, part: Fragment, data: ByteArray, out: FloatArray) -> None:
+    """PeerError: this is no body of the fragment. Then `out` is as it was."""
+    check_contribution(codec, part, data)
+    for one in body_parts(codec, part):
         one.codec.decode(data[one.data], one.rows, out[one.values])
 
 
@@ -167,6 +176,40 @@ def encode_in_steps(codec: Codec, delta: Delta, rows: Rows, out: ByteArray) -> N
         decoded = np.empty_like(total)
         codec.decode(out, rows, decoded)
         np.subtract(total, decoded, out=delta.rest)
+
+
+def decode_in_parts(codec: Codec, data: ByteArray, rows: Rows, out: FloatArray, threads: int) -> None:
+    """`Codec.decode` by `decode_runs`."""
+    assert out.size == count_values(rows) and data.size == codec.nbytes(rows), "it was checked"
+    given = read_only(data)
+    runs = [(one, first) for one in tensor_places(codec, rows) for first in range(0, one.size, PART)]
+
+    def work(begin: int, end: int) -> None:
+        for one, first in runs[begin:end]:
+            values = out[one.values][first : first + PART]
+            codec.decode_runs(given[one.data], one.tensor, read_only(np.array([first])), values)
+
+    in_parts(work, len(runs), 1, threads)
+
+
+class TensorPlace(NamedTuple):
+    """One tensor's rows and their length, and where its values and its bytes are."""
+
+    tensor: tuple[int, int]
+    values: slice
+    data: slice
+
+    @property
+    def size(self) -> int:
+        return self.tensor[0] * self.tensor[1]
+
+
+def tensor_places(codec: Codec, rows: Rows) -> Iterator[TensorPlace]:
+    value = byte = 0
+    for one in rows:
+        values, data = count_values((one,)), codec.nbytes((one,))
+        yield TensorPlace(one, slice(value, value + values), slice(byte, byte + data))
+        value, byte = value + values, byte + data
 
 
 def count_values(rows: Rows) -> int:

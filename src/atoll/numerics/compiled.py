@@ -38,8 +38,8 @@ _KERNELS: list[Kernel[..., Any]] = []
 class Kernel(Generic[P, R]):
     """A loop that is compiled on first use, kept on disk, and run without the interpreter lock."""
 
-    def __init__(self, function: Callable[P, R]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[P, R], *, contracts: bool = False) -> None:
+        self._function, self._contracts = function, contracts
         update_wrapper(self, function)
         _KERNELS.append(self)
 
@@ -47,7 +47,8 @@ class Kernel(Generic[P, R]):
     def compiled(self) -> Any:
         import numba
 
-        return numba.njit(cache=True, nogil=True)(self._function)
+        fused = {"contract"} if self._contracts else False
+        return numba.njit(cache=True, nogil=True, fastmath=fused)(self._function)
 
     @property
     def _numba_type_(self) -> Any:
@@ -76,6 +77,12 @@ def kernel(function: Callable[P, R]) -> Kernel[P, R]:
     return Kernel(function)
 
 
+def exact_kernel(function: Callable[P, R]) -> Kernel[P, R]:
+    """A loop whose only products are exact, those of two float32 in float64: to round a product and its sum once or
+    apart is the same, so it may use instructions that do both."""
+    return Kernel(function, contracts=True)
+
+
 def lie_compiled() -> bool:
     """Whether all that were declared lie on disk, newer than their source and than numba; asked without loading numba.
     Where it cannot be told the answer is no."""
@@ -92,6 +99,8 @@ def lie_compiled() -> bool:
 def read_only(array: NDArray[A]) -> NDArray[A]:
     """The same memory as an input: one kind of array for the kernels, whoever made it."""
     assert array.flags.c_contiguous, "kernels work on contiguous arrays"
+    if not array.flags.writeable:
+        return array
     view = array.view()
     view.flags.writeable = False
     return view

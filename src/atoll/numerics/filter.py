@@ -36,6 +36,7 @@ import numpy as np
 
 from atoll.numerics import agreement as agree
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.deltas import GivenDelta, as_readable
 from atoll.numerics.fragments import Fragment, FragmentPlan
 from atoll.numerics.sample import Sample, draw_sample, take_all
 
@@ -140,7 +141,7 @@ class Filter:
         self,
         index: int,
         names: Sequence[str],
-        deltas: Sequence[FloatArray],
+        deltas: Sequence[GivenDelta],
         momentum: FloatArray | None = None,
         sample_for: int | None = None,
     ) -> list[FilterVerdict]:
@@ -148,10 +149,13 @@ class Filter:
         `sample_for`: the round, where a sample will do. The factors are meant for use where there is none."""
         fragment = self._plan.fragments[index]
         kept, fresh = self._samples(fragment, sample_for)
+        given = [as_readable(fragment, delta) for delta in deltas]
         records = [self._record_of(name) for name in names]
-        pairs = zip(records, agree.sketches(deltas, kept, self._threads), strict=True)
+        taken = [kept.read(delta, self._threads) for delta in given]
+        pairs = zip(records, agree.sketches(taken, self._threads), strict=True)
         likeness = np.array([record.compare_with_last(index, sketch) for record, sketch in pairs])
-        taken = [fresh.take(delta) for delta in deltas]
+        if fresh.blocks:
+            taken = [fresh.read(delta, self._threads) for delta in given]
         norms = agree.tensor_norms(fresh.parts, taken, self._threads)
         if len(names) >= MAJORITY:
             others = _median_without_each(likeness[:, np.newaxis])[:, 0]

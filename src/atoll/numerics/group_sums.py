@@ -32,8 +32,8 @@ from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.fragments import Fragment, FragmentPlan, Piece
-from atoll.numerics.merge import add_scaled, row_norms, subtracts_from_newest, take_mean
-from atoll.numerics.merges.rda import CANCELLED, SPECK
+from atoll.numerics.kernels import CANCELLED, SPECK
+from atoll.numerics.merge import add_scaled, row_norms, subtracts_from_newest
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def sum_group(
         for _, values, rows in _parts(rule, fragment)[first:last]:
             some = [read_only(delta[values]) for delta in weighed]
             if rows.stop == rows.start:
-                take_mean(some, shares, out[values])
+                add_scaled(some, shares, out[values])
             else:
                 norms = np.stack([row_norms(delta, rows.stop - rows.start) for delta in some])
                 radii[rows] = _add_directions(some, norms, shares, out[values])
@@ -112,7 +112,7 @@ def merge_groups(
         for _, values, rows in _parts(rule, fragment)[first:last]:
             some, count = [read_only(term.values[values]) for term in weighed], rows.stop - rows.start
             if not count:
-                take_mean(some, shares, out[values])
+                add_scaled(some, shares, out[values])
                 continue
             pairs = zip(weighed, some, strict=True)
             norms = np.stack([row_norms(own, count) if t.radii is None else _double(t.radii[rows]) for t, own in pairs])

@@ -6,14 +6,16 @@ The rules are the modules of merges/. All of them keep this:
 - what the filter leaves out of a piece is as if it had not been given there; factors of 1 change no bit;
 - one contribution comes out as itself, bit for bit; one of weight 0 is as if it were not there;
 - sums run in float32 in the order given (the caller's: by learner id), norms in float64: equal inputs, equal bits;
-- pieces are cut by rows, and threads share the cuts: no bit depends on that. A rule that needs the norm of a whole
-  piece ("rda") has it as the exact sum of the squares of its cuts, so shards of a syncer that hold a piece together
-  (docs/adr/0031) tell each other these and come to the same (`NormExchange`).
+- pieces are cut by rows, and threads share the cuts: no bit depends on that. Contributions to a cut are decoded into
+  a room of the thread's own, and what follows finds them in its cache (docs/adr/0036);
+- a rule that needs the norm of a whole piece ("rda") has it as the exact sum of the squares of its cuts, so shards of a
+  syncer that hold a piece together (docs/adr/0031) tell each other these and come to the same (`NormExchange`).
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,16 +23,23 @@ import numpy as np
 
 from atoll.choices import MERGE
 from atoll.numerics import kernels
-from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.arrays import DoubleArray, FloatArray, IndexArray
 from atoll.numerics.compiled import PART, in_parts, read_only
+from atoll.numerics.deltas import GivenDelta, ReadableDelta, as_readable
 from atoll.numerics.fragments import Fragment, Piece
 from atoll.protocol.messages import TensorSpec
+
+ROOM = 1 << 19
+"""Values of all contributions to a cut together: 2 MiB. Smaller ones fit a core's own cache better, but each cut costs
+some 40 µs besides its work; which is best was only tried on a loaded machine."""
+LEAST_CUT = 1 << 14
+"""Values of a cut, however many contributions there are."""
 
 
 class Terms(NamedTuple):
     """What is merged into one piece: whole contributions, what the filter makes of each there, and w / Σ w."""
 
-    deltas: list[FloatArray]
+    deltas: list[ReadableDelta]
     factors: list[np.float32]
     shares: DoubleArray
 
@@ -42,6 +51,31 @@ class Cut(NamedTuple):
     """Of the piece in its fragment."""
     piece: Piece
     values: slice
+    start: IndexArray
+    """The one value of the piece that it begins with, as codecs take it."""
+
+    def read(self, deltas: Sequence[ReadableDelta], out: FloatArray) -> None:
+        """What contributions have there, into [contributions, values]."""
+        for delta, values in zip(deltas, out, strict=True):
+            delta.read_runs(self.number, self.start, values)
+
+
+class Room(threading.local):
+    """Of each thread: where it decodes contributions to the cut that it works on."""
+
+    values: FloatArray = np.empty(0, np.float32)
+
+    def read_cut(self, cut: Cut, deltas: Sequence[ReadableDelta], factors: Sequence[np.float32] = ()) -> FloatArray:
+        """[contributions, values of the cut], until the next is read."""
+        size = cut.values.stop - cut.values.start
+        if self.values.size < len(deltas) * size:
+            self.values = np.empty(len(deltas) * size, np.float32)
+        found = self.values[: len(deltas) * size].reshape(len(deltas), size)
+        cut.read(deltas, found)
+        for factor, values in zip(factors, found, strict=False):
+            if factor != 1:
+                values *= factor
+        return found
 
 
 Gather = Callable[[DoubleArray], Sequence[DoubleArray]]
@@ -60,7 +94,7 @@ class NormExchange(NamedTuple):
 
 def merge(
     fragment: Fragment,
-    deltas: Sequence[FloatArray],
+    deltas: Sequence[GivenDelta],
     weights: Sequence[float],
     out: FloatArray,
     rule: str,
@@ -76,49 +110,58 @@ def merge(
     `then` is called for each part of `out` that is done, while it is in the cache of that thread.
     `exchange`: the fragment is a shard's part of a larger one.
     """
-    by = MERGE.load(rule)
-    assert all(array.shape == (fragment.size,) for array in (out, *deltas)), "every array is one whole fragment"
+    by, room = MERGE.load(rule), Room()
+    assert out.shape == (fragment.size,), "it is one whole fragment"
+    readable = [as_readable(fragment, delta) for delta in deltas]
     if any((one != 1).any() for one in factors):
-        terms = _filtered_terms(fragment, deltas, weights, factors)
+        terms = _filtered_terms(fragment, readable, weights, factors)
     else:
-        terms = [_terms(deltas, weights)] * len(fragment.pieces)
+        terms = [_terms(readable, weights)] * len(fragment.pieces)
     pairs = [(piece, len(one.deltas) > 1) for piece, one in zip(fragment.pieces, terms, strict=True)]
     by_norms = [several and _merges_by_norms(piece, by) for piece, several in pairs]
-    apart = [not several or _merges_rows_apart(piece, by) for piece, several in pairs]
-    cuts = cut_fragment(fragment, [one or other for one, other in zip(apart, by_norms, strict=True)])
-    sums = _sum_by_norms(fragment, cuts, by_norms, terms, out, by, threads, exchange)
+    sums = _sum_by_norms(fragment, by_norms, terms, out, by, room, threads, exchange)
+    limits = [
+        PART if number in sums else _most_values(several, piece, terms[number], by)
+        for number, (piece, several) in enumerate(pairs)
+    ]
+    cuts = cut_fragment(fragment, limits)
 
     def work(first: int, last: int) -> None:
         for cut in cuts[first:last]:
             if (of := sums.get(cut.number)) is not None:
-                given = _given(cut, terms[cut.number])
-                by.lengthen_sum(given, terms[cut.number].shares, of.coefficients, of.radius, of.length, out[cut.values])
+                _lengthen_cut(cut, of, terms[cut.number], out[cut.values], by, room)
             else:
-                _merge_cut(cut, terms[cut.number], out[cut.values], by)
+                _merge_cut(cut, terms[cut.number], out[cut.values], by, room)
             if then is not None:
                 then(cut)
 
     in_parts(work, len(cuts), 1, threads)
 
 
+def _most_values(several: bool, piece: Piece, terms: Terms, by: Any) -> int:
+    """Of a cut of this piece; one whose rows do not merge apart is not cut."""
+    if several and not _merges_rows_apart(piece, by):
+        return piece.size
+    return max(LEAST_CUT, min(PART, ROOM // max(1, len(terms.deltas))))
+
+
 # ---- rules that need the norm of a whole piece ----------------------------------------------------------------------
 
 
 class SumByNorms(NamedTuple):
-    """Of a piece: the mean norm, each contribution's coefficient, and the norm of the sum that these gave."""
+    """Of a piece: the mean norm, and the norm of the sum of the contributions as `weigh_directions` says."""
 
-    radius: DoubleArray
-    coefficients: DoubleArray
-    length: DoubleArray
+    radius: float
+    length: float
 
 
 def _sum_by_norms(
     fragment: Fragment,
-    cuts: Sequence[Cut],
     by_norms: Sequence[bool],
     terms: Sequence[Terms],
     out: FloatArray,
     by: Any,
+    room: Room,
     threads: int,
     exchange: NormExchange | None,
 ) -> dict[int, SumByNorms]:
@@ -127,26 +170,33 @@ def _sum_by_norms(
     few = all(len(one.deltas) < 2 for one in terms)
     if exchange is not None and (few or not any(_merges_by_norms(piece, by) for piece in exchange.whole.pieces)):
         exchange = None  # as in every shard
-    cuts = [cut for cut in cuts if by_norms[cut.number]]
+    cuts = [cut for cut in cut_fragment(fragment) if by_norms[cut.number]]
     squares = [np.zeros(len(terms[cut.number].deltas)) for cut in cuts]
 
     def measure(first: int, last: int) -> None:
         for at, cut in enumerate(cuts[first:last], start=first):
-            squares[at][:] = [square_cuts(cut.piece, one)[0] for one in _given(cut, terms[cut.number])]
+            squares[at][:] = [square_cuts(cut.piece, one)[0] for one in room.read_cut(cut, *terms[cut.number][:2])]
 
     in_parts(measure, len(cuts), 1, threads)
     norms = _find_norms(fragment, cuts, squares, by, exchange)
-    weighed = {n: by.weigh_directions(norm[:, np.newaxis], terms[n].shares) for n, norm in norms.items()}
+    weighed = {n: by.weigh_directions(norm, terms[n].shares) for n, norm in norms.items()}
     lengths = [np.zeros(1) for _ in cuts]
 
     def add(first: int, last: int) -> None:
         for at, cut in enumerate(cuts[first:last], start=first):
-            add_scaled(_given(cut, terms[cut.number]), weighed[cut.number][1], out[cut.values])
+            add_scaled(room.read_cut(cut, *terms[cut.number][:2]), weighed[cut.number][1], out[cut.values])
             lengths[at][:] = square_cuts(cut.piece, out[cut.values])
 
     in_parts(add, len(cuts), 1, threads)
     length = _find_norms(fragment, cuts, lengths, by, exchange)
-    return {n: SumByNorms(radius, coefficients, length[n]) for n, (radius, coefficients) in weighed.items()}
+    return {n: SumByNorms(radius, float(length[n][0])) for n, (radius, _) in weighed.items()}
+
+
+def _lengthen_cut(cut: Cut, of: SumByNorms, terms: Terms, out: FloatArray, by: Any, room: Room) -> None:
+    if by.directions_cancel(of.radius, of.length):
+        take_mean(room.read_cut(cut, *terms[:2]), terms.shares, out)
+    else:
+        by.lengthen_sum(of.radius, of.length, out)
 
 
 def _find_norms(
@@ -200,33 +250,33 @@ def norm_of_cuts(squares: DoubleArray) -> float:
     return math.sqrt(math.fsum(squares))
 
 
-def cut_fragment(fragment: Fragment, apart: Sequence[bool] = ()) -> list[Cut]:
-    """All of it, in order. `apart`: of each piece, whether it may be cut; empty: all may."""
+def cut_fragment(fragment: Fragment, limits: Sequence[int] = ()) -> list[Cut]:
+    """All of it, in order. `limits`: of each piece, the values that a cut of it may have; empty: a PART."""
     return [
         cut
         for number, (piece, values) in enumerate(fragment.parts)
-        for cut in _cut_piece(number, piece, values, not apart or apart[number])
+        for cut in _cut_piece(number, piece, values, limits[number] if limits else PART)
     ]
 
 
-def _cut_piece(number: int, piece: Piece, values: slice, apart: bool) -> list[Cut]:
-    """Into runs of rows, as many as fit into a PART; or not at all."""
-    width = piece.size // piece.rows
-    each = rows_of_cut(piece) if apart else piece.rows
+def _cut_piece(number: int, piece: Piece, values: slice, limit: int) -> list[Cut]:
+    """Into runs of rows, as many as are within the limit."""
+    width, each = piece.size // piece.rows, rows_of_cut(piece, limit)
     runs = [(first, min(each, piece.rows - first)) for first in range(0, piece.rows, each)]
     return [
         Cut(
             number,
             Piece(piece.tensor, piece.first + first, count),
             slice(values.start + first * width, values.start + (first + count) * width),
+            read_only(np.array([first * width])),
         )
         for first, count in runs
     ]
 
 
-def rows_of_cut(piece: Piece) -> int:
-    """As many as fit into a PART; the last cut of a piece has the rest."""
-    return max(1, PART // (piece.size // piece.rows))
+def rows_of_cut(piece: Piece, limit: int = PART) -> int:
+    """As many as are within the limit, one at least; the last cut of a piece has the rest."""
+    return max(1, limit // (piece.size // piece.rows))
 
 
 def _takes_mean(piece: Piece, by: Any) -> bool:
@@ -239,7 +289,7 @@ def _merges_rows_apart(piece: Piece, by: Any) -> bool:
 
 
 def _filtered_terms(
-    fragment: Fragment, deltas: Sequence[FloatArray], weights: Sequence[float], factors: Sequence[FloatArray]
+    fragment: Fragment, deltas: Sequence[ReadableDelta], weights: Sequence[float], factors: Sequence[FloatArray]
 ) -> list[Terms]:
     """Piece by piece: shortened by a factor below 1, without those of factor 0. What nobody gives does not move."""
     if not any(factor.any() and weight > 0 for factor, weight in zip(factors, weights, strict=True)):
@@ -253,7 +303,7 @@ def _filtered_terms(
 
 
 def _terms(
-    deltas: Sequence[FloatArray], weights: Sequence[float], factors: Sequence[np.float32] | None = None
+    deltas: Sequence[ReadableDelta], weights: Sequence[float], factors: Sequence[np.float32] | None = None
 ) -> Terms:
     """The contributions that weigh anything."""
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
@@ -268,32 +318,17 @@ def _terms(
     return Terms([delta for delta, _, _ in weighed], [factor for _, _, factor in weighed], shares)
 
 
-def _given(cut: Cut, terms: Terms) -> list[FloatArray]:
-    pairs = zip(terms.deltas, terms.factors, strict=True)
-    return [read_only(_scaled(delta[cut.values], factor)) for delta, factor in pairs]
-
-
-def _merge_cut(cut: Cut, terms: Terms, out: FloatArray, by: Any) -> None:
-    given = _given(cut, terms)
-    if not given:
+def _merge_cut(cut: Cut, terms: Terms, out: FloatArray, by: Any, room: Room) -> None:
+    if not terms.deltas:
         out[:] = 0.0
-    elif len(given) == 1:
-        np.copyto(out, given[0])
+    elif len(terms.deltas) == 1 or cut.piece.tensor.buffer_rule == "first":
+        cut.read(terms.deltas[:1], out[np.newaxis])
+        if terms.factors[0] != 1:
+            out *= terms.factors[0]
+    elif _takes_mean(cut.piece, by):
+        take_mean(room.read_cut(cut, *terms[:2]), terms.shares, out)
     else:
-        _merge_piece(cut.piece, given, terms.shares, out, by)
-
-
-def _scaled(values: FloatArray, factor: np.float32) -> FloatArray:
-    return values if factor == 1 else values * factor
-
-
-def _merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray, by: Any) -> None:
-    if piece.tensor.buffer_rule == "first":
-        np.copyto(out, deltas[0])
-    elif _takes_mean(piece, by):
-        take_mean(deltas, shares, out)
-    else:
-        by.merge_piece(piece, deltas, shares, out)
+        by.merge_piece(cut.piece, room.read_cut(cut, *terms[:2]), terms.shares, out)
 
 
 def merges_in_parts(rule: str) -> bool:
@@ -313,8 +348,9 @@ def subtracts_from_newest(rule: str) -> bool:
     return bool(getattr(MERGE.load(rule), "SUBTRACTS_FROM_NEWEST", False))
 
 
-def take_mean(deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
-    add_scaled(deltas, shares[:, np.newaxis], out)
+def take_mean(deltas: FloatArray, shares: DoubleArray, out: FloatArray) -> None:
+    """Of deltas [contributions, values]."""
+    kernels.take_mean(read_only(deltas), read_only(shares), out)
 
 
 def row_norms(values: FloatArray, rows: int) -> DoubleArray:
@@ -323,11 +359,13 @@ def row_norms(values: FloatArray, rows: int) -> DoubleArray:
     return np.sqrt(squares)
 
 
-def add_scaled(deltas: list[FloatArray], coefficients: DoubleArray, out: FloatArray) -> None:
-    """out ← Σ c Δ in the order given; coefficients by contribution, then row."""
+def add_scaled(deltas: Sequence[FloatArray] | FloatArray, coefficients: DoubleArray, out: FloatArray) -> None:
+    """out ← Σ c Δ in the order given; coefficients by contribution, and then by row where rows have their own."""
+    by_row = coefficients.reshape(len(deltas), -1).T
+    given = [read_only(delta) for delta in deltas]
     for first in range(0, len(deltas), kernels.GROUP):
-        group = deltas[first : first + kernels.GROUP]
-        scales = np.zeros((coefficients.shape[1], kernels.GROUP), np.float32)
-        scales[:, : len(group)] = coefficients[first : first + kernels.GROUP].T
+        group = given[first : first + kernels.GROUP]
+        scales = np.zeros((len(by_row), kernels.GROUP), np.float32)
+        scales[:, : len(group)] = by_row[:, first : first + kernels.GROUP]
         filled = (*group, *([group[0]] * (kernels.GROUP - len(group))))
         kernels.accumulate(out, filled, read_only(scales), len(group), first == 0)

@@ -10,7 +10,7 @@ lowered by, and `advance` moves the state on by the gradient that what Θ was re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,9 +19,6 @@ from atoll.choices import OUTER_OPTIMIZER
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.compiled import PART, in_parts
 from atoll.numerics.fragments import Fragment, Piece
-
-CACHED = 65_536
-"""Elements copied at a time, so that the step finds them in cache."""
 
 
 class OuterOptimizer(Protocol):
@@ -132,16 +129,3 @@ def _work_on_parameters(fragment: Fragment, work: Callable[[slice], None], threa
 def make_outer(name: str, lr: float, momentum: float) -> OuterOptimizer:
     made: OuterOptimizer = OUTER_OPTIMIZER.load(name).make(lr, momentum)
     return made
-
-
-def copied_parts(theta: FloatArray, new_theta: FloatArray) -> Iterator[slice]:
-    """Parts of the fragment, each of which `new_theta` holds Θ in by the time it is named."""
-    assert theta.shape == new_theta.shape, "both are one whole fragment"
-    in_place = theta.ctypes.data == new_theta.ctypes.data
-    if in_place:
-        yield slice(0, theta.size)
-        return
-    for start in range(0, theta.size, CACHED):
-        part = slice(start, start + CACHED)
-        np.copyto(new_theta[part], theta[part])
-        yield part

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.compiled import in_parts, read_only
+from atoll.numerics.deltas import DecodedDelta, ReadableDelta, read_whole
 from atoll.numerics.fragments import Fragment, FragmentPlan
 
 BLOCK = 1024
@@ -46,6 +48,21 @@ class Sample(NamedTuple):
     @property
     def size(self) -> int:
         return int(self.parts[-1].stop)
+
+    def read(self, delta: ReadableDelta, threads: int = 1) -> FloatArray:
+        """The same of a contribution, of which only so much is decoded."""
+        if not self.blocks or isinstance(delta, DecodedDelta):
+            return self.take(read_whole(delta, threads))
+        taken = np.empty(self.size, np.float32)
+
+        def work(first: int, last: int) -> None:
+            for number in range(first, last):
+                start, size, _, drawn = self.blocks[number]
+                starts = read_only(start - delta.fragment.offsets[number] + size * drawn)
+                delta.read_runs(number, starts, taken[self.parts[number]])
+
+        in_parts(work, len(self.blocks), 1, threads)
+        return taken
 
     def take(self, values: FloatArray) -> FloatArray:
         """Of a whole fragment's values; they themselves where all is taken."""

@@ -35,9 +35,10 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
-from atoll.numerics.compiled import read_only
+from atoll.numerics.compiled import in_parts, read_only
+from atoll.numerics.deltas import GivenDelta, as_readable, read_whole
 from atoll.numerics.fragments import Fragment, FragmentPlan, whole
-from atoll.numerics.merge import square_cuts
+from atoll.numerics.merge import Room, cut_fragment, square_cuts
 from atoll.protocol.messages import TensorSpec
 
 EARLY = 4
@@ -50,7 +51,6 @@ ONCE_USUAL = 2.0
 """Times the highest running median of the run: so much is accepted, however small norms have become."""
 BUFFER_LIMIT = 1e6
 """Times the norm of a fragment's buffers, at least 1: those of dead channels fall to nothing and may come back."""
-_NO_SQUARES = np.empty(0, np.float64)
 CHUNK = 65_536
 """Elements looked at together when those that are not finite are counted."""
 
@@ -80,17 +80,27 @@ class MeasuredPart(NamedTuple):
     """‖Θ − Δ‖² of them."""
 
 
-def measure_part(part: Fragment, delta: FloatArray, committed: FloatArray | None = None) -> MeasuredPart:
-    """`committed`: the values that it was made on; None: others, so its buffers are not merged."""
-    squares, of_buffers, held, moved = [_NO_SQUARES], [_NO_SQUARES], [_NO_SQUARES], [_NO_SQUARES]
-    for piece, at in part.parts:
-        (of_buffers if piece.tensor.buffer_rule else squares).append(square_cuts(piece, delta[at]))
-        if piece.tensor.buffer_rule and committed is not None:
-            held.append(square_cuts(piece, committed[at]))
-            moved.append(square_cuts(piece, committed[at] - delta[at]))
-    finite = all(np.isfinite(one).all() for one in (*squares, *of_buffers))
-    known = (np.concatenate(held), np.concatenate(moved)) if committed is not None else (None, None)
-    return MeasuredPart(delta.size, np.concatenate(squares), 0 if finite else _broken(delta), *known)
+def measure_part(
+    part: Fragment, delta: GivenDelta, committed: FloatArray | None = None, threads: int = 1
+) -> MeasuredPart:
+    """`committed`: the values that it was made on; None: others, so its buffers are not merged. One cut after the other
+    is decoded and measured."""
+    given, cuts, room = as_readable(part, delta), cut_fragment(part), Room()
+    squares, held, moved = (np.zeros(len(cuts)) for _ in range(3))
+
+    def work(first: int, last: int) -> None:
+        for at, cut in enumerate(cuts[first:last], start=first):
+            values = room.read_cut(cut, [given])[0]
+            squares[at] = square_cuts(cut.piece, values)[0]
+            if cut.piece.tensor.buffer_rule and committed is not None:
+                held[at] = square_cuts(cut.piece, committed[cut.values])[0]
+                moved[at] = square_cuts(cut.piece, committed[cut.values] - values)[0]
+
+    in_parts(work, len(cuts), 1, threads)
+    buffers = np.array([bool(cut.piece.tensor.buffer_rule) for cut in cuts], np.bool_)
+    broken = 0 if np.isfinite(squares).all() else _broken(read_whole(given, threads))
+    known = (held[buffers], moved[buffers]) if committed is not None else (None, None)
+    return MeasuredPart(part.size, squares[~buffers], broken, *known)
 
 
 class NormScreen:
@@ -102,9 +112,11 @@ class NormScreen:
         least: int = 8,
         most_steps: int = 1 << 40,
         feedback: bool = False,
+        threads: int = 1,
     ) -> None:
         """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged. `feedback`:
         bodies also hold what earlier ones left out."""
+        self._threads = threads
         self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, FragmentPlan) else list(plan)
         self._plan = plan if isinstance(plan, FragmentPlan) else None
         buffers = [part.buffers for part in plan.fragments] if isinstance(plan, FragmentPlan) else []
@@ -126,17 +138,18 @@ class NormScreen:
     def judge(
         self,
         fragment: int,
-        delta: FloatArray,
+        delta: GivenDelta,
         steps: int = 1,
         key: Hashable = None,
         committed: FloatArray | None = None,
     ) -> str | None:
         """Why this contribution is refused, or None. Its norm counts after `note_merged`; without a key, at once.
         `committed`: the fragment's values that it was made on; None: others, so its buffers are not merged."""
-        if (refusal := self._refuse_size(fragment, delta.size)) is not None:
+        size = delta.size if isinstance(delta, np.ndarray) else delta.fragment.size
+        if (refusal := self._refuse_size(fragment, size)) is not None:
             return refusal
-        part = self._plan.fragments[fragment] if self._plan is not None else whole_array(delta.size)
-        return self.judge_parts(fragment, [measure_part(part, delta, committed)], steps, key)
+        part = self._plan.fragments[fragment] if self._plan is not None else whole_array(size)
+        return self.judge_parts(fragment, [measure_part(part, delta, committed, self._threads)], steps, key)
 
     def judge_parts(
         self, fragment: int, parts: Sequence[MeasuredPart], steps: int = 1, key: Hashable = None

@@ -1,9 +1,10 @@
 """Contributions, from the pull that asks for one to the version that is made of them.
 
-- Only a contribution that was asked for may arrive: `Inbox` holds its body and its decoded delta, in buffers that are
-  used again. Of a learner of several ranks it has a body of each that sends something of the fragment, and has arrived
-  when all have. Each is decoded by its rank's plan into the one delta; nothing behind that knows of ranks.
-- It is decoded and screened when it has arrived, and merged when the state machine says so (`Merging`).
+- Only a contribution that was asked for may arrive: `Inbox` holds its body, in a buffer that is used again, until its
+  round is merged; nobody keeps it decoded (numerics/deltas.py). Of a learner of several ranks it has a body of each
+  that sends something of the fragment, and has arrived when all have. These are decoded, each by its rank's plan, into
+  one delta; nothing behind that knows of ranks.
+- It is checked and screened when it has arrived, and merged when the state machine says so (`Merging`).
 - Of one that a relay holds there is no body here, but what the relay says of it; it is screened by that, and its round
   is merged with the relay's sum (relays.py).
 - Large fragments are worked on in a thread, small ones on the event loop. A contribution that is discarded while a
@@ -25,7 +26,9 @@ from atoll.digests import combine_digests
 from atoll.fabric.wire import SMALL_BYTES
 from atoll.numerics.agreement import Autocorrelation, by_size
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, largest_body
+from atoll.numerics.codec import Codec, body_nbytes, check_contribution, decode_contribution, largest_body
+from atoll.numerics.compiled import thread_count
+from atoll.numerics.deltas import DecodedDelta, EncodedDelta, ReadableDelta
 from atoll.numerics.filter import Filter, FilterVerdict
 from atoll.numerics.fragments import FragmentPlan
 from atoll.numerics.merge import NormExchange
@@ -45,7 +48,7 @@ ContributionKey = tuple[str, int, int]
 MOST_CYCLES = 16
 """Cycles of H steps that a contribution may claim when its norm is judged: a learner that was away gives several."""
 LARGE = SMALL_BYTES // 4
-"""Fragments of more elements than this are decoded and merged in a thread …"""
+"""Fragments of more elements than this are screened and merged in a thread …"""
 ALIGNED = 8
 """Bytes: where numbers of any size may begin."""
 STALE = 3
@@ -77,7 +80,10 @@ class PendingContribution:
     """For all its bodies."""
     held: bool = False
     """A thread reads it, or is about to."""
-    delta: FloatArray | None = None
+    delta: ReadableDelta | None = None
+    """Once it was opened."""
+    values: FloatArray | None = None
+    """What the bodies of several ranks give together."""
     figures: HeldBody | None = None
     """Its body is held by a relay, which says this of it."""
     screened: bool = False
@@ -107,7 +113,8 @@ class Inbox:
         self._largest = largest_body(codec, plan) + (most_bytes(plan) if moments else 0)
         self._pending: dict[ContributionKey, PendingContribution] = {}
         self._buffers: list[ByteArray] = []
-        self._deltas: list[FloatArray] = []
+        self._arrays: list[FloatArray] = []
+        """For the values of ranks together."""
         self._probes: dict[str, ContributionKey] = {}
 
     def expect_body(
@@ -237,8 +244,8 @@ class Inbox:
             pending.held = False
             self._free_if_unwanted(key, pending)
 
-    def decode_body(self, key: ContributionKey, mark: str) -> FloatArray:
-        """Decode the body; PeerError: it is not the one that its message names."""
+    def open_body(self, key: ContributionKey, mark: str) -> ReadableDelta:
+        """Check the body; PeerError: it is not the one that its message names, or none of its fragment."""
         pending = self._pending.get(key)
         if pending is None or pending.buffer is None or (digest := pending.digest) is None:
             raise PeerError(_describe_missing(pending))
@@ -246,15 +253,17 @@ class Inbox:
             raise PeerError("its body is not the one its message names")
         assert pending.delta is None, "a body is opened once"
         part = self._plan.fragments[pending.fragment]
-        buffer = self._deltas.pop() if self._deltas else np.empty(self._plan.largest, dtype=np.float32)
-        pending.delta = buffer
         if pending.plans:
-            self._decode_ranks(pending, pending.buffer, buffer[: part.size])
+            pending.values = self._arrays.pop() if self._arrays else np.empty(self._plan.largest, dtype=np.float32)
+            self._decode_ranks(pending, pending.buffer, pending.values[: part.size])
+            pending.delta = DecodedDelta(part, pending.values[: part.size])
         else:
-            decode_contribution(self._codec, part, pending.buffer[: self._body_nbytes(pending)], buffer[: part.size])
+            data = pending.buffer[: self._body_nbytes(pending)]
+            check_contribution(self._codec, part, data)
+            pending.delta = EncodedDelta(self._codec, part, data)
         if self._moments:
             check_moments(part, self._moments_of(pending))
-        return buffer[: part.size]
+        return pending.delta
 
     def _decode_ranks(self, pending: PendingContribution, data: ByteArray, out: FloatArray) -> None:
         """Each rank's part to its place: together they are the whole (`check_tiling`)."""
@@ -271,10 +280,10 @@ class Inbox:
     def _body_nbytes(self, pending: PendingContribution) -> int:
         return body_nbytes(self._codec, self._plan.fragments[pending.fragment])
 
-    def get_delta(self, key: ContributionKey) -> FloatArray:
-        pending = self._pending[key]
-        assert pending.delta is not None
-        return pending.delta[: self._plan.fragments[pending.fragment].size]
+    def get_delta(self, key: ContributionKey) -> ReadableDelta:
+        delta = self._pending[key].delta
+        assert delta is not None, "it was opened"
+        return delta
 
     def get_moments(self, keys: Sequence[ContributionKey]) -> list[ByteArray]:
         """What came with these contributions; nothing where moments are not shared."""
@@ -295,8 +304,8 @@ class Inbox:
         del self._pending[key]
         if pending.buffer is not None and pending.buffer.size == self._largest:
             self._buffers.append(pending.buffer)
-        if pending.delta is not None:
-            self._deltas.append(pending.delta)
+        if pending.values is not None:
+            self._arrays.append(pending.values)
 
 
 def _describe_wrong_rank(learner: str, rank: int, pending: PendingContribution) -> str:
@@ -317,7 +326,7 @@ def _describe_missing(pending: PendingContribution | None) -> str:
 def make_screen(plan: FragmentPlan, settings: Settings, limit: float, *, feedback: bool) -> NormScreen:
     """Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny."""
     few = 8 * settings.learners
-    return NormScreen(plan, limit, 2 * few, few, most_steps(settings), feedback)
+    return NormScreen(plan, limit, 2 * few, few, most_steps(settings), feedback, thread_count())
 
 
 def most_steps(settings: Settings) -> int:
@@ -366,13 +375,13 @@ class Merging:
     # ---- contributions ------------------------------------------------------------------------------------------
 
     def screen_contribution(self, learner: str, message: Contribution) -> None:
-        """Decode and screen it; then the state machine gets the event."""
+        """Check and screen it; then the state machine gets the event."""
         key = (learner, message.round, message.attempt)
         if self._inbox.is_opened(key):
             return  # sent twice: the first one counts
         in_range = 0 <= message.fragment < len(self._fragments)
         if not in_range or self._fragments[message.fragment].size <= LARGE:
-            self._tell(fx.Delivered(learner, message, self._decode_and_screen(key, message)))
+            self._tell(fx.Delivered(learner, message, self._open_and_screen(key, message)))
         else:
             # Held from now on, not from when the task starts: a second copy of the message may be read before that.
             self._spawn(self._screen_in_thread(key, message, self._inbox.hold_buffers(key)))
@@ -380,16 +389,16 @@ class Merging:
     async def _screen_in_thread(
         self, key: ContributionKey, message: Contribution, held: PendingContribution | None
     ) -> None:
-        refusal = await asyncio.to_thread(self._decode_and_screen, key, message)
+        refusal = await asyncio.to_thread(self._open_and_screen, key, message)
         self._inbox.release_buffers(key, held)
         self._tell(fx.Delivered(key[0], message, refusal))
 
-    def _decode_and_screen(self, key: ContributionKey, message: Contribution) -> str | None:
+    def _open_and_screen(self, key: ContributionKey, message: Contribution) -> str | None:
         """The reason for a refusal, or None."""
         if self._inbox.is_held(key):
             return self._screen_held(key, message)
         try:
-            delta = self._inbox.decode_body(key, message.digest)
+            delta = self._inbox.open_body(key, message.digest)
         except PeerError as error:
             return str(error)
         if message.probe or message.steps <= 0:
@@ -474,7 +483,7 @@ class Merging:
         marks = self._parameters.piece_marks(merge.fragment)
         return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._describe_verdicts(merge, judged))
 
-    def _judge_deltas(self, merge: fx.Merge, deltas: list[FloatArray]) -> list[FilterVerdict]:
+    def _judge_deltas(self, merge: fx.Merge, deltas: Sequence[ReadableDelta]) -> list[FilterVerdict]:
         momentum, names = self._parameters.momentum(merge.fragment), [part.learner for part in merge.parts]
         sample_for = None if self.robust else merge.round
         return self._filter.judge(merge.fragment, names, deltas, momentum, sample_for)

@@ -288,11 +288,12 @@ class ShardLead:
 
     def _measure(self, body: Body, fragment: int, digest: str) -> BodyHere:
         try:
-            delta = self._inbox.decode_body(body, digest)
+            delta = self._inbox.open_body(body, digest)
         except PeerError as error:
             return body_here(body, digest, None, reason=str(error))
         buffer, part = self._parameters.committed_buffers()[fragment], self._parameters.plan.fragments[fragment]
-        return body_here(body, digest, measure_part(part, delta, buffer.values), version=buffer.version)
+        measured = measure_part(part, delta, buffer.values, self._parameters.threads)
+        return body_here(body, digest, measured, version=buffer.version)
 
     def hear_contribution(self, learner: str, message: Contribution) -> None:
         self.state.hear_contribution(learner, message)

@@ -171,11 +171,11 @@ def memory_bound(
     | shared moments | those of as many versions as Θ; while they are averaged, three times a fragment in float64 |
     | a rollback | Θ three times, the outer state twice and the feedback once more, with guard = "rollback" |
     | a mean of the last versions | all of a cut once more, the sum in float64, and the mean |
-    | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
-    | the same, in a round | a sample of its delta, for the filter |
+    | one learner | for each of its pulls a body; its queues, both ways; its tape until written |
+    | the same, in the round that is merged | its delta: a sample for the filter, all with `robust` or wide rows |
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
     | one learner of several ranks, besides | the ranks' plans; `PARTS` parts of versions that are sent to them |
-    | the same, for each pull | what ranks' bodies take more than a whole one; a part while it is decoded |
+    | the same, for each pull | what ranks' bodies take more than a whole one; their delta; a part while it is decoded |
     | relayed states | as many streams, and as much of each, as the relay allows |
     | connections | as many as are allowed, whoever holds them; large answers that are not taken yet |
     | the filter | of as many learners as may be there, for every fragment the direction of the last contribution |
@@ -200,20 +200,20 @@ def memory_bound(
     fixed += settings.fragments * (NAMES * BUCKETS + GRADIENT_BUCKETS) * 8
     least, most = (max(map(count, settings.in_all_phases)) for count in (schedule.least_flights, schedule.most_flights))
     each = contribution_bytes(plan, settings)
-    talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES + 4 * largest_sample(plan)
+    talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES + 4 * largest_sample(plan) + largest
     return MemoryBound(
         fixed,
         (least + MISSES) * each + talk,
         NAME + settings.fragments * NAME_FRAGMENT,
         more=(most - least) * each,
         budget=round_memory,
-        ranks=MOST_PIECES * PIECE + PARTS * largest + (most + MISSES) * (largest + _more_of_ranks(plan, settings)),
+        ranks=MOST_PIECES * PIECE + PARTS * largest + (most + MISSES) * (2 * largest + _more_of_ranks(plan, settings)),
     )
 
 
 def contribution_bytes(plan: FragmentPlan, settings: Settings) -> int:
-    """Memory of a contribution until its round is merged: the body as it came, and the decoded delta."""
-    return largest_body(make_codec(settings.codec), plan) + moments_room(plan, settings) + 4 * plan.largest
+    """Memory of a contribution until its round is merged: the body as it came."""
+    return largest_body(make_codec(settings.codec), plan) + moments_room(plan, settings)
 
 
 def _more_of_ranks(plan: FragmentPlan, settings: Settings) -> int:

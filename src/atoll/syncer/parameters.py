@@ -21,8 +21,9 @@ from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.fabric.handlers import ServedFragment
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.compiled import PART, in_parts, thread_count
-from atoll.numerics.fragments import FragmentPlan, assemble_tensors
+from atoll.numerics.compiled import in_parts, thread_count
+from atoll.numerics.deltas import ChangedDelta, GivenDelta, ReadableDelta, as_readable
+from atoll.numerics.fragments import Fragment, FragmentPlan, Piece, assemble_tensors
 from atoll.numerics.merge import Cut, NormExchange, cut_fragment, merge, subtracts_from_newest
 from atoll.numerics.moments import average_moments
 from atoll.numerics.outer import cut_state, lacks_momentum, starts_momentum, take_piece_step
@@ -100,7 +101,7 @@ class Parameters:
     def stage_merge(
         self,
         fragment: int,
-        deltas: Sequence[FloatArray],
+        deltas: Sequence[GivenDelta],
         weights: Sequence[float],
         factors: Sequence[FloatArray] = (),
         bases: Sequence[int] = (),
@@ -110,8 +111,7 @@ class Parameters:
         """Merge and take the outer step into a spare buffer. Returns the digest; ValueError: the round is void.
 
         `bases`: the version that each contribution was made on. Steps of parameters add up, whatever their base. Model
-        buffers do not: a variance that two learners saw fall from the same version must not fall twice. A rule that
-        takes Δ = Θ − θ changes the deltas in place.
+        buffers do not: a variance that two learners saw fall from the same version must not fall twice.
         `moments`: where they are shared, what came with each contribution. Their mean goes with the new version.
         `exchange`: how to learn the norms of pieces that go on in other shards.
         """
@@ -121,11 +121,11 @@ class Parameters:
         if self._may_drop:
             self._before[fragment] = dict(self._state[fragment].share_arrays())
         if subtracts_from_newest(self._rule):
-            self._subtract_from_newest(fragment, deltas, bases)
+            deltas = self._subtract_from_newest(fragment, deltas, bases)
         if part.buffers.stop > 0:
             current = self._versions[fragment].committed.version
             paired = zip(deltas, bases, strict=True)
-            deltas = [delta if base == current else _without(delta, part.buffers) for delta, base in paired]
+            deltas = [delta if base == current else _without_buffers(part, delta) for delta, base in paired]
         mark = self._stage_step(fragment, deltas, weights, factors, exchange)
         if moments:
             averaged = average_moments(part, moments, weights, factors, self.threads)
@@ -149,12 +149,16 @@ class Parameters:
             self._state[fragment].replace_arrays(before)
             self._state[fragment].share_arrays()  # a cut may still be written from them
 
-    def _subtract_from_newest(self, fragment: int, deltas: Sequence[FloatArray], bases: Sequence[int]) -> None:
-        """Δ ← Δ + (Θ − base) = Θ − θ. What was made on a base that is not kept stays as it is."""
-        newest, kept = self._versions[fragment].committed.values, self._versions[fragment].values_by_base()
-        for delta, base in zip(deltas, bases, strict=True):
-            if base in kept:
-                _add_difference(delta, newest, kept[base], self.threads)
+    def _subtract_from_newest(
+        self, fragment: int, deltas: Sequence[GivenDelta], bases: Sequence[int]
+    ) -> list[GivenDelta]:
+        """Δ + (Θ − base) = Θ − θ. What was made on a base that is not kept stays as it is."""
+        part, newest = self.plan.fragments[fragment], self._versions[fragment].committed.values
+        kept = self._versions[fragment].values_by_base()
+        return [
+            _with_difference(part, delta, newest, kept[base]) if base in kept else delta
+            for delta, base in zip(deltas, bases, strict=True)
+        ]
 
     def momentum(self, fragment: int) -> FloatArray | None:
         """The outer momentum, or the last gradient where momentum is off; None: there is neither."""
@@ -180,7 +184,7 @@ class Parameters:
     def _stage_step(
         self,
         fragment: int,
-        deltas: Sequence[FloatArray],
+        deltas: Sequence[GivenDelta],
         weights: Sequence[float],
         factors: Sequence[FloatArray] = (),
         exchange: NormExchange | None = None,
@@ -433,19 +437,21 @@ class Parameters:
         return assemble_tensors(self.plan, [buffer.values for buffer in self.committed_buffers()])
 
 
-def _add_difference(delta: FloatArray, newest: FloatArray, base: FloatArray, threads: int) -> None:
-    """Δ ← Δ + (Θ − base), in place and without an array of its size."""
+def _with_difference(part: Fragment, delta: GivenDelta, newest: FloatArray, base: FloatArray) -> ReadableDelta:
+    """Δ + (Θ − base)."""
 
-    def work(first: int, last: int) -> None:
-        delta[first:last] += newest[first:last] - base[first:last]
+    def change(piece: Piece, at: slice, values: FloatArray) -> None:
+        values += newest[at] - base[at]
 
-    in_parts(work, delta.size, PART, threads)
+    return ChangedDelta(as_readable(part, delta), change)
 
 
-def _without(delta: FloatArray, part: slice) -> FloatArray:
-    rest = delta.copy()
-    rest[part] = 0.0
-    return rest
+def _without_buffers(part: Fragment, delta: GivenDelta) -> ReadableDelta:
+    def change(piece: Piece, at: slice, values: FloatArray) -> None:
+        if piece.tensor.buffer_rule:
+            values[:] = 0.0
+
+    return ChangedDelta(as_readable(part, delta), change)
 
 
 def _array_of(arrays: Mapping[str, ByteArray], name: str, size: int) -> FloatArray:

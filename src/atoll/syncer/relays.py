@@ -23,6 +23,7 @@ import numpy as np
 from atoll.fabric.relay_channel import RelayChannel
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec, body_nbytes, decode_contribution
+from atoll.numerics.deltas import read_whole
 from atoll.numerics.fragments import Fragment, FragmentPlan
 from atoll.numerics.group_sums import GroupTerm, count_rows, find_rows, merge_groups, place_means
 from atoll.numerics.screen import measure_delta
@@ -269,7 +270,7 @@ class RelaySums:
         for one in merge.parts:
             key = (one.learner, merge.round, one.attempt)
             if not inbox.is_held(key):
-                terms.append(GroupTerm(inbox.get_delta(key), one.weight))
+                terms.append(GroupTerm(read_whole(inbox.get_delta(key)), one.weight))
         return terms
 
     def _open_sum(self, part: Fragment, round: int, coming: ComingSum) -> GroupTerm:

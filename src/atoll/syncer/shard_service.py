@@ -397,12 +397,13 @@ class ShardService:
 
     def _measure(self, expect: Expect, digest: str) -> BodyHere:
         try:
-            delta = self._room.decode_body(expect.body, digest)
+            delta = self._room.open_body(expect.body, digest)
         except PeerError as error:
             return body_here(expect.body, digest, None, reason=str(error))
         buffer = self._model.committed_buffers()[expect.fragment]
         part = self._model.plan.fragments[expect.fragment]
-        return body_here(expect.body, digest, measure_part(part, delta, buffer.values), version=buffer.version)
+        measured = measure_part(part, delta, buffer.values, self._model.threads)
+        return body_here(expect.body, digest, measured, version=buffer.version)
 
     # ---- bodies: first parameters, and fragments ------------------------------------------------------------------
 

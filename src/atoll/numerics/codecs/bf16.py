@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from atoll.numerics import codec_kernels
-from atoll.numerics.arrays import ByteArray, FloatArray, HalfBits
-from atoll.numerics.codec import Delta, check_length, count_values, encode_in_steps
+from atoll.numerics.arrays import ByteArray, FloatArray, HalfBits, IndexArray
+from atoll.numerics.codec import Delta, check_length, count_values, decode_in_parts, encode_in_steps
 from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
 
@@ -42,9 +42,10 @@ class Bf16(msgspec.Struct, frozen=True):
         check_length(self, data, rows)
 
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
-        halves, words = read_only(data).view(np.uint16), out.view(np.uint32)
-        assert halves.shape == words.shape, "it was checked"
-        in_parts(lambda a, b: codec_kernels.bf16_decode(halves[a:b], words[a:b]), words.size, PART, self.threads)
+        decode_in_parts(self, data, rows, out, self.threads)
+
+    def decode_runs(self, data: ByteArray, tensor: tuple[int, int], starts: IndexArray, out: FloatArray) -> None:
+        codec_kernels.bf16_decode(data.view(np.uint16), out.view(np.uint32), starts)
 
 
 make = Bf16

@@ -7,9 +7,9 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Delta, check_length, count_values, encode_in_steps
-from atoll.numerics.compiled import PART, in_parts
+from atoll.numerics import codec_kernels
+from atoll.numerics.arrays import ByteArray, FloatArray, IndexArray
+from atoll.numerics.codec import Delta, check_length, count_values, decode_in_parts, encode_in_steps
 from atoll.numerics.fragments import Rows
 
 
@@ -34,8 +34,10 @@ class Fp32(msgspec.Struct, frozen=True):
         check_length(self, data, rows)
 
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
-        given, bytes_each = out.view(np.uint8), 4 * PART
-        in_parts(lambda a, b: np.copyto(given[a:b], data[a:b]), data.size, bytes_each, self.threads)
+        decode_in_parts(self, data, rows, out, self.threads)
+
+    def decode_runs(self, data: ByteArray, tensor: tuple[int, int], starts: IndexArray, out: FloatArray) -> None:
+        codec_kernels.fp32_decode(data.view(np.float32), out, starts)
 
 
 make = Fp32

@@ -21,8 +21,8 @@ from typing import ClassVar
 import msgspec
 
 from atoll.numerics import codec_kernels
-from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Delta, check_length, count_values
+from atoll.numerics.arrays import ByteArray, FloatArray, IndexArray
+from atoll.numerics.codec import Delta, check_length, count_values, decode_in_parts
 from atoll.numerics.codec_kernels import TOPK_BLOCK, TOPK_PERCENT
 from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
@@ -68,9 +68,10 @@ class TopK(msgspec.Struct, frozen=True):
                 raise PeerError(f"block {wrong // 4} of tensor {number} has {FAULTS[wrong % 4]} (topk)")
 
     def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
-        assert out.size == count_values(rows) and data.size == self.nbytes(rows), "it was checked"
-        for values, place in self._tensors(rows):
-            self._run(partial(codec_kernels.topk_decode, read_only(data[place]), out[values]), values)
+        decode_in_parts(self, data, rows, out, self.threads)
+
+    def decode_runs(self, data: ByteArray, tensor: tuple[int, int], starts: IndexArray, out: FloatArray) -> None:
+        codec_kernels.topk_decode(data, out, starts, tensor[0] * tensor[1])
 
     def _run(self, work: Callable[[int, int], None], values: slice) -> None:
         in_parts(work, -(-(values.stop - values.start) // TOPK_BLOCK), PART // TOPK_BLOCK, self.threads)

@@ -15,5 +15,5 @@ def direction_rows(piece: Piece) -> int:
     return 0
 
 
-def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
+def merge_piece(piece: Piece, deltas: FloatArray, shares: DoubleArray, out: FloatArray) -> None:
     take_mean(deltas, shares, out)

@@ -15,5 +15,5 @@ def direction_rows(piece: Piece) -> int:
     return piece.rows if merges_rows_apart(piece) else 1
 
 
-def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
+def merge_piece(piece: Piece, deltas: FloatArray, shares: DoubleArray, out: FloatArray) -> None:
     merge_rows(deltas, shares, out, direction_rows(piece))

@@ -13,7 +13,6 @@ import numpy as np
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.compiled import read_only
-from atoll.numerics.outer import copied_parts
 
 
 class Nesterov(msgspec.Struct, frozen=True):
@@ -25,9 +24,8 @@ class Nesterov(msgspec.Struct, frozen=True):
         return ("momentum",)
 
     def step(self, theta: FloatArray, new_theta: FloatArray, state: dict[str, FloatArray], delta: FloatArray) -> None:
-        lr, mu, b, given = np.float32(self.lr), np.float32(self.momentum), state["momentum"], read_only(delta)
-        for part in copied_parts(theta, new_theta):
-            kernels.nesterov(new_theta[part], b[part], given[part], lr, mu)
+        lr, mu = np.float32(self.lr), np.float32(self.momentum)
+        kernels.nesterov(read_only(theta), new_theta, state["momentum"], read_only(delta), lr, mu)
 
     def effective_step(self, rho: float) -> float:
         """η(1 + μ/(1 − μρ)): along a gradient lie ρ of the last one, ρ² of the one before, and so on."""

@@ -10,7 +10,6 @@ import numpy as np
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.compiled import read_only
-from atoll.numerics.outer import copied_parts
 
 
 class Sgd(msgspec.Struct, frozen=True):
@@ -21,9 +20,7 @@ class Sgd(msgspec.Struct, frozen=True):
         return ()
 
     def step(self, theta: FloatArray, new_theta: FloatArray, state: dict[str, FloatArray], delta: FloatArray) -> None:
-        given = read_only(delta)
-        for part in copied_parts(theta, new_theta):
-            kernels.sgd(new_theta[part], given[part], np.float32(self.lr))
+        kernels.sgd(read_only(theta), new_theta, read_only(delta), np.float32(self.lr))
 
     def effective_step(self, rho: float) -> float:
         """η, whatever the gradients have in common."""
