@@ -91,7 +91,7 @@ STAGES: dict[str, list[tuple[type, str]]] = {
     "syncer": [
         (Intake, "_fill"),
         (Intake, "receive"),
-        (Merging, "_decode_and_screen"),
+        (Merging, "_open_and_screen"),
         (Merging, "merge_and_step"),
         (RunStore, "append"),
         (Parameters, "commit_version"),
@@ -104,7 +104,7 @@ NAMES = {
     "_copy_into_base": "version into base",
     "_fill": "receive contribution",
     "receive": "receive contribution, with digest",
-    "_decode_and_screen": "decode and screen",
+    "_open_and_screen": "check and screen",
     "merge_and_step": "merge, outer step, digest",
     "append": "journal, durable",
     "commit_version": "commit",

@@ -25,6 +25,7 @@ from atoll.learner.trained_model import TorchModel
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     CourierChannel,
+    DialFailed,
     MailboxReady,
     RunProgress,
     Start,
@@ -36,6 +37,7 @@ from atoll.mailbox.channel import (
     decode_to_training,
 )
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.deltas import as_readable, read_whole
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Saved, Stepped
@@ -100,7 +102,8 @@ class Run:
         stage = parameters.stage_merge
 
         def staged(fragment: int, deltas: Any, weights: Any, *more: Any) -> str:
-            self.deltas += [(fragment, delta.copy()) for delta in deltas]
+            part = parameters.plan.fragments[fragment]
+            self.deltas += [(fragment, read_whole(as_readable(part, delta)).copy()) for delta in deltas]
             return stage(fragment, deltas, weights, *more)
 
         parameters.stage_merge = staged  # type: ignore[method-assign]
@@ -201,6 +204,8 @@ class Training:
                 self._welcomed(frame)
             case StopOrder():
                 self.stops.append(frame)
+            case DialFailed():
+                pass  # the courier dials again
             case fx.Save(cut):
                 self.send(Saved(cut, self.t, reason="it has no folder"))
             case fx.AskToLeave():

@@ -331,7 +331,7 @@ def test_nothing_but_a_call_of_a_kernel_loads_numba() -> None:
 def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernels.warm()
     files = [kernel.index_file for kernel in compiled._KERNELS]
-    assert len(files) == 27 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
+    assert len(files) == 36 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
     sources, numba, kept = {one.source for one in compiled._KERNELS}, tmp_path / "numba.py", tmp_path / "__pycache__"
     assert {one.name for one in sources} == {"kernels.py", "codec_kernels.py"}
     kept.mkdir()

@@ -50,7 +50,7 @@ def page() -> Iterator[Page]:
 
 
 def test_a_killed_learner_turns_red_says_gone_and_returns(page: Page, run: Run, tmp_path: Path) -> None:
-    run.train(*LINE, "--port", "0")
+    run.train(*LINE, "--set", "port=0")
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda line: complaints.append(line.text) if "Content Security Policy" in line.text else None)
@@ -95,7 +95,7 @@ def test_a_killed_learner_turns_red_says_gone_and_returns(page: Page, run: Run, 
 @pytest.mark.faults
 def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit(run: Run) -> None:
     """Its sample in every run of the tests: what test_chaos.py attacked is repeated too."""
-    run.train(*LINE, "--port", "0")
+    run.train(*LINE, "--set", "port=0")
     run.until(lambda events: len(members(events)) >= 2)
     kill(run, "learner-1")
     run.until(is_back)

@@ -117,7 +117,7 @@ def check_outcome(reader: Reader) -> None:
     assert reader.said["python load.py"].startswith("import argparse")
 
 
-@pytest.mark.system
+@pytest.mark.integrations
 @pytest.mark.timeout(900)
 def test_every_command_of_the_tutorial_works(run: Run, reader: Reader) -> None:
     reader.follow(shorten(PAGE.read_text(), run.free_port()))
