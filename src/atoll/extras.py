@@ -54,11 +54,12 @@ def explained(needed_by: str, extra: str = "") -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
             raise
         if not isinstance(sys.excepthook, OneLine):
             sys.excepthook = OneLine(sys.excepthook)
-        raise missing(error.name, needed_by, extra) from None
+        raise missing(package, needed_by, extra) from None
 
 
 class OneLine:
