@@ -40,6 +40,13 @@ class Outage:
         return self.again - self.died
 
 
+@dataclass(frozen=True, slots=True)
+class StepTaken:
+    at: float
+    queued_s: float
+    """Until then, in all (scripts/diary.py)."""
+
+
 def records(run: Run) -> list[AnyRecord]:
     return [record for _, record in read(run.out / "journal", disk=LocalDisk())]
 
@@ -105,19 +112,28 @@ def check_adopted(run: Run) -> int:
 
 
 def check_kept_stepping(run: Run, outages: list[Outage], learners: set[str] | None = None) -> None:
-    """While nothing was merged, learners made steps as ever: as fast as in the rest of the run, or nearly so."""
+    """While nothing was merged, learners made steps as ever: none stood still, and for the time that they had a core
+    they were as fast as in the rest of the run, or nearly so. What they wait for a core is the machine's: a syncer that
+    starts anew, and the tests beside this one, take theirs."""
     for learner, diary in diaries(run).items():
         if learners is not None and learner not in learners:
             continue
-        steps = [line["at"] for line in diary if "t" in line]
-        within = {outage: [at for at in steps if outage.died < at < outage.again] for outage in outages}
-        calm_s = steps[-1] - steps[0] - sum(outage.seconds for outage in outages)
+        steps = [StepTaken(line["at"], line["queued_s"]) for line in diary if "t" in line]
+        within = {outage: [step for step in steps if outage.died < step.at < outage.again] for outage in outages}
+        found = {outage: [step.at for step in some] for outage, some in within.items()}
+        calm_s = steps[-1].at - steps[0].at - sum(outage.seconds for outage in outages)
+        calm_s -= steps[-1].queued_s - steps[0].queued_s - sum(map(_queued, within.values()))
         usual = (len(steps) - sum(map(len, within.values()))) / calm_s
-        for outage, found in within.items():
-            rate = len(found) / outage.seconds
-            assert rate > usual / SLOW, f"{learner}: {rate:.0f} steps/s after {outage.point}, else {usual:.0f}"
-            longest = max(b - a for a, b in pairwise([outage.died, *found, outage.again]))
+        for outage, some in within.items():
+            longest = max(b - a for a, b in pairwise([outage.died, *found[outage], outage.again]))
             assert longest < SLOW * STILL_S, f"{learner} stood still for {longest:.1f} s after {outage.point}"
+            rate = len(some) / (outage.seconds - _queued(some))
+            assert rate > usual / SLOW, f"{learner}: {rate:.0f} steps/s after {outage.point}, else {usual:.0f}"
+
+
+def _queued(steps: list[StepTaken]) -> float:
+    """Seconds that a learner waited for a core, from the first of these steps to the last."""
+    return steps[-1].queued_s - steps[0].queued_s if steps else 0.0
 
 
 def check_files(run: Run) -> VerifyReport:

@@ -1,7 +1,8 @@
 """A noisy line by a learner that keeps a diary of what it saw: what the crash tests train.
 
-One line of JSON in diary-<learner>.jsonl of the current folder after every step, {"at", "t"}, and one for every version
-that it adopted, {"at", "fragment", "version", "digest"}, with the digest of the bytes as they lie in its memory.
+One line of JSON in diary-<learner>.jsonl of the current folder after every step, {"at", "t", "queued_s"}, and one for
+every version that it adopted, {"at", "fragment", "version", "digest"}, with the digest of the bytes as they lie in its
+memory. `queued_s`: how long it has waited for a core so far, which no syncer can help.
 Options: --width N, --pace (seconds that a step takes, at least).
 """
 
@@ -30,6 +31,10 @@ torch.manual_seed(zlib.crc32(os.environ["ATOLL_LEARNER"].encode()))
 held: dict[int, int] = {}
 
 
+def queued_s() -> float:
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 def adopted(learner: atoll.Learner) -> list[dict[str, object]]:
     """Versions that lie whole in its memory since the last look. Version 0 may be its own: nobody told of it."""
     found, box = [], learner._session.shared.box
@@ -51,6 +56,6 @@ with Path(f"diary-{os.environ['ATOLL_LEARNER']}.jsonl").open("a") as diary, atol
         optimizer.zero_grad()
         time.sleep(said.pace)
         learner.step(tokens=16, loss=loss)
-        for line in ({"at": time.time(), "t": learner.steps}, *adopted(learner)):
+        for line in ({"at": time.time(), "t": learner.steps, "queued_s": queued_s()}, *adopted(learner)):
             diary.write(json.dumps(line) + "\n")
         diary.flush()
