@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.fabric.listener import KNOWN_S, ConnectionPlace, ConnectionPlaces, Stage
+from atoll.fabric.listener import KNOWN_S, ConnectionPlace, ConnectionPlaces, ConnectionStage
 from atoll.fabric.wire import FabricLimits
 
 HERE, THERE = "192.0.2.1", "192.0.2.2"
@@ -62,12 +62,12 @@ def test_the_address_with_the_most_gives_one() -> None:
     assert all.one_to_drop(0.0) is None, "there is room"
 
 
-@pytest.mark.parametrize("flood", list(Stage))
-def test_of_one_address_those_that_are_many_at_one_stage_give_one(flood: Stage) -> None:
+@pytest.mark.parametrize("flood", list(ConnectionStage))
+def test_of_one_address_those_that_are_many_at_one_stage_give_one(flood: ConnectionStage) -> None:
     """However far a flood goes, one that is anywhere else keeps its place, and so does one that is as far and newer."""
     all = places()
-    others = [all.take_place(HERE) for _ in Stage]
-    for place, stage in zip(others, Stage, strict=True):
+    others = [all.take_place(HERE) for _ in ConnectionStage]
+    for place, stage in zip(others, ConnectionStage, strict=True):
         all.advance(place, stage)
     crowd = [all.take_place(HERE) for _ in range(16 - len(others))]
     for place in crowd:

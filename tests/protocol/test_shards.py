@@ -135,9 +135,9 @@ class World:
     def _carry_out(self, one: SimulatedShard, effects: list[sh.ShardEffect]) -> None:
         for effect in effects:
             match effect:
-                case sh.Say(message):
+                case sh.TellLead(message):
                     self.up[one.number].append(message)
-                case sh.Recover(take_up):
+                case sh.RestoreParameters(take_up):
                     self._hear(one, self._recover(one, take_up))
                 case sh.KnowRanks(DeclareRanks(learner=learner, ranks=ranks)):
                     one.ranks = {who: of for who, of in {**one.ranks, learner: ranks}.items() if of}
@@ -150,7 +150,7 @@ class World:
                     one.held.append(work)
                 case sh.Step(stage):
                     one.staged.add(stage.fragment)
-                    self._hear(one, sh.Stepped(stage.order, f"digest-{one.number}", b"", 0.1))
+                    self._hear(one, sh.PartStepped(stage.order, f"digest-{one.number}", b"", 0.1))
                 case sh.Write(stage):
                     head = f"head-{one.number}-{len(one.chain)}"
                     one.chain.append((head, stage))
@@ -300,7 +300,7 @@ def test_a_part_that_one_shard_cannot_stage_is_void_in_all() -> None:
     assert world.told == [fx.Unmergeable(0, "not finite", reset=True)]
     three = world.shards[3]
     three.staged.add(0)
-    world._hear(three, sh.Stepped(step.stage.order, "digest", b"", 0.1))
+    world._hear(three, sh.PartStepped(step.stage.order, "digest", b"", 0.1))
     assert three.staged == set(), "its thread was at work when the order was taken back"
     world.lead.note_record(ResetRecord(0, "not finite"))
     world.run()
@@ -316,7 +316,7 @@ def test_orders_wait_while_a_thread_works_on_what_is_void() -> None:
     assert one.handle(sh.LeadSaid(Unstage(order=1, fragment=0, term=1))) == [sh.Abandon(1)]
     again = Stage(order=2, round=0, attempt=2, fragment=0, given=(), term=1)
     assert one.handle(sh.LeadSaid(again)) == []
-    assert one.handle(sh.Stepped(1, "digest", b"", 0.1)) == [sh.Undo(0), sh.Step(again)]
+    assert one.handle(sh.PartStepped(1, "digest", b"", 0.1)) == [sh.Undo(0), sh.Step(again)]
 
 
 def test_norms_go_from_every_holder_to_all_of_them() -> None:
@@ -345,14 +345,14 @@ def test_a_merge_that_waits_for_norms_ends_with_its_order_or_its_lead() -> None:
     one.handle(sh.TookUp("a-run"))
     stage = Stage(order=1, round=0, attempt=1, fragment=0, given=(), term=1)
     one.handle(sh.LeadSaid(stage))
-    assert one.handle(sh.Measured(1, 0, b"2")) == [sh.Say(NormsHere(order=1, turn=0, squares=b"2"))]
+    assert one.handle(sh.Measured(1, 0, b"2")) == [sh.TellLead(NormsHere(order=1, turn=0, squares=b"2"))]
     norms = NormsOfAll(order=1, turn=0, squares=(b"1", b"2"), fragment=0, term=1)
     assert one.handle(sh.LeadSaid(norms)) == [sh.UseNorms(norms)]
     assert one.handle(sh.LeadLost()) == [sh.Abandon(1)]
     again = TakeUp(begun=b"", term=1)
     assert one.handle(sh.LeadSaid(again)) == [sh.Abandon(1)]
     assert one.handle(sh.Measured(1, 1, b"2")) == [sh.Abandon(1)], "it was not waiting when it was made void"
-    assert one.handle(sh.StepFailed(1, "taken back")) == [sh.Recover(again)]
+    assert one.handle(sh.StepFailed(1, "taken back")) == [sh.RestoreParameters(again)]
 
 
 def test_a_killed_shard_takes_up_what_was_decided_while_it_was_away() -> None:
@@ -531,7 +531,7 @@ def test_shards_follow_a_new_lead_and_refuse_the_old_one() -> None:
     two.handle(sh.LeadSaid(TakeUp(begun=b"", term=5)))
     assert two.term == 5
     [hung_up] = two.handle(sh.LeadSaid(Stage(order=1, round=0, attempt=1, fragment=0, given=(), term=1)))
-    assert isinstance(hung_up, sh.HangUp)
+    assert isinstance(hung_up, sh.LeaveLead)
     with pytest.raises(PeerError, match="follows term 5 already"):
         world.lead.open_shard(0.0, two.hello("http://shard-2", ()))
 

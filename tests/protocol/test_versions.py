@@ -74,7 +74,7 @@ def test_a_courier_that_missed_the_order_to_recover_makes_up_for_it() -> None:
     learner = LearnerMachine("a", "s", TENSORS)
     learner.restore("run", [3, 3], fx.Stepped(10, (4, 4), (40, 40)), incarnation=1)
     effects = learner.handle(0.0, fx.Arrived(welcomed(incarnation=2, reset=True)))
-    assert [forget.reset for forget in of(fx.Forget, effects)] == [True]  # type: ignore[attr-defined]
+    assert [forget.reset for forget in of(fx.ForgetVersions, effects)] == [True]  # type: ignore[attr-defined]
 
 
 def test_a_merge_whose_announcement_was_lost_is_told_at_the_welcome() -> None:

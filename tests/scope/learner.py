@@ -100,7 +100,7 @@ class PretendLearner:
                 self.inbox.append(effect)
             case fx.Own():
                 self.adopted = [0] * self.fragments
-            case fx.Forget():
+            case fx.ForgetVersions():
                 self._forget()
             case fx.UploadAll():
                 self.whole = True

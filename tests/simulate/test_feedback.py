@@ -74,7 +74,7 @@ class FeedbackWorld(World):
             case fx.DropRests(fragment):
                 feedback.drop_rests(fragment)
                 return
-            case fx.Forget(reset=reset):
+            case fx.ForgetVersions(reset=reset):
                 own.tape.append(ForgotEntry(learner.t, reset))
                 feedback.forget_all()
             case fx.Own():

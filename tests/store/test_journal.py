@@ -20,7 +20,7 @@ from tests.store.entries import (
 from tests.store.faulty import FOLDER, FaultyDisk, PowerCut
 
 from atoll.digests import compute_digest
-from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, Place, StartedRecord
+from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, PayloadPlace, StartedRecord
 from atoll.store.disk import Corrupt, Disk, DiskFailed, LocalDisk, NoRoom
 from atoll.store.journal import ORIGIN, Entry, Journal, payload, read, seal
 from atoll.store.segments import HEAD_BYTES
@@ -45,7 +45,7 @@ def test_what_was_appended_is_read_back_with_its_payloads(place: tuple[Disk, Pat
     assert [record for _, record in found] == [*first, *second, *third]
     assert found[-1][0] == end == seal(folder, disk=disk)
     places = [record.payload for record in (*second, *third) if isinstance(record, MergedRecord)]
-    assert places[0] == Place(0, 0, 3, compute_digest(b"abc"))
+    assert places[0] == PayloadPlace(0, 0, 3, compute_digest(b"abc"))
     assert [payload(folder, 1, at, disk=disk) for at in places if at is not None] == [b"abc", b"defgh"]
     assert places[2] is None
 

@@ -21,19 +21,19 @@ WIDE = (SCRIPTS / "diary.py", "--set", "evaluate_every=0", "--set", "overlap=1",
 ARGUMENTS = ("--learners", "2", "--syncer-shards", "2", "--", "--width", "700", "--pace", "0.02")
 """Wide enough that both shards hold some of the weight."""
 
-SAMPLE = ("half:segment.write:16!", "before:Apply:14!", "after:Say.Staged:14!")
+SAMPLE = ("half:segment.write:16!", "before:Apply:14!", "after:TellLead.Staged:14!")
 MATRIX = [
-    ("before:ExpectBody:30!", "after:ExpectBody:30!", "before:Say.BodyHere:30!", "after:Say.BodyHere:30!"),
+    ("before:ExpectBody:30!", "after:ExpectBody:30!", "before:TellLead.BodyHere:30!", "after:TellLead.BodyHere:30!"),
     ("before:Step:20!", "after:Step:20!", "before:Write:20!", "after:Write:20!"),
-    ("before:Say.Staged:20!", "after:Say.Staged:20!", "before:Apply:20!", "after:Apply:20!"),
+    ("before:TellLead.Staged:20!", "after:TellLead.Staged:20!", "before:Apply:20!", "after:Apply:20!"),
     ("before:payload.write:20!", "half:payload.write:20!", "after:payload.write:20!", "after:payload.sync:20!"),
     ("before:segment.write:20!", "half:segment.write:20!", "after:segment.write:20!", "after:segment.sync:20!"),
     ("before:CaptureCut:1!", "after:CaptureCut:1!", "before:CompletePart:1!", "after:CompletePart:1!"),
     ("before:syncer.json:1!", "after:syncer.json:1!", "before:manifest.json:1!", "after:manifest.json:1!"),
-    ("before:FreeBody:30!", "after:FreeBody:30!", "before:Say.TakenUp:1!", "after:Say.TakenUp:1!"),
+    ("before:FreeBody:30!", "after:FreeBody:30!", "before:TellLead.TakenUp:1!", "after:TellLead.TakenUp:1!"),
 ]
 """Deaths of the first parameters are among them: then the lead starts again too."""
-BOTH = [(("before:Commit:20", "after:Persist:20"), ("before:Apply:25!", "after:Say.Staged:25!"))]
+BOTH = [(("before:Commit:20", "after:Persist:20"), ("before:Apply:25!", "after:TellLead.Staged:25!"))]
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ class Rogue:
                 self._adopts.append(effect)
             case fx.Upload(number, attempt, fragment):
                 self._spawn_task(self._upload_body(number, attempt, fragment))
-            case fx.Forget():
+            case fx.ForgetVersions():
                 fragments = len(self._held)
                 self._held, self._adopts, self._reads, self._holds = [-1] * fragments, [], {}, {}
                 self._steps, self._tokens = [0] * fragments, [0] * fragments

@@ -22,7 +22,6 @@ from atoll.estimate.upsizing import (
 from atoll.observe.figures import table
 from atoll.protocol.errors import ConfigError
 
-Given = str | None
 USUAL = "2,6,12,24"
 
 
@@ -41,15 +40,15 @@ class Scavenged(msgspec.Struct, frozen=True):
 
 def upsizing(
     *,
-    copy_steps: Given,
-    parameters: Given,
-    gbit_s: Given,
+    copy_steps: str | None,
+    parameters: str | None,
+    gbit_s: str | None,
     step_s: str,
     codec: str,
     sync_every: str,
     extra: str,
-    share: Given,
-    hours: Given,
+    share: str | None,
+    hours: str | None,
     work_h: str,
     json_: bool,
     csv_: bool,
@@ -69,7 +68,7 @@ def upsizing(
         _print_tables(upsized, scavenged)
 
 
-def _copies(given: Given, parameters: Given, gbit_s: Given, step_s: str, codec: str) -> list[float]:
+def _copies(given: str | None, parameters: str | None, gbit_s: str | None, step_s: str, codec: str) -> list[float]:
     """c as it is given, or for every link and step time."""
     if gbit_s is None and parameters is None:
         return numbers("--copy-steps", given if given is not None else USUAL)
@@ -85,7 +84,7 @@ def _copies(given: Given, parameters: Given, gbit_s: Given, step_s: str, codec: 
     ]
 
 
-def _scavenged(extras: list[float], share: Given, hours: Given, work_h: float) -> list[Scavenged]:
+def _scavenged(extras: list[float], share: str | None, hours: str | None, work_h: float) -> list[Scavenged]:
     if hours is None:
         shares = numbers("--share", share if share is not None else "0.5")
         return [Scavenged(extra, part, train_time(extra, part)) for extra, part in product(extras, shares)]

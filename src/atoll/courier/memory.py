@@ -122,7 +122,7 @@ class LearnerMemory:
             case fx.Own():
                 self.box.base_version[:] = 0
                 send(effect)
-            case fx.Forget(_, reset):
+            case fx.ForgetVersions(_, reset):
                 self.epoch += 1
                 self.box.base_version[:] = -1
                 bodies.outgoing.clear()

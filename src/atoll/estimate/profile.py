@@ -81,7 +81,7 @@ class Racks(ProfilePart, frozen=True):
     """On average, exponential."""
 
 
-class Regions(ProfilePart, frozen=True):
+class RegionFailures(ProfilePart, frozen=True):
     """Learners that fail together: learner m lies in region m mod count."""
 
     count: int = 1
@@ -138,7 +138,7 @@ class Profile(ProfilePart, frozen=True):
     elasticity: Elasticity = Elasticity()
     speed: Speed = Speed()
     racks: Racks = Racks()
-    regions: Regions = Regions()
+    regions: RegionFailures = RegionFailures()
     preemption: Preemption = Preemption()
     scavenged: ScavengedCompute = ScavengedCompute()
     syncer: SyncerOutages = SyncerOutages()

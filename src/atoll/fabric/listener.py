@@ -191,7 +191,7 @@ class Listener:
         first = sock.recv(1, socket.MSG_PEEK)
         if not first:
             raise ConnectionResetError("it went without a word")
-        self.places.advance(entry.place, Stage.SPOKE)
+        self.places.advance(entry.place, ConnectionStage.SPOKE)
         return first[0]
 
     def _watched(self, entry: IncomingConnection) -> WatchedProtocol:
@@ -199,7 +199,7 @@ class Listener:
         return WatchedProtocol(inner, partial(self._came, entry, inner), partial(self._lost, entry, inner))
 
     def _came(self, entry: IncomingConnection, connection: Connection) -> None:
-        self.places.advance(entry.place, Stage.SPOKE if self._tls is None else Stage.SECURED)
+        self.places.advance(entry.place, ConnectionStage.SPOKE if self._tls is None else ConnectionStage.SECURED)
         entry.connection = connection
         self._by_connection[connection] = entry
 
@@ -302,7 +302,7 @@ KNOWN_SHARE = 8
 """Of all strangers' places, one part in so many is kept for each address of a learner."""
 
 
-class Stage(IntEnum):
+class ConnectionStage(IntEnum):
     """How far a stranger has come."""
 
     SILENT = 0
@@ -315,7 +315,7 @@ class Stage(IntEnum):
 @dataclass(eq=False, slots=True)
 class ConnectionPlace:
     address: str
-    stage: Stage = Stage.SILENT
+    stage: ConnectionStage = ConnectionStage.SILENT
     token: str | None = None
     """The name of what it has shown; None: a stranger."""
     learner: bool = False
@@ -326,7 +326,7 @@ class ConnectionPlaces:
     def __init__(self, limits: FabricLimits) -> None:
         self._limits = limits
         self.strangers: dict[ConnectionPlace, None] = {}
-        self._waiting: dict[str, dict[Stage, dict[ConnectionPlace, None]]] = {}
+        self._waiting: dict[str, dict[ConnectionStage, dict[ConnectionPlace, None]]] = {}
         """The same by address and stage, in the order in which they came: in a flood one is looked for often."""
         self._taken = 0
         self._addresses: Counter[str] = Counter()
@@ -347,12 +347,12 @@ class ConnectionPlaces:
     def take_place(self, address: str) -> ConnectionPlace:
         place = ConnectionPlace(address)
         self.strangers[place] = None
-        self._waiting.setdefault(address, {stage: {} for stage in Stage})[place.stage][place] = None
+        self._waiting.setdefault(address, {stage: {} for stage in ConnectionStage})[place.stage][place] = None
         self._taken += 1
         self._addresses[address] += 1
         return place
 
-    def advance(self, place: ConnectionPlace, stage: Stage) -> None:
+    def advance(self, place: ConnectionPlace, stage: ConnectionStage) -> None:
         """A stranger has come further."""
         if place in self.strangers:
             waiting = self._waiting[place.address]

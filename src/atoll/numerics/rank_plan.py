@@ -34,7 +34,7 @@ from atoll.protocol.errors import PlanError
 from atoll.protocol.messages import Box, RankBoxes, TensorSpec
 
 
-class Place(NamedTuple):
+class PlaceInWhole(NamedTuple):
     """Where a rank's piece lies in the array of the whole fragment."""
 
     values: slice
@@ -58,7 +58,7 @@ class RankPlan(msgspec.Struct, frozen=True):
     plan: FragmentPlan
     """Of what the rank holds. Fragments may be empty, all of them too."""
     fragments_sent: tuple[Fragment, ...]
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[PlaceInWhole, ...], ...]
     """Per fragment, of each piece."""
 
     def sent(self, fragment: int) -> Fragment:
@@ -121,18 +121,18 @@ def _leading(fragment: Fragment, count: int) -> Fragment:
     return Fragment(fragment.index, fragment.pieces[:count], fragment.offsets[:count], size)
 
 
-def _cut_out(whole: WholePiece, box: Box, spec: TensorSpec) -> tuple[bool, Piece, Place] | None:
+def _cut_out(whole: WholePiece, box: Box, spec: TensorSpec) -> tuple[bool, Piece, PlaceInWhole] | None:
     """What of a piece lies in the box, and whether it is sent; None: nothing."""
     piece, shape, values = whole
     if not shape:
-        return box.sends, Piece(spec, 0, 1), Place(values, (), ())
+        return box.sends, Piece(spec, 0, 1), PlaceInWhole(values, (), ())
     offset, size = box.offsets[0], box.sizes[0]
     first, last = max(piece.first, offset), min(piece.first + piece.rows, offset + size)
     if first >= last:
         return None
     columns = [slice(start, start + count) for start, count in zip(box.offsets[1:], box.sizes[1:], strict=True)]
     part = (slice(first - piece.first, last - piece.first), *columns)
-    return box.sends, Piece(spec, first - offset, last - first), Place(values, shape, part)
+    return box.sends, Piece(spec, first - offset, last - first), PlaceInWhole(values, shape, part)
 
 
 def choose_senders(ranks: Sequence[RankBoxes]) -> tuple[RankBoxes, ...]:

@@ -40,7 +40,7 @@ class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"dataset {self.name!r} has weight {self.weight}: give it one above 0, or leave it out")
 
 
-class Piece(Record, frozen=True):
+class DataPiece(Record, frozen=True):
     """Positions [start, stop) of one pass over one dataset."""
 
     dataset: int
@@ -79,15 +79,15 @@ class Holding(Record, frozen=True):
             del kept[0]
         return replace(self, first=first, merged_to=max(self.merged_to, position), leases=tuple(kept))
 
-    def since(self, position: int) -> list[Piece]:
+    def since(self, position: int) -> list[DataPiece]:
         """What it holds from this position on, one piece where leases follow each other in their pass."""
-        pieces: list[Piece] = []
+        pieces: list[DataPiece] = []
         at = self.first
         for lease in self.leases:
             start = lease.start + max(0, position - at)
             at += lease.stop - lease.start
             if start < lease.stop:
-                _append(pieces, Piece(lease.dataset, lease.epoch, start, lease.stop))
+                _append(pieces, DataPiece(lease.dataset, lease.epoch, start, lease.stop))
         return pieces
 
 
@@ -99,7 +99,7 @@ class LeasesState(Record, frozen=True):
     leases: int
     """Granted so far."""
     cursors: tuple[Cursor, ...]
-    waiting: tuple[Piece, ...]
+    waiting: tuple[DataPiece, ...]
     holdings: tuple[Holding, ...]
 
 
@@ -113,7 +113,7 @@ class Leases:
         self.datasets, self.epochs = tuple(datasets), epochs
         self._count = 0
         self._cursors = [Cursor() for _ in datasets]
-        self._waiting: list[Piece] = []
+        self._waiting: list[DataPiece] = []
         """Came back, to be issued again; the oldest first."""
         self._holdings: dict[tuple[str, int], Holding] = {}
         self._taken: dict[tuple[str, int], int] = {}
@@ -154,14 +154,14 @@ class Leases:
         self._holdings[key] = replace(held, leases=(*held.leases, lease))
         self._ends[key] = self._ends.get(key, 0) + lease.stop - lease.start
 
-    def _fresh(self) -> Piece | None:
+    def _fresh(self) -> DataPiece | None:
         """What is left of the pass under way over the dataset whose turn it is."""
         open_ = [n for n, cursor in enumerate(self._cursors) if not self.epochs or cursor.epoch < self.epochs]
         if not open_:
             return None
         dataset = min(open_, key=lambda n: self.issued(n) / self.datasets[n].weight)
         cursor = self._cursors[dataset]
-        return Piece(dataset, cursor.epoch, cursor.start, self.datasets[dataset].samples)
+        return DataPiece(dataset, cursor.epoch, cursor.start, self.datasets[dataset].samples)
 
     def issued(self, dataset: int) -> int:
         """Samples of a dataset that were issued at least once, over all its passes."""
@@ -262,7 +262,7 @@ def wrong_sources(datasets: Iterable[tuple[str, int, float]], epochs: int) -> st
     return None
 
 
-def _append(pieces: list[Piece], piece: Piece) -> None:
+def _append(pieces: list[DataPiece], piece: DataPiece) -> None:
     """At the end; as one with the last where it follows it in the same pass."""
     last = pieces[-1] if pieces else None
     if last is not None and (last.dataset, last.epoch, last.stop) == (piece.dataset, piece.epoch, piece.start):

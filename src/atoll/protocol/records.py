@@ -111,7 +111,7 @@ class Share(Record, frozen=True):
     """Per tensor of the fragment, as float32, what the filter left of it (0: nothing); empty: all of it."""
 
 
-class Place(Record, frozen=True):
+class PayloadPlace(Record, frozen=True):
     """Where a payload lies: `payload-<term>-<file>`, and its digest."""
 
     file: int
@@ -129,7 +129,7 @@ class MergedRecord(Record, frozen=True, tag="m"):
     members: tuple[Share, ...]
     digest: str
     """Of the new version's values."""
-    payload: Place | None = None
+    payload: PayloadPlace | None = None
     """Set when the record is written."""
     progress: float = 0.0
     """How much of the run's budget is spent with it."""
@@ -184,7 +184,7 @@ class RestoredRecord(Record, frozen=True, tag="restored"):
     """Per fragment, of the new version's values."""
     undone: tuple[Undone, ...]
     reason: str
-    payload: Place | None = None
+    payload: PayloadPlace | None = None
 
 
 class SourcesRecord(Record, frozen=True, tag="sources"):

@@ -65,8 +65,8 @@ class LeadLost(Fact, frozen=True):
 
 
 class TookUp(Fact, frozen=True):
-    """Event: Recover is carried out: the parameters are those of then, after so many rounds of the chain. With a
-    reason: they cannot be had."""
+    """Event: RestoreParameters is carried out: the parameters are those of then, after so many rounds of the chain.
+    With a reason: they cannot be had."""
 
     run: str
     replayed: int = 0
@@ -81,7 +81,7 @@ class Measured(Fact, frozen=True):
     squares: bytes
 
 
-class Stepped(Fact, frozen=True):
+class PartStepped(Fact, frozen=True):
     """Event: the new version of a part lies beside the committed one."""
 
     order: int
@@ -111,18 +111,18 @@ class Came(Fact, frozen=True):
     message: BodyHere | InitialHere | CutHere | CutDone
 
 
-ShardEvent = LeadSaid | LeadLost | TookUp | Measured | Stepped | StepFailed | Written | Came
+ShardEvent = LeadSaid | LeadLost | TookUp | Measured | PartStepped | StepFailed | Written | Came
 
 # ---- effects --------------------------------------------------------------------------------------------------------
 
 
-class Say(Fact, frozen=True):
+class TellLead(Fact, frozen=True):
     """Effect: a message to the lead."""
 
     message: FromShard
 
 
-class Recover(Fact, frozen=True):
+class RestoreParameters(Fact, frozen=True):
     """Effect: drop everything in memory, read the cut, apply the decisions; answer TookUp."""
 
     take_up: TakeUp
@@ -149,7 +149,7 @@ class AskFor(Fact, frozen=True):
 
 
 class Step(Fact, frozen=True):
-    """Effect: merge and step beside the committed version; answer Stepped or StepFailed."""
+    """Effect: merge and step beside the committed version; answer PartStepped or StepFailed."""
 
     stage: Stage
 
@@ -204,7 +204,7 @@ class ReadValues(Fact, frozen=True):
     asked: AskValues
 
 
-class HangUp(Fact, frozen=True):
+class LeaveLead(Fact, frozen=True):
     """Effect: leave this lead, and dial again."""
 
     reason: str
@@ -218,8 +218,8 @@ class End(Fact, frozen=True):
 
 
 ShardEffect = (
-    Say
-    | Recover
+    TellLead
+    | RestoreParameters
     | KnowRanks
     | ExpectBody
     | FreeBody
@@ -233,7 +233,7 @@ ShardEffect = (
     | CaptureCut
     | CompletePart
     | ReadValues
-    | HangUp
+    | LeaveLead
     | End
 )
 
@@ -241,7 +241,7 @@ ShardEffect = (
 @dataclass(slots=True)
 class StagedRound:
     stage: Stage
-    stepped: Stepped | None = None
+    stepped: PartStepped | None = None
     head: str = ""
     """Set once it is durable."""
     void: bool = False
@@ -295,21 +295,21 @@ class Shard:
             case Measured(order, turn, squares):
                 if self._find_staged(order).void:
                     return [Abandon(order)]
-                return [Say(NormsHere(order=order, turn=turn, squares=squares))]
-            case Stepped(order):
+                return [TellLead(NormsHere(order=order, turn=turn, squares=squares))]
+            case PartStepped(order):
                 return self._note_stepped(order, event)
             case StepFailed(order, reason, reset):
                 return self._note_failed(order, reason, reset)
             case Written(order, head):
                 return self._note_written(order, head)
             case Came(message):
-                return [Say(message)] if self._serving else []
+                return [TellLead(message)] if self._serving else []
 
     # ---- the lead -----------------------------------------------------------------------------------------------
 
     def _hear(self, message: FromLead) -> list[ShardEffect]:
         if message.term < self.term:
-            return [HangUp(f"a lead of term {message.term} speaks, and term {self.term} has begun")]
+            return [LeaveLead(f"a lead of term {message.term} speaks, and term {self.term} has begun")]
         self.term = message.term
         if isinstance(message, EndShard):
             return [End(message.reason, message.refused)]
@@ -329,7 +329,7 @@ class Shard:
             return self._abandon_steps()
         self._taking_up = True
         self._staged.clear()
-        return [Recover(message)]
+        return [RestoreParameters(message)]
 
     def _abandon_steps(self) -> list[ShardEffect]:
         """Of what a thread steps: nobody will tell the norms that it may wait for."""
@@ -344,9 +344,9 @@ class Shard:
             self._again = None
             return self._take_up(again)
         if event.reason:
-            return [Say(TakenUp(reason=event.reason)), End(event.reason, refused=True)]
+            return [TellLead(TakenUp(reason=event.reason)), End(event.reason, refused=True)]
         self.run, self._serving = event.run, True
-        return [Say(TakenUp(replayed=event.replayed)), *self._obey_waiting()]
+        return [TellLead(TakenUp(replayed=event.replayed)), *self._obey_waiting()]
 
     def _obey_waiting(self) -> list[ShardEffect]:
         out: list[ShardEffect] = []
@@ -396,7 +396,7 @@ class Shard:
         del self._staged[fragment]
         return [Undo(fragment)]
 
-    def _note_stepped(self, order: int, event: Stepped) -> list[ShardEffect]:
+    def _note_stepped(self, order: int, event: PartStepped) -> list[ShardEffect]:
         staged = self._find_staged(order)
         if staged.void:
             return self._drop(staged)
@@ -408,7 +408,7 @@ class Shard:
         del self._staged[staged.stage.fragment]
         if staged.void:
             return self._go_on()
-        return [Say(Unstaged(order=order, reason=reason, reset=reset))]
+        return [TellLead(Unstaged(order=order, reason=reason, reset=reset))]
 
     def _note_written(self, order: int, head: str) -> list[ShardEffect]:
         staged = self._find_staged(order)
@@ -417,7 +417,9 @@ class Shard:
         staged.head, stepped = head, staged.stepped
         assert stepped is not None, "it is written once it is made"
         return [
-            Say(Staged(order=order, digest=stepped.digest, marks=stepped.marks, head=head, seconds=stepped.seconds))
+            TellLead(
+                Staged(order=order, digest=stepped.digest, marks=stepped.marks, head=head, seconds=stepped.seconds)
+            )
         ]
 
     def _find_staged(self, order: int) -> StagedRound:

@@ -27,9 +27,8 @@ from atoll.fabric.wire import (
     one_line,
 )
 from atoll.protocol.errors import PeerError, Unreachable
-from atoll.protocol.messages import OLDEST, PROTOCOL, Announce, Hello, Pull, Welcome
-from atoll.protocol.messages import Refused as RefusedMessage
-from atoll.relay.upstream import Refused
+from atoll.protocol.messages import OLDEST, PROTOCOL, Announce, Hello, Pull, Refused, Welcome
+from atoll.relay.upstream import DialRefused
 
 if TYPE_CHECKING:
     from atoll.relay.service import RelayService
@@ -55,7 +54,7 @@ async def serve_passage(
 ) -> web.StreamResponse:
     try:
         above = await service.upstream.dial_for(shown)
-    except Refused as error:
+    except DialRefused as error:
         raise Rejected(error.status, str(error)) from None
     except (Unreachable, PeerError) as error:
         raise Rejected(503, f"the syncer is out of reach: {error}") from None
@@ -89,7 +88,7 @@ async def _open(
         hello = check_hello(decode_from_learner(cast(bytes, first.data)))
     except (TimeoutError, PeerError) as error:
         with suppress(OSError):
-            await below.send_bytes(encode(RefusedMessage(reason=one_line(error) or "no hello came", final=False)))
+            await below.send_bytes(encode(Refused(reason=one_line(error) or "no hello came", final=False)))
         return None
     passage = Passage(hello, request.headers.get("Authorization", ""), below, above)
     service.open_passage(passage)

@@ -41,7 +41,7 @@ from atoll.protocol.relay import (
 from atoll.relay.bodies import HeldBodies
 from atoll.relay.passage import Passage
 from atoll.relay.port import RelayPort
-from atoll.relay.upstream import Refused, Upstream
+from atoll.relay.upstream import DialRefused, Upstream
 from atoll.relay.versions import VersionCopies
 
 AGAIN_S = 0.5
@@ -131,7 +131,7 @@ class RelayService:
         """Talk until the channel is lost; why it was."""
         try:
             self._channel = channel = await self.upstream.dial_own()
-        except Refused as error:
+        except DialRefused as error:
             if error.status in (401, 403):
                 raise RelayEnded(f"the syncer does not let this relay in: {error}") from None
             return str(error)

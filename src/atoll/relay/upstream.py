@@ -1,7 +1,7 @@
 """The way from a relay to its syncer: requests and sockets, in a learner's name or in its own.
 
 What a learner shows (its join token, its session) is passed on as it is: the syncer decides about it, and its refusal
-goes back in its own words (`Refused`). The relay's own token is shown for its own requests only.
+goes back in its own words (`DialRefused`). The relay's own token is shown for its own requests only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BODY_S = 600.0
 """The most a body may take; the syncer's least rate ends a stuck one long before."""
 
 
-class Refused(PeerError):
+class DialRefused(PeerError):
     """The syncer's answer to a dial: a status, and why."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -88,7 +88,7 @@ class Upstream:
     # ---- sockets ------------------------------------------------------------------------------------------------
 
     async def dial_own(self) -> ClientSocket:
-        """The relay's own channel. Refused, Unreachable."""
+        """The relay's own channel. DialRefused, Unreachable."""
         return await self._dial(RELAYS, self._own(RELAYS), MESSAGE_BYTES)
 
     async def dial_for(self, shown: Mapping[str, str]) -> ClientSocket:
@@ -159,10 +159,10 @@ async def _explain_refusals(
             check_syncer_version(response.headers.get(PROTOCOL_HEADER))
         except PeerError as error:
             response.close()
-            raise Refused(403, str(error)) from None
+            raise DialRefused(403, str(error)) from None
         return response
     try:
         reason = await reason_of(response)
     finally:
         response.close()
-    raise Refused(response.status if response.status >= 400 else 502, reason)
+    raise DialRefused(response.status if response.status >= 400 else 502, reason)

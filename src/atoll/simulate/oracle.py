@@ -23,7 +23,7 @@ ISSUED_AGAIN = "a data range is issued again only if no fragment has merged it"
 ONE_HOLDER = "a sample is in one holder's hands at a time"
 Pass = tuple[int, int]
 """Dataset and epoch."""
-Piece = tuple[int, int, str]
+OwnedRange = tuple[int, int, str]
 """From where to where, and whose."""
 
 
@@ -48,8 +48,8 @@ class Samples:
 
     def __init__(self) -> None:
         self.lives: dict[tuple[str, int], SampleHolder] = {}
-        self._held: dict[Pass, dict[int, Piece]] = {}
-        self._merged: dict[Pass, dict[int, Piece]] = {}
+        self._held: dict[Pass, dict[int, OwnedRange]] = {}
+        self._merged: dict[Pass, dict[int, OwnedRange]] = {}
         """Per pass and lease: what of it is held, and what of it is in the model."""
 
     def add_lease(self, lease: GrantedRecord) -> None:

@@ -406,7 +406,7 @@ class RankedLearner(SimulatedLearner):
             case fx.Own():
                 self.world.on_own(self)
                 self._send(effect)
-            case fx.Forget(reset=reset):
+            case fx.ForgetVersions(reset=reset):
                 self._epoch += 1
                 self.outgoing.clear()
                 self._send(ForgetOrder(self._epoch, reset))

@@ -49,7 +49,7 @@ class TapeWorld(World):
         match effect:
             case fx.Own():
                 self._say(learner, tape.OwnedEntry(learner.t))
-            case fx.Forget(reset=reset):
+            case fx.ForgetVersions(reset=reset):
                 self._say(learner, tape.ForgotEntry(learner.t, reset))
             case fx.Inform():
                 self._heard[learner.session] = effect

@@ -243,10 +243,10 @@ class SimulatedShard:
 
     def _carry_out(self, effect: sh.ShardEffect) -> None:
         match effect:
-            case sh.Say(message):
+            case sh.TellLead(message):
                 if (link := self.link) is not None:
                     self._pass(link, "up", link.lead.hear_shard, link, message)
-            case sh.Recover(take_up):
+            case sh.RestoreParameters(take_up):
                 self._later(self.world.draw_sync_s(), self._recover, take_up)
             case sh.ExpectBody(expect):
                 self.expected[expect.body] = expect
@@ -275,7 +275,7 @@ class SimulatedShard:
                 self._later(self.world.draw_sync_s(), self._write_part, write.cut, captured)
             case sh.CompletePart(finish):
                 self._later(self.world.draw_sync_s(), self._complete_part, finish)
-            case sh.HangUp():
+            case sh.LeaveLead():
                 self._close_link("it follows a newer lead")
                 self.dial_later()
             case sh.End():
@@ -327,7 +327,7 @@ class SimulatedShard:
         deltas = [one.weight * body for one, body in zip(stage.given, bodies, strict=True) if body is not None]
         gradient = sum(deltas[1:], deltas[0]) / total
         self.staged[stage.fragment] = gradient, self.theta[stage.fragment] - self.world.outer_lr * gradient
-        self.handle(sh.Stepped(stage.order, "digest", b"", 0.0))
+        self.handle(sh.PartStepped(stage.order, "digest", b"", 0.0))
 
     def _write(self, stage: msg.Stage) -> None:
         gradient, _ = self.staged[stage.fragment]

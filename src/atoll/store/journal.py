@@ -33,7 +33,7 @@ from msgspec import structs
 from atoll.digests import compute_digest
 from atoll.protocol import records
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, Place, RestoredRecord, TermRecord
+from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, PayloadPlace, RestoredRecord, TermRecord
 from atoll.store.atomic import write_atomic
 from atoll.store.disk import (
     Corrupt,
@@ -206,7 +206,7 @@ class Journal:
             self._payloads = GrowingFile(payload_path(self._folder, self.position.term, self.file), self._disk)
             make_durable(self._folder, self._disk)
         raw = data.cast("B")
-        place = Place(self.file, self._payloads.size, raw.nbytes, compute_digest(raw))
+        place = PayloadPlace(self.file, self._payloads.size, raw.nbytes, compute_digest(raw))
         self._payloads.write(raw)
         return structs.replace(record, payload=place)
 
@@ -245,7 +245,7 @@ def seal(folder: Path, *, start: Position | None = None, disk: Disk) -> Position
     return end
 
 
-def payload(folder: Path, term: int, place: Place, *, disk: Disk) -> bytes:
+def payload(folder: Path, term: int, place: PayloadPlace, *, disk: Disk) -> bytes:
     """The payload of a record of that term, checked."""
     path = payload_path(folder, term, place.file)
     with reading(path):

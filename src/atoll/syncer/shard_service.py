@@ -176,9 +176,9 @@ class ShardService:
 
     def _carry_out(self, effect: sh.ShardEffect) -> None:
         match effect:
-            case sh.Say(message):
+            case sh.TellLead(message):
                 self._say(message)
-            case sh.Recover(take_up):
+            case sh.RestoreParameters(take_up):
                 self._spawn(self._take_up(take_up))
             case sh.KnowRanks(declared):
                 self._know_ranks(declared)
@@ -216,7 +216,7 @@ class ShardService:
                 self._spawn(self._complete_part(finish))
             case sh.ReadValues(asked):
                 self._say(self._read_values(asked))
-            case sh.HangUp():
+            case sh.LeaveLead():
                 self._lead.hang_up()
             case sh.End(reason, refused):
                 if not self._ended.done():
@@ -286,7 +286,7 @@ class ShardService:
         if order in self._gatherings:
             self._handle(sh.Measured(order, turn, squares))
 
-    def _merge(self, stage: Stage, exchange: NormExchange | None) -> sh.Stepped | sh.StepFailed:
+    def _merge(self, stage: Stage, exchange: NormExchange | None) -> sh.PartStepped | sh.StepFailed:
         began, model, fragment = time.perf_counter(), self._model, stage.fragment
         try:
             deltas = [self._room.get_delta((one.learner, stage.round, one.attempt)) for one in stage.given]
@@ -301,7 +301,7 @@ class ShardService:
             return sh.StepFailed(stage.order, str(error), reset=True)
         except ValueError as error:
             return sh.StepFailed(stage.order, str(error))
-        return sh.Stepped(stage.order, digest, model.piece_marks(fragment), time.perf_counter() - began)
+        return sh.PartStepped(stage.order, digest, model.piece_marks(fragment), time.perf_counter() - began)
 
     async def _write(self, stage: Stage, digest: str) -> None:
         data = self._model.round_payload(stage.fragment)

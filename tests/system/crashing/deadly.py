@@ -11,8 +11,8 @@ WHAT is one of
     trim                                             deleting payloads that a cut has made needless
     model                                            writing the finished model
 
-Of a shard (docs/adr/0031), whose points are counted from the beginning: Say.Staged, Step, Write, Apply, CaptureCut, …
-are its effects, and its chain and its parts of cuts are written like the lead's.
+Of a shard (docs/adr/0031), whose points are counted from the beginning: TellLead.Staged, Step, Write, Apply,
+CaptureCut, … are its effects, and its chain and its parts of cuts are written like the lead's.
 
 Every death is written to deaths.jsonl in the run's (or shard's) directory: when it was, and at which point. Of a shard
 the first round that each life staged is written to returns.jsonl: when that was, and what of its own time it took.
@@ -116,9 +116,9 @@ def _note_return(path: Path) -> None:
         if (what := _effect(effect)) == "Step":
             ordered_s = clock.own_s()
         carry_out(self, effect)
-        if what == "Say.TakenUp":
+        if what == "TellLead.TakenUp":
             back_s = clock.own_s()
-        elif what == "Say.Staged":
+        elif what == "TellLead.Staged":
             ShardService._carry_out = carry_out  # type: ignore[method-assign]
             took_s = clock.own_s() - ordered_s
             with path.open("a") as file:
@@ -193,6 +193,6 @@ def _around(fuse: Fuse, owner: Any, name: str, what: Callable[..., str]) -> None
 def _effect(effect: Any) -> str:
     """Sends and notes by what they say: there are many kinds of them."""
     name = type(effect).__name__
-    if name in ("Send", "Say"):
+    if name in ("Send", "TellLead"):
         return f"{name}.{type(effect.message).__name__}"
     return f"Note.{effect.kind}" if name == "Note" else name

@@ -30,7 +30,7 @@ from atoll.launch.on_ray.keeper import KeeperReport
 from atoll.launch.ranks import EXIT_S, RankPlace, weigh_innocence
 from atoll.launch.script import TERM_S
 
-Stage = Literal["ended", "placing", "meeting", "running"]
+GroupStage = Literal["ended", "placing", "meeting", "running"]
 """Meeting: the nodes are there, and their keepers are asked where they are."""
 
 
@@ -47,7 +47,7 @@ class NodeGroup(Child):
     tag: str = ""
     parts: list[ActorChild] = field(init=False)
     """One for each node."""
-    _stage: Stage = field(default="ended", repr=False)
+    _stage: GroupStage = field(default="ended", repr=False)
     _group: Any = field(default=None, repr=False)
     _calls: list[Any] = field(default_factory=list, repr=False)
     _again_at: float = field(default=0.0, repr=False)

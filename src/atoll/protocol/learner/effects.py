@@ -215,7 +215,7 @@ class Own(Fact, frozen=True):
     """Effect: the base copies are the run's version 0; nothing to fetch."""
 
 
-class Forget(Fact, frozen=True):
+class ForgetVersions(Fact, frozen=True):
     """Effect: hold no version any more; `reset`: the inner optimizer starts afresh too."""
 
     reason: str
@@ -393,7 +393,7 @@ LearnerEffect = (
     | Fetch
     | Adopt
     | Own
-    | Forget
+    | ForgetVersions
     | UploadAll
     | Upload
     | Settle

@@ -35,7 +35,7 @@ from atoll.protocol.tape import Spoken
 
 MOST_RULES = 16
 """So many changes of settings are remembered: a version on its way may be from before them."""
-Phase = Literal["out", "joining", "training", "ending", "finished"]
+LearnerPhase = Literal["out", "joining", "training", "ending", "finished"]
 
 
 class LearnerMachine:
@@ -58,7 +58,7 @@ class LearnerMachine:
         run's, `takes_frozen` has it seek a peer's. `ranks`: what each of them holds; empty: it has one."""
         self.name, self.session = name, session
         self._holder = holder or Holder(session)
-        self.phase: Phase = "out"
+        self.phase: LearnerPhase = "out"
         self.settings = Settings()
         self._rules: deque[tuple[int, str]] = deque(maxlen=MOST_RULES)
         """(round, rule), in order: versions of rounds before this one are adopted by this rule. All later ones go by
@@ -470,13 +470,13 @@ class LearnerMachine:
         self._copies.forget_all()
         self._orders.forget_all()
         # It may be in the middle of a step, also while it joins, since training does not wait: then nothing is reported
-        # until it answers the Forget. It begins to train once it has adopted everything, which it may have by now.
+        # until it answers ForgetVersions. It begins to train once it has adopted everything, which it may have by now.
         in_a_step = self.phase == "training" or self.t > 0 or self._versions.may_be_complete
         self._versions.forget_all(fragments)
         self._counters.forget_life(fragments, in_a_step=in_a_step)
         if self.phase == "training":
             self.phase = "joining"
-        self._do(fx.Forget(reason, reset))
+        self._do(fx.ForgetVersions(reason, reset))
 
     # ---- the end and small things -------------------------------------------------------------------------------
 

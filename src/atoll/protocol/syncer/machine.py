@@ -43,7 +43,7 @@ from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rollback import Rollback
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.protocol.syncer.state import Phase, SyncerState
+from atoll.protocol.syncer.state import RunPhase, SyncerState
 
 
 class Syncer:
@@ -83,7 +83,7 @@ class Syncer:
         return self.state.settings
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> RunPhase:
         return self.state.phase
 
     @property

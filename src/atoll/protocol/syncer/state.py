@@ -16,8 +16,8 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.membership import Membership
 from atoll.protocol.syncer.outbox import Outbox
 
-Phase = Literal["empty", "running", "ending", "finished"]
-PHASES: dict[Phase, tuple[Phase, ...]] = {
+RunPhase = Literal["empty", "running", "ending", "finished"]
+PHASES: dict[RunPhase, tuple[RunPhase, ...]] = {
     "empty": ("running", "finished"),
     "running": ("ending",),
     "ending": ("finished",),
@@ -27,8 +27,8 @@ PHASES: dict[Phase, tuple[Phase, ...]] = {
 round after another (rounds.py). *ending*: the budget is spent or the operator asked; learners stop, then one unpaced
 cycle of P rounds brings their last steps in (ending.py). *finished*: everybody is told; only `--resume` leads back. A
 new term starts an ending run as *running*, without a transition, until its learners are back."""
-Stage = Literal["gathering", "pulling", "merging", "void"]
-STAGES: dict[Stage, tuple[Stage, ...]] = {
+RoundStage = Literal["gathering", "pulling", "merging", "void"]
+STAGES: dict[RoundStage, tuple[RoundStage, ...]] = {
     "gathering": ("pulling", "void"),
     "pulling": ("merging", "gathering", "void"),
     "merging": ("gathering", "void"),
@@ -80,7 +80,7 @@ class Round:
     """Who was stepping at the opening; the synchronous rule waits for these."""
     last: bool = False
     """It collects last steps at the end of the run: nobody is asked again."""
-    stage: Stage = "gathering"
+    stage: RoundStage = "gathering"
     attempt: int = 1
     gave_before: int | None = None
     """How many gave to the first attempt, once there is a second."""
@@ -120,7 +120,7 @@ class Round:
         self.quorum_at = None if self.quorum_at is None else min(now, self.quorum_at + seconds)
         self.due_at = None if self.due_at is None else min(now, self.due_at + seconds)
 
-    def enter_stage(self, stage: Stage) -> None:
+    def enter_stage(self, stage: RoundStage) -> None:
         assert stage in STAGES[self.stage], f"a round that is {self.stage} cannot be {stage} next"
         self.stage = stage
 
@@ -138,7 +138,7 @@ class SyncerState:
         void."""
         self.history = history
         self.out = Outbox(history)
-        self.phase: Phase = _phase_of(history)
+        self.phase: RunPhase = _phase_of(history)
         self.end_reason = history.ended
         """Why the run ends, once it does."""
         self.members = Membership(history.settings)
@@ -168,7 +168,7 @@ class SyncerState:
         """The history holds other settings now."""
         self.members.settings = self.history.settings
 
-    def enter_phase(self, phase: Phase, reason: str = "") -> None:
+    def enter_phase(self, phase: RunPhase, reason: str = "") -> None:
         assert phase in PHASES[self.phase], f"a run that is {self.phase} cannot be {phase} next"
         self.phase, self.end_reason = phase, reason
 
@@ -198,6 +198,6 @@ class SyncerState:
         return any(round_.stage == "merging" for round_ in self.open_rounds.values())
 
 
-def _phase_of(history: History) -> Phase:
+def _phase_of(history: History) -> RunPhase:
     """As far as an earlier term came."""
     return "finished" if history.finished else "running" if history.started else "empty"
