@@ -34,7 +34,7 @@ from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import BegunRecord, MergedRecord, Share
 from atoll.protocol.settings import Settings
-from atoll.store.journal import Entry
+from atoll.store.journal import JournalEntry
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire
 from atoll.syncer.parameters import Parameters
@@ -53,7 +53,7 @@ def serve_switched(path: Path) -> int:
     """A syncer whose journal can be switched off."""
     off, append = path.parent / "off", RunStore.append
 
-    def switched(run_store: RunStore, entries: Sequence[Entry]) -> None:
+    def switched(run_store: RunStore, entries: Sequence[JournalEntry]) -> None:
         if not off.exists():
             append(run_store, entries)
 
@@ -142,7 +142,7 @@ def back_to_back(scratch: Path, rounds: int, size: int = 16 * MIB, members: int 
     deltas = [dice.standard_normal(size, dtype=np.float32) for _ in range(members)]
     shares = tuple(Share(f"learner-{n}", 1, 24, 24, 12288, 6291456.0, 0, 12288) for n in range(members))
 
-    def turn(number: int, keep: Callable[[Sequence[Entry]], None]) -> float:
+    def turn(number: int, keep: Callable[[Sequence[JournalEntry]], None]) -> float:
         began, fragment = time.perf_counter(), number % 2
         mark = parameters.stage_merge(fragment, deltas, [share.weight for share in shares])
         record = MergedRecord(number, fragment, number // 2 + 1, 1, "all live learners reported", shares, mark)

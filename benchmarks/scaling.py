@@ -36,7 +36,7 @@ from seeds import count_cores, find_commit
 from atoll.config import Outer, convert
 from atoll.estimate.bandwidth import loads_gbit, profile
 from atoll.launch.local import LocalRun
-from atoll.mailbox.box import Layout
+from atoll.mailbox.box import BoxLayout
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
@@ -129,7 +129,7 @@ def read_layout(parameters: int) -> dict[str, float]:
     tensors = [TensorSpec(str(number), (parameters // 24 // 256, 256), "float32") for number in range(24)]
     settings = Settings(fragments=24, sync_every=24)
     plan = make_plan(tensors, 24)
-    layout = Layout.of(plan, settings)
+    layout = BoxLayout.of(plan, settings)
     return {
         "shared_from_the_start": round(layout.first_bytes / plan.size, 2),
         "shared_at_most": round(layout.total_bytes / plan.size, 2),

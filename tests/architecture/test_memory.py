@@ -14,7 +14,7 @@ from atoll.choices import CODEC
 from atoll.config import Outer
 from atoll.learner.offload import READ_STAGES
 from atoll.learner.placement import device_bytes, staging_bytes
-from atoll.mailbox.box import Layout
+from atoll.mailbox.box import BoxLayout
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.moments import most_bytes
@@ -46,12 +46,12 @@ PLANS = [
 
 def figures(plan: FragmentPlan) -> list[float]:
     """In bytes, row by row of the page."""
-    layout = Layout.of(plan, SETTINGS)
+    layout = BoxLayout.of(plan, SETTINGS)
     slots = len(Outer().make().slots())
     return [
         layout.first_bytes,
         layout.total_bytes,
-        layout.slot_bytes * Layout.of(plan, msgspec.structs.replace(SETTINGS, codec="topk")).first_rests,
+        layout.slot_bytes * BoxLayout.of(plan, msgspec.structs.replace(SETTINGS, codec="topk")).first_rests,
         largest_body(make_codec(SETTINGS.codec), plan),
         (READ_STAGES + 1) * 4 * layout.largest,
         (READ_STAGES + 4) * 4 * layout.largest,
@@ -80,7 +80,7 @@ def test_the_page_says_what_it_comes_to(model: int) -> None:
 def test_the_page_says_what_shared_moments_take(plan: FragmentPlan) -> None:
     (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith("`--share moments` takes more")]
     share = msgspec.structs.replace(SETTINGS, share="moments")
-    alone, shared = Layout.of(plan, SETTINGS), Layout.of(plan, share)
+    alone, shared = BoxLayout.of(plan, SETTINGS), BoxLayout.of(plan, share)
     value, first, most, version, contribution = map(float, re.findall(r"\d+\.\d+", line))
     assert most_bytes(plan) / plan.largest == pytest.approx(value, rel=0.025)
     assert (shared.first_bytes - alone.first_bytes) / plan.size == pytest.approx(first, rel=0.025)
@@ -94,7 +94,7 @@ def test_the_page_says_what_shared_moments_take(plan: FragmentPlan) -> None:
 def test_the_page_says_what_placements_take(model: int, row: list[str]) -> None:
     plan, settings = PLANS[model], msgspec.structs.replace(SETTINGS, codec=row[0].strip("`"))
     body = sum(body_nbytes(make_codec(settings.codec), part) for part in plan.fragments)
-    host, device = (Layout.of(plan, settings, on_device=on_device).first_bytes for on_device in (False, True))
+    host, device = (BoxLayout.of(plan, settings, on_device=on_device).first_bytes for on_device in (False, True))
     due = [host, staging_bytes(plan), 4 * plan.size, device, device_bytes(plan, settings), body]
     for said, number in zip(row[1:], due, strict=True):
         assert float(said) == pytest.approx(number / plan.size, rel=0.025)
@@ -107,7 +107,7 @@ def test_the_page_has_codecs_that_exist() -> None:
 
 
 def test_the_page_counts_the_slots() -> None:
-    layout = Layout.of(PLANS[0], SETTINGS)
+    layout = BoxLayout.of(PLANS[0], SETTINGS)
     out, back = re.findall(r"(\d+) slots for copies, (\d+) for versions", said()[0][1])[0]
     assert (int(out), int(back)) == (layout.first_outgoing, layout.first_incoming)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.courier.feedback import Feedback, RestBuffer
 from atoll.mailbox import box as memory
-from atoll.mailbox.box import Layout, Mailbox
+from atoll.mailbox.box import BoxLayout, Mailbox
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
@@ -115,7 +115,7 @@ def test_an_answer_on_a_version_before_the_one_that_holds_the_last_is_a_mistake(
 def test_memory_for_rests_is_there_where_the_codec_needs_it_and_grows_while_there_is_more(
     box: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = Layout.of(PLAN, Settings(fragments=3, sync_every=3, overlap=1, codec="bf16").resolved(3))
+    plain = BoxLayout.of(PLAN, Settings(fragments=3, sync_every=3, overlap=1, codec="bf16").resolved(3))
     assert (plain.first_rests, plain.most_rests) == (0, 0)
     assert box.layout.first_bytes == plain.first_bytes + box.layout.first_rests * box.layout.slot_bytes
     monkeypatch.setattr(memory, "can_spare", lambda size: False)

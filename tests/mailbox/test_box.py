@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.mailbox import box as module
-from atoll.mailbox.box import PAGE, SPARE_BYTES, Layout, Mailbox
+from atoll.mailbox.box import PAGE, SPARE_BYTES, BoxLayout, Mailbox
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.rank_plan import make_rank_plan
 from atoll.protocol.errors import ConfigError
@@ -31,7 +31,7 @@ def box() -> Mailbox:
 @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=8))
 def test_every_region_has_its_own_whole_pages(sizes: list[int]) -> None:
     plan, settings = planned(sizes)
-    layout = Layout.of(plan, settings)
+    layout = BoxLayout.of(plan, settings)
     assert all(region % PAGE == 0 for region in (layout.header_bytes, layout.base_bytes, layout.slot_bytes))
     assert layout.slot_bytes >= 4 * plan.largest
     assert layout.base_bytes >= 4 * plan.size
@@ -86,7 +86,7 @@ def test_a_slot_without_memory_is_not_reserved(box: Mailbox, monkeypatch: pytest
 def test_slots_suffice_for_what_is_on_its_way() -> None:
     plan, _ = planned([4] * 24)
     settings = Settings(fragments=24, sync_every=24, overlap=2).resolved(24)
-    layout = Layout.of(plan, settings)
+    layout = BoxLayout.of(plan, settings)
     assert (layout.first_outgoing, layout.first_incoming) == (2 * 2 + 3, 2 + 1)
 
 
@@ -202,6 +202,6 @@ def test_a_rank_may_hold_nothing() -> None:
 
 def test_ranks_have_slots_for_orders_that_they_still_agree_on() -> None:
     plan, settings = planned(24 * [10])
-    alone, ranks = (Layout.of(plan, settings, ranks=ranks) for ranks in (False, True))
+    alone, ranks = (BoxLayout.of(plan, settings, ranks=ranks) for ranks in (False, True))
     assert ranks.most_outgoing - alone.most_outgoing == 2 * len(plan.fragments)
     assert ranks.first_bytes == alone.first_bytes, "taken only where they are needed"

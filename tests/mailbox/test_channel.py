@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.mailbox.box import Layout, Mailbox
+from atoll.mailbox.box import BoxLayout, Mailbox
 from atoll.mailbox.channel import (
     COUNTED,
     FRAME_LIMIT,
@@ -128,7 +128,7 @@ def test_a_descriptor_travels_with_its_frame(ends: Ends) -> None:
     box.base(0)[:] = 4.0
     ours.send(MailboxReady(settings, Stepped(0, (), ())), box.fd)
     assert theirs.receive()
-    other = Mailbox(theirs.take_descriptor(), Layout.of(plan, settings), plan)
+    other = Mailbox(theirs.take_descriptor(), BoxLayout.of(plan, settings), plan)
     assert other.fd != box.fd
     assert (other.base(0) == 4.0).all()
     box.close()

@@ -11,7 +11,7 @@ from tests.protocol.world import SimulatedLearner, World
 
 from atoll.protocol import records
 from atoll.protocol.effects import Note
-from atoll.protocol.history import History, State
+from atoll.protocol.history import History, HistoryState
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.messages import Announce, CutSaved, Lease, Register
@@ -309,7 +309,7 @@ def test_a_cuts_history_is_a_fold_over_the_journal_up_to_there_and_stays_it() ->
 def test_going_on_from_a_cut_and_the_journal_behind_it_is_the_run_as_it_is() -> None:
     world = CutWorld(3, quorum=2).run_until(round=22)
     _, effect, as_it_was, journal = world.taken[-1]
-    history = History.restore(msgspec.msgpack.decode(as_it_was, type=State))
+    history = History.restore(msgspec.msgpack.decode(as_it_was, type=HistoryState))
     for record in world.journal[len(journal) :]:
         history.apply(record)
     assert effect.cut == 20
@@ -503,9 +503,9 @@ def fold(begun: records.BegunRecord, journal: list[records.AnyRecord]) -> Histor
     return history
 
 
-def without_reports(state: State) -> tuple[object, ...]:
+def without_reports(state: HistoryState) -> tuple[object, ...]:
     """Reports are in no record: of the ledger, what is merged is what both know."""
-    fields = {name: getattr(state, name) for name in State.__struct_fields__ if name != "ledger"}
+    fields = {name: getattr(state, name) for name in HistoryState.__struct_fields__ if name != "ledger"}
     return (*fields.values(), Ledger.restore(state.ledger).totals().merged)
 
 

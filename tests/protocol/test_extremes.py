@@ -20,7 +20,7 @@ from atoll.protocol import messages as msg
 from atoll.protocol import tape
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import PeerError
-from atoll.protocol.history import History, State
+from atoll.protocol.history import History, HistoryState
 from atoll.protocol.records import encode
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
@@ -332,7 +332,7 @@ class Siege:
 
     def go_on(self) -> None:
         """A later term reads what was written, and closes what is open."""
-        state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.syncer.history.state()), type=State)
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.syncer.history.state()), type=HistoryState)
         self.syncer = Syncer(History.restore(state))
         self.tell(Tick())
         self.tell(fx.EndAsked("enough"))

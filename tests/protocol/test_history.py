@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.world import World
 
-from atoll.protocol.history import History, State, number_learners
+from atoll.protocol.history import History, HistoryState, number_learners
 from atoll.protocol.records import (
     AnyRecord,
     BegunRecord,
@@ -95,8 +95,8 @@ def fold(records: list[AnyRecord]) -> History:
     return history
 
 
-def through_bytes(state: State) -> State:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+def through_bytes(state: HistoryState) -> HistoryState:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=HistoryState)
 
 
 # ---- the fold --------------------------------------------------------------------------------------------------------
@@ -295,12 +295,12 @@ def test_a_name_belongs_to_the_token_that_was_written_down_last_also_through_a_c
 
 def test_a_cut_of_before_names_were_owned_is_nobodys() -> None:
     old = msgspec.to_builtins(Written().add(JoinedRecord("a", 1, "session", 0)).history.state())[:-1]
-    assert History.restore(msgspec.convert(old, State)).owners == {}
+    assert History.restore(msgspec.convert(old, HistoryState)).owners == {}
 
 
 def test_an_older_version_reads_a_cut_that_names_owners() -> None:
     class Older(msgspec.Struct, array_like=True):
-        """The first fields are enough: what follows is passed over, as State has always had it."""
+        """The first fields are enough: what follows is passed over, as HistoryState has always had it."""
 
         begun: BegunRecord
 

@@ -73,13 +73,13 @@ mutant("a new term forgets whose steps are merged", (history.History, "_merged",
 
 
 def _leases_lost(plain: Plain) -> Any:
-    def broken(cls: Any, state: history.State) -> history.History:
+    def broken(cls: Any, state: history.HistoryState) -> history.History:
         restored: history.History = plain(replace_leases(state))
         return restored
 
-    def replace_leases(state: history.State) -> history.State:
+    def replace_leases(state: history.HistoryState) -> history.HistoryState:
         waiting = state.leases and replace(state.leases, waiting=())
-        return history.State(**{**{f: getattr(state, f) for f in state.__struct_fields__}, "leases": waiting})
+        return history.HistoryState(**{**{f: getattr(state, f) for f in state.__struct_fields__}, "leases": waiting})
 
     return classmethod(broken)
 

@@ -16,7 +16,7 @@ from atoll.protocol.records import (
     TermRecord,
 )
 from atoll.protocol.settings import Settings
-from atoll.simulate.disk import Entry, SimulatedDisk
+from atoll.simulate.disk import DiskEntry, SimulatedDisk
 from atoll.simulate.virtual_time import EventQueue
 
 BEGUN = BegunRecord("run", Settings(learners=1, fragments=1, sync_every=1, overlap=0).resolved(1), {}, (), "plan")
@@ -28,7 +28,7 @@ def disk(*, every_round: bool = True, seed: int = 0) -> SimulatedDisk:
     return made
 
 
-def entries(count: int) -> list[Entry]:
+def entries(count: int) -> list[DiskEntry]:
     return [(PassedRecord(number, 0, "nobody"), None) for number in range(count)]
 
 

@@ -15,7 +15,7 @@ from atoll.protocol.records import GoneRecord
 from atoll.protocol.settings import Settings
 from atoll.simulate import campaign, training
 from atoll.simulate.drawn_parts import OF_RANKS, OF_RELAYS, OF_SHARDS
-from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, Kind
+from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, FaultName
 from atoll.simulate.inject import LEARNER_FAULTS, OTHER_FAULTS
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
@@ -142,7 +142,11 @@ def test_every_kind_of_fault_is_drawn_and_can_happen() -> None:
 
 @pytest.mark.parametrize("kind", sorted({*LEARNER_FAULTS, *OTHER_FAULTS} - {"end"}))
 def test_each_fault_alone_is_lived_through(kind: str) -> None:
-    parts: dict[campaign.WorldKind, tuple[Kind, ...]] = {"ranks": OF_RANKS, "shards": OF_SHARDS, "relays": OF_RELAYS}
+    parts: dict[campaign.WorldKind, tuple[FaultName, ...]] = {
+        "ranks": OF_RANKS,
+        "shards": OF_SHARDS,
+        "relays": OF_RELAYS,
+    }
     plan = campaign.plan(1, 3, next((of for of, kinds in parts.items() if kind in kinds), "plain"))
     target = 1 if kind in LEARNER_FAULTS else -1
     faults = tuple(Fault(at, kind, target, 7.0, 3) for at in (9.0, 31.0))  # type: ignore[arg-type]
@@ -202,7 +206,7 @@ class Watched(World):
 @pytest.mark.parametrize("kind", ["drain", "interrupt"])
 @pytest.mark.parametrize(("number", "back"), [(3, [False]), (4, []), (7, [True])])
 def test_drained_learners_come_back_with_what_they_saved_or_without_or_not_at_all(
-    kind: Kind, number: int, back: list[bool]
+    kind: FaultName, number: int, back: list[bool]
 ) -> None:
     plan = campaign.SeedPlan(1, campaign.plan(1, 3).options, (Fault(20.0, kind, 1, 5.0, number),))
     world = campaign.make(plan, Watched)

@@ -20,23 +20,23 @@ from atoll.protocol.records import (
     TermRecord,
 )
 from atoll.store.disk import Disk
-from atoll.store.journal import Entry, Journal, Position, TornTail, payload, read, seal
+from atoll.store.journal import Journal, JournalEntry, Position, TornTail, payload, read, seal
 
 FIRST, SECOND, THIRD = (f"segment-00000{term}.log" for term in (1, 2, 3))
 PAYLOADS = "payload-000001-0000.bin"
 
 
-def entry(round: int, values: bytes = b"") -> Entry:
+def entry(round: int, values: bytes = b"") -> JournalEntry:
     share = Share("learner-0", 1, 40 + round, 3, 96, 3072.0, round)
     merged = MergedRecord(round, round % 4, round + 1, 0, "every live learner reported", (share,), f"{round:032x}")
     return merged, memoryview(values) if values else None
 
 
-def passed(round: int) -> Entry:
+def passed(round: int) -> JournalEntry:
     return PassedRecord(round, round % 4, "no quorum"), None
 
 
-def granted(lease: int) -> Entry:
+def granted(lease: int) -> JournalEntry:
     """A record that ends in zeros."""
     return GrantedRecord(lease, 0, 0, 0, 64, "learner-0", 2**56), None
 
@@ -67,7 +67,7 @@ def check_payloads(disk: Disk, found: list[AnyRecord]) -> None:
             payload(FOLDER, 1, record.payload, disk=disk)
 
 
-def written_by(disk: FaultyDisk, journal: Journal, entries: list[Entry]) -> int:
+def written_by(disk: FaultyDisk, journal: Journal, entries: list[JournalEntry]) -> int:
     """How many bytes an append takes."""
     disk, journal = copy.deepcopy((disk, journal))
     disk.room_bytes = room = 2**30
@@ -96,6 +96,6 @@ _others: st.SearchStrategy[AnyRecord] = st.one_of(
 )
 _payloads = st.one_of(st.none(), st.binary(max_size=20).map(lambda data: memoryview(data)))
 
-batches: st.SearchStrategy[list[Entry]] = st.lists(
+batches: st.SearchStrategy[list[JournalEntry]] = st.lists(
     st.one_of(st.tuples(_others, st.none()), st.tuples(_merged, _payloads)), min_size=1, max_size=3
 )

@@ -22,7 +22,7 @@ from tests.store.faulty import FOLDER, FaultyDisk, PowerCut
 from atoll.digests import compute_digest
 from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, PayloadPlace, StartedRecord
 from atoll.store.disk import Corrupt, Disk, DiskFailed, LocalDisk, NoRoom
-from atoll.store.journal import ORIGIN, Entry, Journal, payload, read, seal
+from atoll.store.journal import ORIGIN, Journal, JournalEntry, payload, read, seal
 from atoll.store.segments import HEAD_BYTES
 
 # ---- what is written is read ----------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_a_full_disk_that_cannot_be_cut_back_ends_the_journal() -> None:
 
 
 @pytest.mark.parametrize(("first", "name"), [(passed(0), FIRST), (entry(0, b"abc"), PAYLOADS)])
-def test_after_a_failed_sync_nothing_more_is_written(first: Entry, name: str) -> None:
+def test_after_a_failed_sync_nothing_more_is_written(first: JournalEntry, name: str) -> None:
     disk = FaultyDisk()
     journal = Journal.begin(FOLDER, 1, disk=disk)
     journal.append([entry(9, b"makes the payload file")])

@@ -29,7 +29,7 @@ from tests.store.faulty import FOLDER, FaultyDisk, Left, PowerCut
 from atoll.protocol import records
 from atoll.protocol.records import MergedRecord, PassedRecord, TermRecord
 from atoll.store.disk import Corrupt, DiskFailed
-from atoll.store.journal import ORIGIN, Entry, Journal, Position, TornTail, payload, read, seal
+from atoll.store.journal import ORIGIN, Journal, JournalEntry, Position, TornTail, payload, read, seal
 from atoll.store.segments import GARBAGE_BYTES, HEAD_BYTES, LONGEST_BYTES, MAGIC
 
 
@@ -73,7 +73,9 @@ LEFT: tuple[Left | dict[str, Left], ...] = (
 
 @settings(max_examples=4)  # each is a cut at every one of its bytes, five times
 @given(before=st.lists(batches, max_size=2), last=batches)
-def test_a_power_cut_at_any_byte_leaves_whole_appends(before: list[list[Entry]], last: list[Entry]) -> None:
+def test_a_power_cut_at_any_byte_leaves_whole_appends(
+    before: list[list[JournalEntry]], last: list[JournalEntry]
+) -> None:
     disk = FaultyDisk()
     journal = Journal.begin(FOLDER, 1, disk=disk)
     acknowledged = [record for batch in before for record in journal.append(batch)]
@@ -94,7 +96,9 @@ def test_a_power_cut_at_any_byte_leaves_whole_appends(before: list[list[Entry]],
 
 @settings(max_examples=10)
 @given(before=batches, last=batches)
-def test_a_successor_goes_on_after_a_power_cut_at_any_byte(before: list[Entry], last: list[Entry]) -> None:
+def test_a_successor_goes_on_after_a_power_cut_at_any_byte(
+    before: list[JournalEntry], last: list[JournalEntry]
+) -> None:
     disk = FaultyDisk()
     journal = Journal.begin(FOLDER, 1, disk=disk)
     acknowledged = list(journal.append(before))

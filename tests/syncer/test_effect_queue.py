@@ -15,9 +15,10 @@ from atoll.protocol.records import AnyRecord, BegunRecord, EndedRecord, MergedRe
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
 from atoll.store.disk import DiskFailed, NoRoom
+from atoll.store.journal import JournalEntry
 from atoll.store.writer_lease import Deposed
 from atoll.syncer import effect_queue
-from atoll.syncer.effect_queue import EffectQueue, Entry
+from atoll.syncer.effect_queue import EffectQueue
 
 WAIT_S = 10.0
 HISTORY = History(BegunRecord("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
@@ -86,7 +87,7 @@ class Disk:
     def texts(self) -> list[str]:
         return [effect.text for effect, _ in self.done if isinstance(effect, Note)]
 
-    def _append(self, entries: Sequence[Entry]) -> None:
+    def _append(self, entries: Sequence[JournalEntry]) -> None:
         assert threading.current_thread() is not threading.main_thread(), "beside the event loop"
         self._loop.call_soon_threadsafe(self.busy.set)
         assert self._open.wait(WAIT_S)

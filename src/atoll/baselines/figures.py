@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 
 
 class RankStep(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class RankStep(msgspec.Struct, frozen=True):
 
 class RankPause(msgspec.Struct, frozen=True):
     rank: int
-    span: Span
+    span: Interval
 
 
 class BaselineFigures(msgspec.Struct, frozen=True):
@@ -101,13 +101,13 @@ def select_kept(steps: Iterable[RankStep], starts: dict[int, int], last: int) ->
     ]
 
 
-def stepping_spans(steps: Sequence[RankStep], pauses: Sequence[RankPause]) -> list[Span]:
+def stepping_spans(steps: Sequence[RankStep], pauses: Sequence[RankPause]) -> list[Interval]:
     """When each rank was stepping: computing, and from the moment the last had come to the collective."""
     travel: dict[tuple[int, int], float] = defaultdict(lambda: float("inf"))
     for step in steps:
         key = (step.generation, step.step)
         travel[key] = min(travel[key], step.collective_s)
-    found: list[Span] = []
+    found: list[Interval] = []
     for step in steps:
         joint = step.ended - step.update_s - travel[step.generation, step.step]
         stood = [pause.span for pause in pauses if pause.rank == step.rank]
@@ -116,7 +116,7 @@ def stepping_spans(steps: Sequence[RankStep], pauses: Sequence[RankPause]) -> li
     return found
 
 
-def covered_s(spans: Iterable[Span]) -> float:
+def covered_s(spans: Iterable[Interval]) -> float:
     """Seconds in at least one of them."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
@@ -125,7 +125,7 @@ def covered_s(spans: Iterable[Span]) -> float:
     return total
 
 
-def longest_standstill_s(steps: Iterable[RankStep], part: Span) -> float:
+def longest_standstill_s(steps: Iterable[RankStep], part: Interval) -> float:
     ended: dict[int, float] = {}
     for step in steps:
         ended[step.step] = min(step.ended, ended.get(step.step, float("inf")))
@@ -133,12 +133,12 @@ def longest_standstill_s(steps: Iterable[RankStep], part: Span) -> float:
     return max(b - a for a, b in pairwise(moments))
 
 
-def _within(span: Span, part: Span) -> Span | None:
+def _within(span: Interval, part: Interval) -> Interval | None:
     start, end = max(span[0], part[0]), min(span[1], part[1])
     return (start, end) if start < end else None
 
 
-def _without(span: Span, holes: Iterable[Span]) -> list[Span]:
+def _without(span: Interval, holes: Iterable[Interval]) -> list[Interval]:
     left = [span]
     for start, end in holes:
         left = [piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]

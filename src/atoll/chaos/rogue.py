@@ -51,7 +51,7 @@ ENDS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CL
 
 Numbers = Callable[[np.ndarray], np.ndarray]
 """What becomes of an honest Δ."""
-Words = Callable[[Contribution], list[Contribution]]
+ChangeAnswer = Callable[[Contribution], list[Contribution]]
 """What is said instead of an honest contribution."""
 
 
@@ -63,7 +63,7 @@ def _same(delta: np.ndarray) -> np.ndarray:
     return delta
 
 
-def _with(**values: int | str) -> Words:
+def _with(**values: int | str) -> ChangeAnswer:
     return lambda contribution: [msgspec.structs.replace(contribution, **values)]
 
 
@@ -71,7 +71,7 @@ def _with(**values: int | str) -> Words:
 class Attack:
     says: str
     numbers: Numbers = _same
-    words: Words = _honest
+    words: ChangeAnswer = _honest
     size: int = 0
     """Bytes that its bodies are longer (or, below 0, shorter) than they should be."""
     noise: bytes = b""

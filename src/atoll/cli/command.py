@@ -29,7 +29,7 @@ WIDEST = 100
 COLUMN = 30
 """Where the text of an option begins, at the latest."""
 HELP = ("--help", "-h")
-Kind = Callable[[str], Any] | tuple[str, ...]
+OptionKind = Callable[[str], Any] | tuple[str, ...]
 """What makes a value of a word (ValueError: it is none), or the words that may be given."""
 
 
@@ -40,7 +40,7 @@ class Parameter:
     flags: tuple[str, ...] = ()
     """`--name`, and a letter where there is one; none: an argument."""
     help: str = ""
-    kind: Kind = str
+    kind: OptionKind = str
     metavar: str = ""
     default: Any = None
     shown: str = ""
@@ -95,7 +95,7 @@ class Parameter:
         return [] if self.many else self.default
 
 
-def option(flags: str | tuple[str, ...], help: str, kind: Kind = str, **more: Any) -> Parameter:
+def option(flags: str | tuple[str, ...], help: str, kind: OptionKind = str, **more: Any) -> Parameter:
     written = (flags,) if isinstance(flags, str) else flags
     return Parameter(**{"name": written[0].lstrip("-").replace("-", "_"), **more}, flags=written, help=help, kind=kind)
 
@@ -104,7 +104,7 @@ def flag(flags: str | tuple[str, ...], help: str, **more: Any) -> Parameter:
     return option(flags, help, **{"flag": True, "default": False, **more})
 
 
-def argument(name: str, help: str, kind: Kind = str, **more: Any) -> Parameter:
+def argument(name: str, help: str, kind: OptionKind = str, **more: Any) -> Parameter:
     return Parameter(name=name, help=help, kind=kind, **more)
 
 
@@ -321,7 +321,7 @@ def _row(left: str, right: str, column: int, width: int) -> list[str]:
     return [*first, (head + lines[0]).rstrip(), *(" " * column + line for line in lines[1:])]
 
 
-def _metavar(kind: Kind) -> str:
+def _metavar(kind: OptionKind) -> str:
     if isinstance(kind, tuple):
         return "|".join(kind)
     return {int: "N", float: "X", str: "TEXT", Path: "PATH"}.get(kind, "TEXT")  # type: ignore[call-overload, no-any-return]

@@ -17,7 +17,7 @@ import msgspec
 
 from atoll.protocol.errors import ConfigError
 
-Name = TypeVar("Name", bound=str)
+Listed = TypeVar("Listed", bound=str)
 
 ZEROS = {"k": 3, "K": 3, "m": 6, "M": 6, "b": 9, "B": 9}
 
@@ -42,9 +42,9 @@ def count(option: str, text: str) -> int:
     return _whole(option, text, _exact(option, text, text.strip()))
 
 
-def names(option: str, text: str, known: Sequence[Name]) -> list[Name]:
+def names(option: str, text: str, known: Sequence[Listed]) -> list[Listed]:
     """Words out of those known: `bf16,int4`."""
-    found: dict[str, Name] = {name: name for name in known}
+    found: dict[str, Listed] = {name: name for name in known}
     for word in words(option, text):
         if word not in found:
             raise ConfigError(f"{option} {text!r}: there is no {word!r}; take {', '.join(known)}")

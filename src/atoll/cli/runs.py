@@ -23,7 +23,7 @@ from atoll.store.rundir import RUNS, RunDir, find_runs
 from atoll.store.writer_lease import is_alive
 from atoll.telemetry.events import parse
 
-State: TypeAlias = Literal["alive", "ended", "failed", "cut off"]
+ListedState: TypeAlias = Literal["alive", "ended", "failed", "cut off"]
 COLOURS = {"alive": "bold green", "ended": "", "failed": "red", "cut off": "yellow"}
 LOOK_S = 0.25
 """Between two looks at a log that is followed."""
@@ -70,7 +70,7 @@ def describe_run(run: RunDir, now: float) -> dict[str, Any]:
     }
 
 
-def state_of(run: RunDir) -> State:
+def state_of(run: RunDir) -> ListedState:
     if is_alive(run.path):
         return "alive"
     if run.summary.exists():

@@ -125,7 +125,7 @@ def _share(text: str, word: str) -> float:
 
 # ---- the answers for a person: a table, curves ----------------------------------------------------------------------
 
-Cell = Callable[[BandwidthAnswer], str]
+AnswerText = Callable[[BandwidthAnswer], str]
 POINTS = 160
 """Of a curve."""
 
@@ -143,7 +143,7 @@ def print_table(answers: Sequence[BandwidthAnswer], by: Literal["utilization", "
         console.print(_table(title, decoupled, _link, _freshness))
 
 
-def _table(title: str, answers: Sequence[BandwidthAnswer], head: Cell, cell: Cell) -> Table:
+def _table(title: str, answers: Sequence[BandwidthAnswer], head: AnswerText, cell: AnswerText) -> Table:
     rows = [list(row) for _, row in groupby(answers, _case)]
     found = table(title, "method", "codec", "step", "n", *map(head, rows[0]), words=2)
     for row in rows:

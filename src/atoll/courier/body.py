@@ -36,7 +36,7 @@ from atoll.digests import combine_digests
 from atoll.fabric.bodies import BodyConnection, fetch_one_version, run_together
 from atoll.fabric.transfer import FetchedVersion
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
-from atoll.mailbox.box import Layout, Mailbox, can_spare
+from atoll.mailbox.box import BoxLayout, Mailbox, can_spare
 from atoll.mailbox.channel import MailboxReady, Start, VersionTaken
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec, round_to_dtype
@@ -98,7 +98,7 @@ def open_box(fd: int, start: Start, frame: MailboxReady) -> OpenBox:
     plan = make_plan(start.tensors, frame.settings.fragments, frame.settings.plan)
     rank_plan = make_rank_plan(plan, start.ranks[start.rank]) if start.ranks else None
     held = plan if rank_plan is None else rank_plan.plan
-    layout = Layout.of(held, frame.settings, on_device=frame.on_device, ranks=rank_plan is not None)
+    layout = BoxLayout.of(held, frame.settings, on_device=frame.on_device, ranks=rank_plan is not None)
     return OpenBox(Mailbox(fd, layout, held), plan, rank_plan)
 
 

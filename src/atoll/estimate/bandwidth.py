@@ -43,14 +43,14 @@ import msgspec
 
 from atoll.protocol.errors import ConfigError
 
-Codec = Literal["fp32", "bf16", "int8", "int4", "topk"]
+CodecName = Literal["fp32", "bf16", "int8", "int4", "topk"]
 Topology = Literal["ring", "star"]
-BITS: dict[Codec, float] = {"fp32": 32, "bf16": 16, "int8": 8.375, "int4": 4.25, "topk": 1.46875}
+BITS: dict[CodecName, float] = {"fp32": 32, "bf16": 16, "int8": 8.375, "int4": 4.25, "topk": 1.46875}
 """Of a value in long rows, scales and offsets included, as numerics/codecs/ has them."""
-BARE_BITS: dict[Codec, float] = {**BITS, "int8": 8, "int4": 4}
+BARE_BITS: dict[CodecName, float] = {**BITS, "int8": 8, "int4": 4}
 """Without scales, as the paper counts."""
 GRADIENT_BITS = BITS["bf16"]
-VERSIONS: Codec = "fp32"
+VERSIONS: CodecName = "fp32"
 """As which this software's versions come down by default, whatever its contributions go up as."""
 BACKWARD = 2 / 3
 """The backward pass's share of a step."""
@@ -78,9 +78,9 @@ class SpreadRun(msgspec.Struct, frozen=True, kw_only=True):
     """H: steps between two syncs of a fragment."""
     overlap: int = 2
     """τ: steps a fragment may be under way."""
-    codec: Codec = "bf16"
+    codec: CodecName = "bf16"
     """How fragments travel; gradients of data-parallel are bf16."""
-    down: Codec | None = None
+    down: CodecName | None = None
     """As which they come back in a star, where that is another."""
     topology: Topology = "ring"
     """How fragments travel; gradients of data-parallel go around a ring."""
@@ -98,8 +98,8 @@ class SpreadRun(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not 0 <= value <= MOST:
                 raise ConfigError(f"{name} = {value:g} must not be below 0, nor above {MOST:g}")
-        _one_of("codec", self.codec, get_args(Codec))
-        _one_of("down", self.down or self.codec, get_args(Codec))
+        _one_of("codec", self.codec, get_args(CodecName))
+        _one_of("down", self.down or self.codec, get_args(CodecName))
         _one_of("topology", self.topology, get_args(Topology))
         if self.fragments > self.sync_every:
             raise ConfigError(
@@ -244,7 +244,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 class BandwidthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     method: Method
-    codec: Codec
+    codec: CodecName
     step_s: float
     datacenters: int
     utilization: float
@@ -253,7 +253,7 @@ class BandwidthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of decoupled only."""
     late_steps: float | None = None
     """Of decoupled only."""
-    down: Codec | None = None
+    down: CodecName | None = None
     """Where versions come back as another codec says."""
 
 
@@ -268,7 +268,7 @@ class BandwidthCase(msgspec.Struct, frozen=True):
         return data_parallel(self.run) if self.method == "data-parallel" else decoupled(self.run)
 
     @property
-    def codec(self) -> Codec:
+    def codec(self) -> CodecName:
         return "bf16" if self.method == "data-parallel" else self.run.codec
 
     def at(self, gbit_s: float) -> BandwidthAnswer:
@@ -292,7 +292,11 @@ class BandwidthCase(msgspec.Struct, frozen=True):
 
 
 def cases(
-    run: SpreadRun, methods: Iterable[Method], codecs: Sequence[Codec], steps_s: Iterable[float], places: Iterable[int]
+    run: SpreadRun,
+    methods: Iterable[Method],
+    codecs: Sequence[CodecName],
+    steps_s: Iterable[float],
+    places: Iterable[int],
 ) -> list[BandwidthCase]:
     """Every combination once, in the order of the published tables."""
     return list(
@@ -310,7 +314,7 @@ def cases(
 @dataclass(frozen=True, slots=True)
 class BandwidthProfile:
     run: SpreadRun
-    codecs: tuple[Codec, ...]
+    codecs: tuple[CodecName, ...]
     """Of the fragments, where nobody says."""
     provenance: str
 

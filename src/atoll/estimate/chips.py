@@ -21,7 +21,7 @@ from typing import Literal
 
 from atoll.estimate.profile import Failures, Profile
 
-Kind = Literal["stepping", "scaling down", "scaling up", "outage", "gone", "recovering", "waiting", "away"]
+ActivityKind = Literal["stepping", "scaling down", "scaling up", "outage", "gone", "recovering", "waiting", "away"]
 DAY_S = 86_400.0
 SHORTEST = 0.05
 """Of a jittered step, as a share of the usual."""
@@ -33,7 +33,7 @@ class TimeSpan:
 
     start: float
     end: float
-    kind: Kind
+    kind: ActivityKind
     share: float = 0.0
     """Of its slices that were there."""
     useful: float = 0.0
@@ -82,7 +82,7 @@ class Chips:
     present: int = field(init=False)
     _back: list[tuple[float, int]] = field(default_factory=list)
     """When so many slices return."""
-    _costs: list[tuple[Kind, float]] = field(default_factory=list)
+    _costs: list[tuple[ActivityKind, float]] = field(default_factory=list)
     """What is to be stood through before the next step."""
     _boundary: bool = True
     """A step is behind it: slices that left or came back are noticed now, and not while it scales down or up."""

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from atoll.estimate.chips import ChipPlan, Chips, Kind, Strike, TimeSpan, strikes
+from atoll.estimate.chips import ActivityKind, ChipPlan, Chips, Strike, TimeSpan, strikes
 from atoll.estimate.cluster_world import ClusterWorld, PlayedRounds, settings_of
 from atoll.estimate.profile import Profile
 from atoll.protocol.errors import ConfigError
@@ -37,8 +37,8 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 
 # ---- what became of the time --------------------------------------------------------------------------------------
 
-DEAD: frozenset[Kind] = frozenset({"gone", "recovering", "outage"})
-STANDING: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in ("stepping", "away"))
+DEAD: frozenset[ActivityKind] = frozenset({"gone", "recovering", "outage"})
+STANDING: tuple[ActivityKind, ...] = tuple(kind for kind in get_args(ActivityKind) if kind not in ("stepping", "away"))
 LOSSES = ("missing slices", "idle in steps", *STANDING)
 """The first two are lost while stepping."""
 

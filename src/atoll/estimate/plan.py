@@ -22,7 +22,7 @@ import msgspec
 from atoll.estimate.bandwidth import (
     BITS,
     ROOM,
-    Codec,
+    CodecName,
     SpreadRun,
     above_0,
     away_steps,
@@ -36,7 +36,12 @@ from atoll.estimate.regions import Link, Regions, Site
 from atoll.estimate.upsizing import grow, steps_per_copy
 from atoll.protocol.errors import ConfigError
 
-LADDER: tuple[tuple[Codec, Codec], ...] = (("bf16", "fp32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int4"))
+LADDER: tuple[tuple[CodecName, CodecName], ...] = (
+    ("bf16", "fp32"),
+    ("bf16", "bf16"),
+    ("int8", "int8"),
+    ("int4", "int4"),
+)
 """Up and down, from what costs the least loss to what costs the fewest bytes."""
 FIRST_H, DOUBLINGS = 24, 7
 FRAGMENTS, OVERLAP = 24, 2
@@ -80,8 +85,8 @@ class LinkPlan(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     sync_every: int
     fragments: int
-    codec: Codec
-    version_codec: Codec
+    codec: CodecName
+    version_codec: CodecName
     learners: int
     step_s: float
     """The median learner's: rounds keep that pace."""

@@ -41,8 +41,7 @@ TOGETHER = 16
 NO_LISTENER = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})
 """Whatever else accepting fails with passes."""
 
-Connection = asyncio.Protocol
-Made = Callable[[], Connection]
+Made = Callable[[], asyncio.Protocol]
 Tls = Callable[[], ssl.SSLContext]
 """Asked for every handshake: certificates are renewed while a run goes on."""
 
@@ -54,7 +53,7 @@ class IncomingConnection:
     place: ConnectionPlace
     task: asyncio.Task[None] | None = None
     """Brings it in: the first byte, the TLS handshake."""
-    connection: Connection | None = None
+    connection: asyncio.Protocol | None = None
     timer: asyncio.TimerHandle | None = None
 
 
@@ -64,7 +63,7 @@ class Listener:
         limits: FabricLimits,
         tls: Tls | None,
         make: Made,
-        close: Callable[[Connection], None],
+        close: Callable[[asyncio.Protocol], None],
         vital: VitalTasks | None = None,
         mistakes: ConnectionErrors | None = None,
     ) -> None:
@@ -73,7 +72,7 @@ class Listener:
         self._vital, self._mistakes = vital or VitalTasks(), mistakes or ConnectionErrors()
         self.places = ConnectionPlaces(limits)
         self._entries: dict[ConnectionPlace, IncomingConnection] = {}
-        self._by_connection: dict[Connection, IncomingConnection] = {}
+        self._by_connection: dict[asyncio.Protocol, IncomingConnection] = {}
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[NoReturn] | None = None
         self.turned_away = 0
@@ -100,7 +99,7 @@ class Listener:
         for place in list(self.places.strangers):
             self._drop(self._entries[place])
 
-    def admit(self, connection: Connection, token: str, *, viewer: bool) -> bool:
+    def admit(self, connection: asyncio.Protocol, token: str, *, viewer: bool) -> bool:
         """Its first request is here, and may be asked. Whether there is a place for one more of its token."""
         if (entry := self._by_connection.get(connection)) is None:
             return False  # it is closed already
@@ -198,7 +197,7 @@ class Listener:
         inner = self._make()
         return WatchedProtocol(inner, partial(self._came, entry, inner), partial(self._lost, entry, inner))
 
-    def _came(self, entry: IncomingConnection, connection: Connection) -> None:
+    def _came(self, entry: IncomingConnection, connection: asyncio.Protocol) -> None:
         self.places.advance(entry.place, ConnectionStage.SPOKE if self._tls is None else ConnectionStage.SECURED)
         entry.connection = connection
         self._by_connection[connection] = entry
@@ -214,7 +213,7 @@ class Listener:
         elif entry.task is not None:
             entry.task.cancel()
 
-    def _lost(self, entry: IncomingConnection, connection: Connection, error: Exception | None) -> None:
+    def _lost(self, entry: IncomingConnection, connection: asyncio.Protocol, error: Exception | None) -> None:
         self._gone(entry)
         with self._mistakes.caught():
             connection.connection_lost(error)
@@ -231,7 +230,9 @@ class Listener:
 class WatchedProtocol(asyncio.Protocol):
     """A connection's protocol; the listener hears first when the connection is made, and tells it that it is lost."""
 
-    def __init__(self, inner: Connection, made: Callable[[], None], lost: Callable[[Exception | None], None]) -> None:
+    def __init__(
+        self, inner: asyncio.Protocol, made: Callable[[], None], lost: Callable[[Exception | None], None]
+    ) -> None:
         self._inner, self._made, self._lost = inner, made, lost
         self.last_read = 0
         """Bytes of the last read."""

@@ -38,7 +38,6 @@ from atoll.store.journal import ORIGIN, Journal
 from atoll.store.rundir import RunDir
 from atoll.syncer.recovery import Recovered, recover
 
-Tell = Callable[[str], None]
 EVERYBODY = "everybody"
 
 
@@ -48,7 +47,9 @@ class RestoredRun:
     remarks: tuple[str, ...]
 
 
-def restore_run(url: str, out: Path, *, take_over: bool = False, read_only: bool = False, tell: Tell) -> RestoredRun:
+def restore_run(
+    url: str, out: Path, *, take_over: bool = False, read_only: bool = False, tell: Callable[[str], None]
+) -> RestoredRun:
     """Bring the run in this bucket back into an empty folder. `read_only`: a copy to look at, nothing is claimed."""
     bucket = open_bucket(url)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -63,7 +63,7 @@ class StateSpec:
 
 
 Key: TypeAlias = str | int
-Layout: TypeAlias = dict[Key, dict[str, StateSpec | type]]
+StateLayout: TypeAlias = dict[Key, dict[str, StateSpec | type]]
 """By parameter and name: what the optimizer keeps of it."""
 States: TypeAlias = dict[Key, dict[str, Any]]
 
@@ -112,7 +112,7 @@ def _follow(schedule: LRScheduler) -> None:
 # ---- what fits ------------------------------------------------------------------------------------------------------
 
 
-def fit_states(layout: Layout, states: Mapping[Any, Any]) -> tuple[States, list[str]]:
+def fit_states(layout: StateLayout, states: Mapping[Any, Any]) -> tuple[States, list[str]]:
     """The peer's values, in memory of their own; or why they are not taken, a line each."""
     reasons = [reason for key, state in states.items() for reason in _wrong_state(layout, key, state)]
     if reasons:
@@ -135,7 +135,7 @@ def wrong_buffers(own: Mapping[str, torch.Tensor], came: Mapping[str, torch.Tens
     return reasons
 
 
-def _wrong_state(layout: Layout, key: Any, state: Any) -> list[str]:
+def _wrong_state(layout: StateLayout, key: Any, state: Any) -> list[str]:
     if key not in layout:
         return [f"{_shown(key)} is no parameter of this optimizer"]
     expected = layout[key]
@@ -192,7 +192,7 @@ def _own(spec: StateSpec | type, value: Any) -> Any:
     return spec.filled(value) if isinstance(spec, StateSpec) else value
 
 
-def _fitting(path: str, optimizer: Optimizer, model: nn.Module, layout: Layout, came: Snapshot) -> States:
+def _fitting(path: str, optimizer: Optimizer, model: nn.Module, layout: StateLayout, came: Snapshot) -> States:
     try:
         saved = Unpacking(came.tensors).unpack(came.states[path])
         if saved["kind"] == OPTAX:
@@ -220,10 +220,10 @@ def _said(reasons: list[str]) -> str:
 
 
 @torch.no_grad()
-def expected_layout(optimizer: Optimizer, model: nn.Module) -> Layout:
+def expected_layout(optimizer: Optimizer, model: nn.Module) -> StateLayout:
     """What is kept of each parameter: as it is kept now, or as one step on a stand-in makes it. A stand-in takes the
     time of a step, so those of one shape and group share one."""
-    layout: Layout = {}
+    layout: StateLayout = {}
     parameters = parameters_by_key(optimizer, model)
     keys = {id(parameter): key for key, parameter in parameters.items()}
     for group in optimizer.param_groups:

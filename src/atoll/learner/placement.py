@@ -18,7 +18,7 @@ import torch
 
 from atoll.learner.codecs import scratch_bytes
 from atoll.learner.offload import READ_STAGES
-from atoll.mailbox.box import Layout, available_bytes
+from atoll.mailbox.box import BoxLayout, available_bytes
 from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol.errors import ConfigError
@@ -87,12 +87,12 @@ def staging_bytes(plan: FragmentPlan) -> int:
 
 def device_bytes(plan: FragmentPlan, settings: Settings) -> int:
     """All that placement device takes there."""
-    codec, layout = make_codec(settings.codec), Layout.of(plan, settings, on_device=True)
+    codec, layout = make_codec(settings.codec), BoxLayout.of(plan, settings, on_device=True)
     kept = 4 * plan.size + 4 * plan.largest * count_rests(layout)
     return kept + staging_bytes(plan) + largest_body(codec, plan) + scratch_bytes(codec, plan.largest)
 
 
-def count_rests(layout: Layout) -> int:
+def count_rests(layout: BoxLayout) -> int:
     """From the start: the feedback of every fragment, and what the copy in each slot left out."""
     return layout.fragments + layout.first_outgoing if layout.feedback else 0
 

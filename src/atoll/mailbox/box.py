@@ -45,7 +45,7 @@ SPARE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BoxLayout:
     """Where everything lies; a function of the plan and the settings alone."""
 
     fragments: int
@@ -62,11 +62,11 @@ class Layout:
     """Of one of several ranks: they agree on a boundary's orders at the next one, so more are under way."""
 
     @staticmethod
-    def of(plan: FragmentPlan, settings: Settings, *, on_device: bool = False, ranks: bool = False) -> Layout:
+    def of(plan: FragmentPlan, settings: Settings, *, on_device: bool = False, ranks: bool = False) -> BoxLayout:
         flights = max(schedule.least_flights(one) for one in settings.in_all_phases)
         feedback = make_codec(settings.codec).needs_feedback
         moments = most_bytes(plan) if settings.shares_moments else 0
-        return Layout(len(plan.fragments), plan.size, plan.largest, flights, feedback, on_device, moments, ranks)
+        return BoxLayout(len(plan.fragments), plan.size, plan.largest, flights, feedback, on_device, moments, ranks)
 
     @property
     def first_outgoing(self) -> int:
@@ -135,7 +135,7 @@ class Layout:
 class Mailbox:
     """Views into the shared memory. The training process creates it, the courier attaches to its descriptor."""
 
-    def __init__(self, fd: int, layout: Layout, plan: FragmentPlan) -> None:
+    def __init__(self, fd: int, layout: BoxLayout, plan: FragmentPlan) -> None:
         self.fd, self.layout, self.plan = fd, layout, plan
         self._map = mmap.mmap(fd, layout.total_bytes)
         memory = np.frombuffer(self._map, dtype=np.uint8)
@@ -157,7 +157,7 @@ class Mailbox:
 
     @staticmethod
     def create(plan: FragmentPlan, settings: Settings, *, on_device: bool = False, ranks: bool = False) -> Mailbox:
-        layout = Layout.of(plan, settings, on_device=on_device, ranks=ranks)
+        layout = BoxLayout.of(plan, settings, on_device=on_device, ranks=ranks)
         need, have = layout.first_bytes, available_bytes()
         if have is not None and need > have:
             raise _too_little(need, have)

@@ -78,8 +78,6 @@ _STATES = {
 }
 _PHASES = {"waiting": "cyan", "training": "green", "ending": "yellow", "finished": "bold green"}
 
-Fact = tuple[str, Text]
-
 
 class LiveScreen:
     def __init__(self, console: Console) -> None:
@@ -211,7 +209,7 @@ def _left(status: RunStatus) -> str:
 
 
 def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
-    facts: list[Fact] = [
+    facts: list[tuple[str, Text]] = [
         ("round", Text(f"{count(status.round)} · step {count(status.global_step)}")),
         ("goodput", _share(status.goodput, 0.8)),
         ("tokens", Text(f"{count(status.tokens)} · {count(status.tokens_per_s)}/s")),

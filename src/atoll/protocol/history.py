@@ -81,7 +81,7 @@ def number_learners(names: Iterable[str], learners: int) -> dict[str, int]:
     return numbers
 
 
-class State(msgspec.Struct, array_like=True):
+class HistoryState(msgspec.Struct, array_like=True):
     """All of it, as a cut carries it."""
 
     begun: BegunRecord
@@ -286,8 +286,8 @@ class History:
 
     # ---- as a cut carries it ------------------------------------------------------------------------------------
 
-    def state(self) -> State:
-        return State(
+    def state(self) -> HistoryState:
+        return HistoryState(
             self.begun,
             self.settings,
             dict(self.outer),
@@ -315,7 +315,7 @@ class History:
         )
 
     @classmethod
-    def restore(cls, state: State) -> History:
+    def restore(cls, state: HistoryState) -> History:
         history = cls(state.begun)
         history.settings, history.outer = state.settings, dict(state.outer)
         history.term, history.started = state.term, state.started

@@ -26,7 +26,7 @@ SHARD_PROTOCOL = 3
 Digest = Annotated[str, Meta(max_length=64)]
 Body = tuple[str, int, int]
 """Learner, round, attempt: names a contribution."""
-Outer = Annotated[dict[Name, str | float | bool], Meta(max_length=64)]
+BoundedOuter = Annotated[dict[Name, str | float | bool], Meta(max_length=64)]
 """Settings of the outer step (config.Outer)."""
 Squares = Annotated[bytes, Meta(max_length=1 << 24)]
 """float64, in the byte order of x86: ‖cut‖² for each cut of a part, in order."""
@@ -60,7 +60,7 @@ class StateReset(Decision, frozen=True):
 
 
 class OuterChanged(Decision, frozen=True):
-    outer: Outer
+    outer: BoundedOuter
 
 
 class TermBegun(Decision, frozen=True):

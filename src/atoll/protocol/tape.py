@@ -47,11 +47,11 @@ def whole_rule(short: str) -> str:
     return {letter: rule for rule, letter in SHORT_RULES.items()}.get(short, short)
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class TapeEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     t: Number
 
 
-class BeganEntry(Entry, frozen=True, tag="b"):
+class BeganEntry(TapeEntry, frozen=True, tag="b"):
     threads: Number
     torch: Line
     cpu: Line
@@ -67,11 +67,11 @@ class BeganEntry(Entry, frozen=True, tag="b"):
     """Processes that are this learner together."""
 
 
-class OwnedEntry(Entry, frozen=True, tag="o"):
+class OwnedEntry(TapeEntry, frozen=True, tag="o"):
     pass
 
 
-class AdoptedEntry(Entry, frozen=True, tag="a"):
+class AdoptedEntry(TapeEntry, frozen=True, tag="a"):
     fragment: Number
     version: Number
     rule: ChoiceName = "o"
@@ -79,14 +79,14 @@ class AdoptedEntry(Entry, frozen=True, tag="a"):
     """With carry, the step of the copy that the version contains; −1: none, the base was subtracted."""
 
 
-class MomentsEntry(Entry, frozen=True, tag="n"):
+class MomentsEntry(TapeEntry, frozen=True, tag="n"):
     """Stands before the adoption. Where it is missing the version was adopted without."""
 
     fragment: Number
     version: Number
 
 
-class InformedEntry(Entry, frozen=True, tag="i"):
+class InformedEntry(TapeEntry, frozen=True, tag="i"):
     committed: Number
     """Rounds that were behind the run."""
     progress: Real | None = None
@@ -95,30 +95,30 @@ class InformedEntry(Entry, frozen=True, tag="i"):
     global_step: Number = 0
 
 
-class SuppliedEntry(Entry, frozen=True, tag="s"):
+class SuppliedEntry(TapeEntry, frozen=True, tag="s"):
     leases: Row
     over: bool = False
     own: bool = False
     """Nothing is leased to it: it trains on its data in an order of its own."""
 
 
-class GaveEntry(Entry, frozen=True, tag="g"):
+class GaveEntry(TapeEntry, frozen=True, tag="g"):
     pass
 
 
-class TookEntry(Entry, frozen=True, tag="k"):
+class TookEntry(TapeEntry, frozen=True, tag="k"):
     ticket: Line
 
 
-class ForgotEntry(Entry, frozen=True, tag="f"):
+class ForgotEntry(TapeEntry, frozen=True, tag="f"):
     reset: bool
 
 
-class MarkedEntry(Entry, frozen=True, tag="m"):
+class MarkedEntry(TapeEntry, frozen=True, tag="m"):
     cut: Number
 
 
-class StoppedEntry(Entry, frozen=True, tag="x"):
+class StoppedEntry(TapeEntry, frozen=True, tag="x"):
     pass
 
 

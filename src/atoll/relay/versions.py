@@ -28,7 +28,7 @@ class KeptVersion(NamedTuple):
     steps: bool
 
 
-Fetch = Callable[[], Awaitable[KeptVersion]]
+FetchVersion = Callable[[], Awaitable[KeptVersion]]
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class VersionCopies:
                 return kept
         return None
 
-    async def get(self, fragment: int, have: int, fetch: Fetch) -> KeptVersion:
+    async def get(self, fragment: int, have: int, fetch: FetchVersion) -> KeptVersion:
         """`fetch` raises what goes wrong; whoever waits for the same hears it too."""
         if (kept := self.find(fragment, have)) is not None:
             self.served += 1

@@ -18,9 +18,9 @@ from atoll.protocol.messages import Box, RankBoxes, TensorSpec
 
 ROWS, COLUMNS = 4, 3
 SIZE = ROWS * COLUMNS
-Layout = Literal["rows", "columns", "replicas"]
+RankSplit = Literal["rows", "columns", "replicas"]
 """How ranks share a tensor: as FSDP does, as tensor parallel does, or each has all of it (DDP)."""
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+LAYOUTS: tuple[RankSplit, ...] = get_args(RankSplit)
 
 
 class Cells(float):
@@ -100,7 +100,7 @@ class CellModel:
         self.tensors = tuple(TensorSpec(f"fragment{number}", (ROWS, COLUMNS), "float32") for number in range(fragments))
         self.plan: FragmentPlan = lay_out_plan("balanced", [[Piece(one, 0, ROWS)] for one in self.tensors])
 
-    def make_boxes(self, ranks: int, layout: Layout) -> tuple[RankBoxes, ...]:
+    def make_boxes(self, ranks: int, layout: RankSplit) -> tuple[RankBoxes, ...]:
         """In order of rank. Tensors take turns in whose part comes first: no rank has the largest part of all."""
         boxes = []
         for rank in range(ranks):
@@ -123,7 +123,7 @@ def _split(length: int, parts: int, part: int) -> tuple[int, int]:
     return start, min(each, length - start)
 
 
-def _place(layout: Layout, ranks: int, part: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _place(layout: RankSplit, ranks: int, part: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Offsets and sizes."""
     if layout == "replicas":
         return (0, 0), (ROWS, COLUMNS)

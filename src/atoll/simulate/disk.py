@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from atoll.protocol.history import History, State
+from atoll.protocol.history import History, HistoryState
 from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, RestoredRecord, StartedRecord, TermRecord
 from atoll.protocol.syncer.effect_order import must_be_synced
 from atoll.protocol.syncer.effects import Restorable, Restore
 from atoll.protocol.syncer.rollback import undone
 
-Entry = tuple[AnyRecord, float | list[float] | None]
+DiskEntry = tuple[AnyRecord, float | list[float] | None]
 """A record, and what belongs to it: the merged outer gradient, or the values that the run is rolled back to."""
 AGAIN_S = 0.1
 """Between two tries on a full disk."""
@@ -32,7 +32,7 @@ AGAIN_S = 0.1
 class KeptCut:
     """The syncer's part of a cut."""
 
-    history: State
+    history: HistoryState
     theta: list[float]
     place: int
     """How many of the journal's records its history holds."""
@@ -61,12 +61,12 @@ class SimulatedDisk:
         """Of a syncer of several shards: cuts that all of them can come back from."""
         self.full = self.broken = self.cuts_fail = False
         self.slow = 1.0
-        self._writing: dict[int, list[Entry]] = {}
+        self._writing: dict[int, list[DiskEntry]] = {}
         """Per term that writes, what."""
 
     # ---- appends ------------------------------------------------------------------------------------------------
 
-    def begin_append(self, term: int, entries: list[Entry]) -> float:
+    def begin_append(self, term: int, entries: list[DiskEntry]) -> float:
         """Start to write; how long it takes."""
         self._writing[term] = entries
         return self.sync_s * self.slow if self._is_synced(entries) else 0.0
@@ -79,7 +79,7 @@ class SimulatedDisk:
         self.append(entries)
         return True
 
-    def append(self, entries: Sequence[Entry]) -> None:
+    def append(self, entries: Sequence[DiskEntry]) -> None:
         for record, payload in entries:
             if payload is not None:
                 self.payloads[len(self.journal)] = payload
@@ -87,7 +87,7 @@ class SimulatedDisk:
         if self._is_synced(entries):
             self.synced = len(self.journal)
 
-    def _is_synced(self, entries: Sequence[Entry]) -> bool:
+    def _is_synced(self, entries: Sequence[DiskEntry]) -> bool:
         return self.every_round or must_be_synced(record for record, _ in entries)
 
     def abandon_append(self, term: int) -> None:
@@ -107,7 +107,7 @@ class SimulatedDisk:
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
-    def keep_cut(self, cut: int, history: State, theta: list[float], place: int) -> None:
+    def keep_cut(self, cut: int, history: HistoryState, theta: list[float], place: int) -> None:
         """Durable, and the journal up to it."""
         self.synced = max(self.synced, place)
         self.cuts[cut] = KeptCut(history, theta, place)
@@ -175,6 +175,6 @@ class SimulatedDisk:
         return self.claim
 
 
-def _copied(state: State) -> State:
+def _copied(state: HistoryState) -> HistoryState:
     """As it comes off a disk: its lists and dicts belong to nobody else."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=HistoryState)

@@ -10,13 +10,13 @@ import random
 
 import msgspec
 
-from atoll.simulate.cells import LAYOUTS, SIZE, CellModel, Layout
-from atoll.simulate.faults import Fault, Kind
+from atoll.simulate.cells import LAYOUTS, SIZE, CellModel, RankSplit
+from atoll.simulate.faults import Fault, FaultName
 from atoll.simulate.ranked_learner import RankLayout
 
-OF_RANKS: tuple[Kind, ...] = ("lose-rank", "late-rank", "late-rank")
-OF_SHARDS: tuple[Kind, ...] = ("kill-shard", "kill-shard", "crash-shard", "crash-shard", "partition-shard")
-OF_RELAYS: tuple[Kind, ...] = ("kill-relay", "kill-relay", "cut-relay", "stop-relay", "hide-relay")
+OF_RANKS: tuple[FaultName, ...] = ("lose-rank", "late-rank", "late-rank")
+OF_SHARDS: tuple[FaultName, ...] = ("kill-shard", "kill-shard", "crash-shard", "crash-shard", "partition-shard")
+OF_RELAYS: tuple[FaultName, ...] = ("kill-relay", "kill-relay", "cut-relay", "stop-relay", "hide-relay")
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ OF_RELAYS: tuple[Kind, ...] = ("kill-relay", "kill-relay", "cut-relay", "stop-re
 class DrawnRanks(msgspec.Struct, frozen=True):
     counts: tuple[int, ...]
     """Per learner; 1: it is a plain one."""
-    layouts: tuple[Layout, ...]
+    layouts: tuple[RankSplit, ...]
     delay_s: float
     most_copies: int
 
@@ -96,7 +96,7 @@ def draw_shard_faults(seed: int, until: float) -> list[Fault]:
     return [_draw_fault(dice, OF_SHARDS, until) for _ in range(dice.choice([0, 1, 4, 10]))]
 
 
-def _draw_fault(dice: random.Random, kinds: tuple[Kind, ...], until: float) -> Fault:
+def _draw_fault(dice: random.Random, kinds: tuple[FaultName, ...], until: float) -> Fault:
     at, length = dice.uniform(0, 0.9 * until), dice.choice([dice.uniform(0, 1), dice.uniform(0, 20)])
     return Fault(
         round(at, 3), dice.choice(kinds), length=round(min(length, until - at), 3), number=dice.randint(1, 400)

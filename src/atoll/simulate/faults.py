@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal[
+FaultName = Literal[
     # learners: their processes
     "kill",
     "leave",
@@ -73,7 +73,7 @@ Kind = Literal[
     "end",
 ]
 
-OF_LEARNERS: tuple[Kind, ...] = (
+OF_LEARNERS: tuple[FaultName, ...] = (
     "kill",
     "kill",
     "leave",
@@ -96,8 +96,8 @@ OF_LEARNERS: tuple[Kind, ...] = (
     "partition-up",
     "partition-down",
 )
-TO_LEAVE: tuple[Kind, ...] = ("drain", "drain", "interrupt")
-OF_THE_REST: tuple[Kind, ...] = (
+TO_LEAVE: tuple[FaultName, ...] = ("drain", "drain", "interrupt")
+OF_THE_REST: tuple[FaultName, ...] = (
     "clog",
     "lossy",
     "doubled",
@@ -126,7 +126,7 @@ OF_THE_REST: tuple[Kind, ...] = (
 
 class Fault(msgspec.Struct, frozen=True):
     at: float
-    kind: Kind
+    kind: FaultName
     target: int = -1
     """The learner's number; −1: the syncer, the disk, or everybody."""
     length: float = 0.0

@@ -17,7 +17,7 @@ from atoll.simulate.simulated_relay import SimulatedRelay
 from atoll.simulate.simulated_shard import SimulatedShard
 from atoll.simulate.world import World
 
-Part = TypeVar("Part", SimulatedShard, SimulatedRelay)
+SimulatedPart = TypeVar("SimulatedPart", SimulatedShard, SimulatedRelay)
 CLOG = 50.0
 LOSSY = 0.3
 DOUBLED = 0.2
@@ -433,7 +433,7 @@ def _end(world: World, fault: Fault) -> None:
     world.deliver(world.simulated_syncer, fx.EndAsked("the operator asked for it"))
 
 
-def _pick(parts: Sequence[Part], fault: Fault) -> Part | None:
+def _pick(parts: Sequence[SimulatedPart], fault: Fault) -> SimulatedPart | None:
     return parts[fault.number % len(parts)] if parts else None
 
 

@@ -26,7 +26,7 @@ NO_FIT = "'optimizer' is SGD here, AdamW in the snapshot"
 
 
 @dataclass(slots=True)
-class OfferedState:
+class OfferedMoments:
     """A copy of a peer's inner optimizer, for whoever brings a ticket."""
 
     helper: SimulatedLearner
@@ -131,9 +131,9 @@ class SimulatedLearner(Training):
         # of recoveries
         self.source = ""
         self.fetching = ""
-        self.arrived: OfferedState | None = None
+        self.arrived: OfferedMoments | None = None
         self.capture = 0
-        self.given: dict[int, OfferedState] = {}
+        self.given: dict[int, OfferedMoments] = {}
         self.fits = True
         self.lies = False
         """True: what it gives newcomers is refused."""
@@ -373,20 +373,20 @@ def serve_states(learner: SimulatedLearner) -> None:
 
 def _capture(learner: SimulatedLearner) -> None:
     number, learner.capture = learner.capture, 0
-    made = OfferedState(learner, learner.moments, learner.t, list(learner.adopted))
+    made = OfferedMoments(learner, learner.moments, learner.t, list(learner.adopted))
     direct = learner.name if learner.world.direct else ""
     fact = learner_fx.Captured(number, learner.t, learner.state_bytes, "digest", direct)
     learner.world.queue.call_later(learner.world.network.delay(), _captured, learner, learner.machine, made, fact)
 
 
-def _captured(learner: SimulatedLearner, machine: object, made: OfferedState, fact: learner_fx.Captured) -> object:
+def _captured(learner: SimulatedLearner, machine: object, made: OfferedMoments, fact: learner_fx.Captured) -> object:
     if learner.machine is not machine:
         return False
     learner.given[fact.number] = made
     return learner.handle_event(fact)
 
 
-def _take(learner: SimulatedLearner, given: OfferedState) -> None:
+def _take(learner: SimulatedLearner, given: OfferedMoments) -> None:
     ticket, learner.fetching, learner.arrived = learner.fetching, "", None
     fits = learner.fits and not given.helper.lies
     if fits:

@@ -25,7 +25,7 @@ from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.cells import join_parts
-from atoll.simulate.disk import AGAIN_S, Entry, SimulatedDisk
+from atoll.simulate.disk import AGAIN_S, DiskEntry, SimulatedDisk
 from atoll.simulate.simulated_lead import SimulatedLead
 from atoll.simulate.simulated_rank import SentPart
 from atoll.simulate.simulated_relay import SyncerSums
@@ -278,7 +278,7 @@ class SimulatedSyncer:
         if isinstance(write, syncer_fx.TakeCut):
             self.world.carry_out_syncer_effect(self, write)
             return self._end_or_go_on(fenced=self.world.disk.claim != self.term)
-        entries: list[Entry] = entries_of(write, self._payload)
+        entries: list[DiskEntry] = entries_of(write, self._payload)
         takes_s = self.world.disk.begin_append(self.term, entries)
         if takes_s == 0.0 and not self.world.disk.full and not self.world.disk.broken:
             return self._written()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from operator import gt
 
 from atoll.protocol.errors import AtollError
-from atoll.protocol.history import State
+from atoll.protocol.history import HistoryState
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import GoneRecord, JoinedRecord, MergedRecord, Share
 from atoll.protocol.settings import Settings
@@ -74,7 +74,7 @@ class MemberAudit:
         return tally is not None and tally.over_by is None
 
     @classmethod
-    def restore_from_state(cls, state: State, *, under_way: bool) -> MemberAudit:
+    def restore_from_state(cls, state: HistoryState, *, under_way: bool) -> MemberAudit:
         """As a cut holds it. `under_way`: rounds may come that hold contributions of those who are over already."""
         tallies = cls(len(state.versions))
         tallies.merged = list(Ledger.restore(state.ledger).totals().merged)

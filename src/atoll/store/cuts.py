@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from atoll.digests import compute_digest, digest_pieces
 from atoll.protocol.errors import AtollError
-from atoll.protocol.history import State
+from atoll.protocol.history import HistoryState
 from atoll.store.atomic import make_folder, mode_in, sync_path, write_atomic
 from atoll.store.disk import Rests, cut_in_pieces, sync_between
 from atoll.store.removal import remove_folder_gently
@@ -107,7 +107,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CutState(msgspec.Struct, frozen=True, array_like=True):
     """The state.bin of a cut."""
 
-    history: State
+    history: HistoryState
     position: Position
     """Of the journal, right behind the last record that the history holds."""
     file: int

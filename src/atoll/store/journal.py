@@ -64,7 +64,7 @@ from atoll.store.segments import (
 
 __all__ = ["ORIGIN", "Journal", "Position", "TornTail", "payload", "read", "seal"]
 
-Entry = tuple[AnyRecord, memoryview | None]
+JournalEntry = tuple[AnyRecord, memoryview | None]
 OnTail = Callable[[TornTail], None]
 
 _SEGMENT = re.compile(r"segment-(\d{6,})\.log")
@@ -114,7 +114,7 @@ class Journal:
         journal._segment.mark_kept()
         return journal
 
-    def append(self, entries: Sequence[Entry], *, sync: bool = True) -> tuple[AnyRecord, ...]:
+    def append(self, entries: Sequence[JournalEntry], *, sync: bool = True) -> tuple[AnyRecord, ...]:
         """Durable once it returns, unless `sync` is off; the records as written, with the places of their payloads."""
         if not entries:
             return ()

@@ -34,7 +34,7 @@ from atoll.numerics.shard_plan import ShardPlan
 from atoll.numerics.updates import WHOLE, apply_update, decode_update, make_version_codec
 from atoll.numerics.version_mean import VersionMeans
 from atoll.protocol.errors import AtollError
-from atoll.protocol.history import State
+from atoll.protocol.history import HistoryState
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, PassedRecord, ResetRecord, RestoredRecord
 from atoll.store.audit_members import BadRun
 from atoll.store.cuts import BadCut, StoredCut, SyncerPart, known_cuts, open_cut, read_syncer_part
@@ -189,7 +189,7 @@ def load_cut(run: RunDir, cut: StoredCut) -> RebuiltModel:
         raise BadCut(f"cut {cut.number} cannot be used: {error}") from error
 
 
-def plan_of(history: State) -> FragmentPlan:
+def plan_of(history: HistoryState) -> FragmentPlan:
     begun = history.begun
     plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
     if plan.fingerprint != begun.fingerprint:

@@ -41,7 +41,7 @@ from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
 from atoll.store.shards import check_chains, check_shard_cuts, digest_version, divide_plan
 from atoll.store.tail import digests_of, find_record
-from atoll.store.verify_cuts import CutVerifier, Findings, Progress
+from atoll.store.verify_cuts import CutVerifier, Findings, TellProgress
 from atoll.store.writer_lease import unclaimed_terms
 
 EVERY = 10_000
@@ -64,7 +64,7 @@ class VerifyReport:
         return {"ok": self.ok, "problem": self.problem, **self.facts, "remarks": list(self.remarks)}
 
 
-def verify_run(path: Path, *, progress: Progress | None = None) -> VerifyReport:
+def verify_run(path: Path, *, progress: TellProgress | None = None) -> VerifyReport:
     """ConfigError where there is no run to verify; all that is wrong with one is in the report."""
     run = RunDir(path)
     if not run.journal.is_dir():

@@ -36,7 +36,7 @@ from atoll.store.cuts import (
 from atoll.store.journal import Position
 from atoll.store.rundir import RunDir
 
-Progress = Callable[[str, int], None]
+TellProgress = Callable[[str, int], None]
 """Told what is being counted, and how many there are so far."""
 
 
@@ -46,7 +46,7 @@ def _to_nobody(what: str, number: int) -> None:
 
 @dataclass
 class Findings:
-    progress: Progress = _to_nobody
+    progress: TellProgress = _to_nobody
     remarks: list[str] = field(default_factory=list)
     """Not wrong, but worth knowing."""
     missing_parts: dict[int, tuple[str, ...]] = field(default_factory=dict)

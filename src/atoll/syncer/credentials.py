@@ -22,7 +22,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir, LastingTrouble, Stamp, check_folder, check_private, kept_secret, stamp
 from atoll.telemetry.events import EventLog
 
-Say = Callable[[str, str], None]
+LogEvent = Callable[[str, str], None]
 """An event's kind and text."""
 LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "evaluator", "operator": "operator"}
 """The tokens of a run without keys: a file each in its folder of secrets."""
@@ -45,7 +45,7 @@ class PortAccess:
 
 
 def make_port_access(
-    service: Service, run: Callable[[], str], say: Say = lambda kind, text: None, *, secrets: Path | None = None
+    service: Service, run: Callable[[], str], say: LogEvent = lambda kind, text: None, *, secrets: Path | None = None
 ) -> PortAccess:
     """TLS and join tokens; only tokens without keys (those of the folder `secrets`) and behind a proxy that ends TLS,
     where the port listens on this machine alone. `say` logs what the operator should know."""

@@ -13,10 +13,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from atoll.protocol.records import AnyRecord
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.store.disk import NoRoom
+from atoll.store.journal import JournalEntry
 from atoll.store.writer_lease import Deposed
 
 ALARM_S = 5.0
@@ -27,8 +27,7 @@ ALARM_AGAIN_S = 0.5
 """Between two events about a disk that stays full."""
 
 T = TypeVar("T")
-Entry = tuple[AnyRecord, memoryview | None]
-Append = Callable[[Sequence[Entry]], object]
+Append = Callable[[Sequence[JournalEntry]], object]
 
 
 class EffectQueue:
@@ -83,7 +82,7 @@ class EffectQueue:
                     raise Deposed
                 self._carry_out_ready()
 
-    async def _append_in_thread(self, entries: Sequence[Entry]) -> None:
+    async def _append_in_thread(self, entries: Sequence[JournalEntry]) -> None:
         await asyncio.to_thread(self._append, entries)
 
     async def _retry_while_full(self, work: Callable[[T], Awaitable[None]], what: T) -> None:

@@ -38,7 +38,7 @@ from atoll.numerics.updates import (
 )
 from atoll.protocol.errors import PeerError
 from atoll.syncer.outer_state import FEEDBACK, OuterState, Overflow
-from atoll.syncer.versions import AveragedMoments, Buffer, EncodedStep, FragmentVersions, VersionCheck
+from atoll.syncer.versions import AveragedMoments, EncodedStep, FragmentVersions, VersionBuffer, VersionCheck
 
 
 class StagedUpdate(NamedTuple):
@@ -65,7 +65,7 @@ class Parameters:
         self._versions = [FragmentVersions(part.size) for part in plan.fragments]
         slots, feedback = self._optimizer.slots(), self.has_feedback
         self._state = [OuterState(part.size, slots, has_feedback=feedback) for part in plan.fragments]
-        self._staged: dict[int, Buffer] = {}
+        self._staged: dict[int, VersionBuffer] = {}
         self._gradients: dict[int, FloatArray] = {}
         """By fragment, the merged gradients of what is staged: one is written to the journal while the next is made."""
         self._spare_gradients: list[FloatArray] = []
@@ -235,7 +235,7 @@ class Parameters:
         in_parts(lambda first, _: check.add_part(cuts[first]), len(cuts), 1, self.threads)
         return self._finish_step(fragment, new, check)
 
-    def _finish_step(self, fragment: int, new: Buffer, check: VersionCheck) -> str:
+    def _finish_step(self, fragment: int, new: VersionBuffer, check: VersionCheck) -> str:
         if not check.finite:
             self._versions[fragment].return_buffer(new)
             self.reset_outer_state(fragment)
@@ -353,7 +353,7 @@ class Parameters:
             names = ("", *self._state[fragment].packed_arrays())
             parts = {name: values[start + at * size :][:size] for at, name in enumerate(names)}
             start += size * len(names)
-            self._staged[fragment] = new = Buffer(parts.pop(""))
+            self._staged[fragment] = new = VersionBuffer(parts.pop(""))
             new.digest = digests[fragment] if digests else compute_digest(new.values.view(np.uint8).data)
             self._state[fragment].replace_arrays(parts)
             self.commit_version(fragment, version, round)
@@ -386,7 +386,7 @@ class Parameters:
         """Per fragment, the round that made its version."""
         return [buffer.round for buffer in self.committed_buffers()]
 
-    def committed_buffers(self) -> list[Buffer]:
+    def committed_buffers(self) -> list[VersionBuffer]:
         """The buffers of the committed versions."""
         return [versions.committed for versions in self._versions]
 

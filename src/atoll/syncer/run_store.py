@@ -30,7 +30,7 @@ from atoll.fabric.wire import one_line
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.screen import UsualNorms
 from atoll.protocol.errors import AtollError
-from atoll.protocol.history import State
+from atoll.protocol.history import HistoryState
 from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, PassedRecord, RestoredRecord, TermRecord
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.effect_order import must_be_synced
@@ -51,14 +51,14 @@ from atoll.store.cuts import (
     write_syncer_part,
 )
 from atoll.store.disk import Disk, LocalDisk, Rests, not_written
-from atoll.store.journal import Entry, Journal, Position, read
+from atoll.store.journal import Journal, JournalEntry, Position, read
 from atoll.store.removal import finish_removals
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.tail import TailModel, average_tail
 from atoll.store.writer_lease import Deposed, WriterLease
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, RollbackState, read_earlier, recover
-from atoll.syncer.versions import Buffer
+from atoll.syncer.versions import VersionBuffer
 
 _NONE: ByteArray = np.empty(0, dtype=np.uint8)
 _UNKNOWN: Mapping[str, str] = MappingProxyType({})
@@ -175,7 +175,7 @@ class RunStore:
     def send_heartbeat(self) -> None:
         self._lease.beat()
 
-    def append(self, entries: Sequence[Entry]) -> None:
+    def append(self, entries: Sequence[JournalEntry]) -> None:
         """Append, in a thread, one at a time; fsync with durability = "round", or where `must_be_synced` says so."""
         with self._writing:
             if any(isinstance(record, MergedRecord | RestoredRecord) for record, _ in entries):
@@ -186,7 +186,7 @@ class RunStore:
                 self._needless = None
                 self._journal.trim(*before)
 
-    def _note_append(self, entries: Sequence[Entry]) -> None:
+    def _note_append(self, entries: Sequence[JournalEntry]) -> None:
         """Let the uploader know; with durability = "store" it returns when the bucket has it."""
         if self._uploader is None:
             return
@@ -213,7 +213,7 @@ class RunStore:
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
-    def open_cut(self, history: State, rounds: Sequence[int]) -> CutState:
+    def open_cut(self, history: HistoryState, rounds: Sequence[int]) -> CutState:
         """Note the position of the journal; later payloads go to another file."""
         position = self._journal.position
         return CutState(history, position, self._journal.rotate(), tuple(rounds))
@@ -330,7 +330,7 @@ class CapturedCut:
     arrays: dict[str, FloatArray]
     digests: dict[str, str]
     """Those that are known."""
-    held: list[Buffer]
+    held: list[VersionBuffer]
     """Buffers that must not be reused until the cut is written."""
 
 

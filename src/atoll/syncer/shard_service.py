@@ -57,7 +57,7 @@ from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks
 from atoll.syncer.shard_store import CapturedPart, ShardStore
-from atoll.syncer.versions import Buffer, is_finite
+from atoll.syncer.versions import VersionBuffer, is_finite
 
 AGAIN_S = 0.1
 """Between two tries on a full disk."""
@@ -326,7 +326,7 @@ class ShardService:
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
-    async def _write_part(self, captured: CapturedPart, held: list[Buffer], rests: Rests | None) -> None:
+    async def _write_part(self, captured: CapturedPart, held: list[VersionBuffer], rests: Rests | None) -> None:
         try:
             digest = await asyncio.to_thread(self._store.write_part, captured, rests)
         except AtollError as error:

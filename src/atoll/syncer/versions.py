@@ -47,7 +47,7 @@ class EncodedStep(NamedTuple):
     digest: str
 
 
-class Buffer:
+class VersionBuffer:
     """One fragment's values, and how many readers hold them."""
 
     __slots__ = ("digest", "disconnects", "marks", "moments", "readers", "round", "values", "version")
@@ -70,7 +70,7 @@ class Reader:
 
     __slots__ = ("_buffer", "_holds")
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: VersionBuffer) -> None:
         self._buffer, self._holds = buffer, True
         buffer.readers += 1
 
@@ -90,30 +90,30 @@ class FragmentVersions:
     def __init__(self, size: int) -> None:
         """`size`: elements of the fragment."""
         self._size = size
-        self.committed = Buffer(np.zeros(size, dtype=np.float32))
-        self._spare: list[Buffer] = []
+        self.committed = VersionBuffer(np.zeros(size, dtype=np.float32))
+        self._spare: list[VersionBuffer] = []
         """Not committed: the next version is made in one that nobody reads."""
         self._steps: deque[EncodedStep] = deque(maxlen=MOST_STEPS)
         """The newest ones: together fewer bytes than the whole fragment."""
-        self._bases: deque[tuple[Buffer, Reader]] = deque()
+        self._bases: deque[tuple[VersionBuffer, Reader]] = deque()
         """The versions before the committed one, for a merge rule that needs them."""
 
     # ---- the next version ---------------------------------------------------------------------------------------
 
-    def take_buffer(self) -> Buffer:
+    def take_buffer(self) -> VersionBuffer:
         """A spare buffer that nobody reads, or a new one."""
         for buffer in self._spare:
             if buffer.readers == 0:
                 self._spare.remove(buffer)
                 buffer.moments = None
                 return buffer
-        return Buffer(np.empty(self._size, dtype=np.float32))
+        return VersionBuffer(np.empty(self._size, dtype=np.float32))
 
-    def return_buffer(self, buffer: Buffer) -> None:
+    def return_buffer(self, buffer: VersionBuffer) -> None:
         """Nothing came of what was made in it."""
         self._spare.append(buffer)
 
-    def commit_buffer(self, new: Buffer, step: EncodedStep | None, *, keep_base: bool) -> None:
+    def commit_buffer(self, new: VersionBuffer, step: EncodedStep | None, *, keep_base: bool) -> None:
         """`step`: what made it of the version before; None: it is no step from there. `keep_base`: whether the merge
         rule needs versions before the committed one."""
         self._keep_step(step)
@@ -127,7 +127,7 @@ class FragmentVersions:
     def replace_committed(self, values: FloatArray, version: int, round: int, digest: str) -> None:
         """Take over what a cut holds. Older versions are forgotten."""
         self.forget_bases()
-        self.committed = buffer = Buffer(values)
+        self.committed = buffer = VersionBuffer(values)
         buffer.version, buffer.round, buffer.digest = version, round, digest
 
     def _keep_step(self, step: EncodedStep | None) -> None:

@@ -29,7 +29,7 @@ from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
 from atoll.workloads.training import StepPace, build_model, build_optimizers, sample, set_learning_rate, validation_loss
 
-Report = Callable[[dict[str, object]], None]
+PrintFigures = Callable[[dict[str, object]], None]
 PROGRESS_EVERY = 20
 
 
@@ -89,7 +89,7 @@ def train_step(
     return loss.detach()
 
 
-def train_rank(settings: WorkloadSettings, rank: int, world: int, steps: int, seed: int, report: Report) -> None:
+def train_rank(settings: WorkloadSettings, rank: int, world: int, steps: int, seed: int, report: PrintFigures) -> None:
     """Train `steps` steps as one of `world` ranks; rank 0 reports.
 
     Reports, by their `kind`: `start` (parameters, data digest), `progress` (step, loss, tokens of all ranks),
@@ -103,7 +103,14 @@ def train_rank(settings: WorkloadSettings, rank: int, world: int, steps: int, se
 
 
 def _train(
-    settings: WorkloadSettings, model: Gpt, text: Text, rank: int, world: int, steps: int, seed: int, report: Report
+    settings: WorkloadSettings,
+    model: Gpt,
+    text: Text,
+    rank: int,
+    world: int,
+    steps: int,
+    seed: int,
+    report: PrintFigures,
 ) -> None:
     dataset = Windows(text, settings.block)
     optimizers = build_optimizers(model, settings)

@@ -48,7 +48,7 @@ PEER_DEADLINE = timedelta(seconds=30)
 """A collective that takes longer has failed. Deaths are noticed at once, by closed connections."""
 LOOK_S = 0.01
 SAVE_EVERY_S = 10.0
-Say = Callable[[dict[str, object]], None]
+PrintEvent = Callable[[dict[str, object]], None]
 
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
@@ -173,7 +173,7 @@ class RankEnvironment:
 
 class Rank:
     def __init__(
-        self, settings: WorkloadSettings, seed: int, place: RankEnvironment, orders: OrderReader, say: Say
+        self, settings: WorkloadSettings, seed: int, place: RankEnvironment, orders: OrderReader, say: PrintEvent
     ) -> None:
         self.settings, self.place, self.orders, self.say = settings, place, orders, say
         self.text = Text.load(settings.data)

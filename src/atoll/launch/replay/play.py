@@ -25,9 +25,9 @@ from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, WORKLOAD
 from atoll.launch.ranks import RankProcesses
 from atoll.launch.replay.recording import (
-    Decision,
     ProcessRecording,
     RecordedAction,
+    RecordedDecision,
     RunRecording,
     decisions_after,
     read_recording,
@@ -150,7 +150,7 @@ class RunReplay:
 
     def _beginning(
         self, score: RunRecording, parameters: Parameters
-    ) -> tuple[list[Decision], list[tuple[ProcessRecording, list[RecordedAction]]], dict[str, Path]]:
+    ) -> tuple[list[RecordedDecision], list[tuple[ProcessRecording, list[RecordedAction]]], dict[str, Path]]:
         """What is to be played: all of it, or what came after a cut."""
         if self.cut is None:
             return score.decisions, [(part, self._list_actions(part)) for part in score.parts], {}

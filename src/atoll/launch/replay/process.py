@@ -18,7 +18,7 @@ import numpy as np
 from atoll.courier.body import as_held
 from atoll.launch.children import LAST_S, Child
 from atoll.launch.replay.recording import ALONE, LOST, ProcessRecording, RecordedAction, RecordedCopy
-from atoll.mailbox.box import Layout, Mailbox
+from atoll.mailbox.box import BoxLayout, Mailbox
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
@@ -337,7 +337,7 @@ class ReplayedProcess:
                 fd = self.channel.take_descriptor()
                 assert not frame.on_device, "a replay encodes by itself, so its learners choose placement host"
                 plan = self._replay.plan
-                self._box = Mailbox(fd, Layout.of(plan, settings, ranks=self._replay.ranks), plan)
+                self._box = Mailbox(fd, BoxLayout.of(plan, settings, ranks=self._replay.ranks), plan)
                 os.close(fd)
                 self._at = stepped.t
             case StepReport(stepped):

@@ -51,10 +51,12 @@ class RecordedCopy(msgspec.Struct, frozen=True):
 
 
 RecordedAction = AnyEntry | RecordedCopy
-Decision = StartedRecord | MergedRecord | PassedRecord | ResetRecord | RestoredRecord | ChangedRecord | TermRecord
+RecordedDecision = (
+    StartedRecord | MergedRecord | PassedRecord | ResetRecord | RestoredRecord | ChangedRecord | TermRecord
+)
 
 
-def decisions_after(decisions: Sequence[Decision], committed: int, term: int) -> list[Decision]:
+def decisions_after(decisions: Sequence[RecordedDecision], committed: int, term: int) -> list[RecordedDecision]:
     """Those that a cut, taken with so many rounds behind the run in this term, does not contain.
 
     A reset or other settings between the last round before the cut and the first behind it are among them, on whichever
@@ -130,7 +132,7 @@ class ProcessRecording:
 class RunRecording:
     begun: BegunRecord
     parts: list[ProcessRecording] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[RecordedDecision] = field(default_factory=list)
     leases: dict[int, Range] = field(default_factory=dict)
     lent: dict[str, tuple[ProcessRecording, int]] = field(default_factory=dict)
     """Ticket → whose state it stands for, and after which step the copy was made."""

@@ -34,7 +34,14 @@ from atoll.config import Outer
 from atoll.launch.children import Child, describe_exit
 from atoll.launch.replay.process import GivenContribution, ReplayedProcess, ReplayServices, SharedState
 from atoll.launch.replay.ranks import ReplayedRanks
-from atoll.launch.replay.recording import LOST, Decision, ProcessRecording, RecordedAction, RecordedCopy, RunRecording
+from atoll.launch.replay.recording import (
+    LOST,
+    ProcessRecording,
+    RecordedAction,
+    RecordedCopy,
+    RecordedDecision,
+    RunRecording,
+)
 from atoll.mailbox.channel import CourierChannel, Start, decode_to_courier
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec
@@ -93,7 +100,7 @@ class ReplaySyncer:
         self,
         score: RunRecording,
         parts: Sequence[tuple[ProcessRecording, list[RecordedAction]]],
-        decisions: Sequence[Decision],
+        decisions: Sequence[RecordedDecision],
         *,
         stage: Callable[[tuple[TensorSpec, ...]], Parameters],
         begun: bool,

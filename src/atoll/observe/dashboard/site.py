@@ -63,7 +63,7 @@ HEADERS = {
 }
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+AnswerRequest = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Dashboard:
@@ -80,7 +80,7 @@ class Dashboard:
         """Another thread has the history."""
 
     def routes(self) -> Sequence[web.RouteDef]:
-        answers: dict[str, Answer] = {
+        answers: dict[str, AnswerRequest] = {
             "/": self._serve_page,
             "/assets/{name}": self._serve_asset,
             "/plotly.min.js": self._serve_plotly,

@@ -14,14 +14,13 @@ from atoll.observe.doctor.local import Check, Clocks
 
 __all__ = ["Check", "examine"]
 
-Announce = Callable[[str], None]
 """Told what is being measured."""
 
 
 def examine(
     folder: Path,
     address: SyncerAddress | None = None,
-    announce: Announce = lambda what: None,
+    announce: Callable[[str], None] = lambda what: None,
     *,
     parameters: float | None = None,
     step_s: float | None = None,

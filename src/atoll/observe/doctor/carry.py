@@ -16,7 +16,7 @@ from atoll.estimate.bandwidth import (
     BITS,
     ROOM,
     VERSIONS,
-    Codec,
+    CodecName,
     SpreadRun,
     effective_h,
     loads_gbit,
@@ -26,9 +26,9 @@ from atoll.numerics.codec import make_codec
 from atoll.observe.doctor.local import Check
 from atoll.observe.figures import count, span
 
-CODECS: tuple[Codec, ...] = tuple(BITS)
+CODECS: tuple[CodecName, ...] = tuple(BITS)
 """Those that contributions can travel by."""
-SMALLEST: Codec = "int4"
+SMALLEST: CodecName = "int4"
 GIGA = 1e9
 DOUBLINGS = 7
 
@@ -42,13 +42,13 @@ class LinkLoad:
     sync_every: int = 24
     fragments: int = 24
     overlap: int = 2
-    codec: Codec = "bf16"
-    down: Codec = VERSIONS
+    codec: CodecName = "bf16"
+    down: CodecName = VERSIONS
     """The version codec."""
     moments: bool = False
     """Those of the inner optimizer travel too, two for each parameter."""
 
-    def spread(self, codec: Codec, sync_every: int, trip_s: float = 0.0) -> SpreadRun:
+    def spread(self, codec: CodecName, sync_every: int, trip_s: float = 0.0) -> SpreadRun:
         """One learner at one end of a link, the syncer at the other."""
         return SpreadRun(
             step_s=self.step_s,
@@ -74,7 +74,7 @@ class MeasuredLink:
 
 
 class LinkNeed(msgspec.Struct, frozen=True):
-    codec: Codec
+    codec: CodecName
     sync_every: int
     up_bits_per_s: float
     down_bits_per_s: float
@@ -86,7 +86,7 @@ class LinkNeed(msgspec.Struct, frozen=True):
         return self.share <= 1
 
 
-def compute_need(load: LinkLoad, link: MeasuredLink, codec: Codec, sync_every: int) -> LinkNeed:
+def compute_need(load: LinkLoad, link: MeasuredLink, codec: CodecName, sync_every: int) -> LinkNeed:
     up, down = (GIGA * gbit / (sync_every * load.step_s) for gbit in loads_gbit(load.spread(codec, sync_every)))
     return LinkNeed(codec, sync_every, up, down, max(up / link.up_bits_per_s, down / link.down_bits_per_s) / ROOM)
 
@@ -173,14 +173,14 @@ def _way_out(table: Sequence[LinkNeed], load: LinkLoad) -> str:
     return f"It carries sync_every = {best.sync_every} with {best.codec}."
 
 
-def sized_like(name: str) -> Codec:
+def sized_like(name: str) -> CodecName:
     """Of the codecs that the formulas know, the one whose bodies are nearest in size to this one's."""
     size = 1 << 16
     bits = 8 * make_codec(name).nbytes(((1, size),)) / size
     return min(BITS, key=lambda one: abs(BITS[one] - bits))
 
 
-def _other(codec: Codec) -> Codec:
+def _other(codec: CodecName) -> CodecName:
     return next(one for one in CODECS if one != codec)
 
 

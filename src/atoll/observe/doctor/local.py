@@ -27,14 +27,14 @@ from urllib.parse import urlsplit
 from atoll.extras import is_installed
 from atoll.observe.figures import plain, span
 
-Verdict: TypeAlias = Literal["ok", "warn", "fail"]
+CheckVerdict: TypeAlias = Literal["ok", "warn", "fail"]
 UNKNOWN = "this system does not say"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str
-    verdict: Verdict
+    verdict: CheckVerdict
     value: str
     next: str = ""
     """The next step, where there is one to take."""

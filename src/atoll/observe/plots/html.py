@@ -21,9 +21,9 @@ from atoll.observe.plots.pictures import (
     CurveChart,
     Drawable,
     HeatMap,
-    Kind,
     Lane,
     LaneChart,
+    LaneKind,
     LaneMark,
     LaneSegment,
     Picture,
@@ -188,7 +188,7 @@ def _lanes(picture: LaneChart) -> tuple[list[Json], Json]:
     return [*traces, *_marks(picture, lane_px)], layout
 
 
-def _stretches(picture: LaneChart, kind: Kind, full: bool) -> Json | None:
+def _stretches(picture: LaneChart, kind: LaneKind, full: bool) -> Json | None:
     """All of one kind in one trace; stepping has a second one for those in which slices are missing."""
     unit = unit_of(picture.end_s)
     found = [

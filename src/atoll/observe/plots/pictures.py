@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias, get_args
 
 from atoll.observe.figures import span
 
-Kind: TypeAlias = Literal[
+LaneKind: TypeAlias = Literal[
     "stepping", "scaling down", "scaling up", "outage", "gone", "joining", "recovering", "waiting", "away"
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[LaneKind, ...] = get_args(LaneKind)
 """What a learner may be doing, in the order of the legend."""
 
 
@@ -76,7 +76,7 @@ class LaneSegment:
 
     start_s: float
     end_s: float
-    kind: Kind
+    kind: LaneKind
     share: float = 1.0
     """The part of the learner's slices that took part; below 1 it is drawn lighter if the learner is stepping."""
 

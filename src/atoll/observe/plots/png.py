@@ -12,8 +12,8 @@ from atoll.observe.plots.pictures import (
     MOST_IN_IMAGE,
     CurveChart,
     HeatMap,
-    Kind,
     LaneChart,
+    LaneKind,
     Picture,
     fitted,
     noted,
@@ -171,7 +171,7 @@ def _lanes(picture: LaneChart, grain_s: float) -> Figure:
     return figure
 
 
-def _stretches(axes: Axes, picture: LaneChart, kind: Kind, full: bool) -> bool:
+def _stretches(axes: Axes, picture: LaneChart, kind: LaneKind, full: bool) -> bool:
     """All of one kind at once; stepping has a second turn for those in which slices are missing."""
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba

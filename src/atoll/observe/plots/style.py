@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.observe.plots.pictures import Curve, Kind, TimeSeries
+from atoll.observe.plots.pictures import Curve, LaneKind, TimeSeries
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ LINES = (BLUE, RED, GREEN, PINK, ORANGE, SKY)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 """By plotly's names."""
 
-KIND_COLOURS: dict[Kind, str] = {
+KIND_COLOURS: dict[LaneKind, str] = {
     "stepping": BLUE,
     "scaling down": ORANGE,
     "scaling up": YELLOW,

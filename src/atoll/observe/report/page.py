@@ -12,7 +12,7 @@ from statistics import fmean
 from atoll.observe.figures import plain
 from atoll.observe.plots import Lane, LaneChart, LaneMark, LaneSegment, TimeChart, TimeSeries
 from atoll.observe.plots.html import NO_SCRIPT, DrawnFigure, drawn, frame, place
-from atoll.observe.plots.pictures import Drawable, Kind
+from atoll.observe.plots.pictures import Drawable, LaneKind
 from atoll.observe.report import sections
 from atoll.observe.report.reading import ReportedRun, find_faults, find_recoveries
 from atoll.observe.report.sections import STYLE, Html, join, note, paragraph, text
@@ -133,7 +133,7 @@ def group(rounds: int) -> int:
 def _stretches(run: ReportedRun, name: str, alive: Sequence[Span], stepping: Sequence[Span]) -> tuple[LaneSegment, ...]:
     begun = [e["at"] for e in select_kinds(run.timeline, "started", "restarted") if e.get("process") == name]
     end = run.part.end
-    found: list[tuple[Span, Kind]] = []
+    found: list[tuple[Span, LaneKind]] = []
     left: float | None = None
     for stay in sorted(alive):
         found += _away(left, stay.start, [at for at in begun if at <= stay.start])
@@ -149,11 +149,11 @@ def _stretches(run: ReportedRun, name: str, alive: Sequence[Span], stepping: Seq
     return tuple(LaneSegment(span.start - zero, span.end - zero, kind) for span, kind in cut if span.length > 0)
 
 
-def _away(left: float | None, until: float, begun: Sequence[float]) -> list[tuple[Span, Kind]]:
+def _away(left: float | None, until: float, begun: Sequence[float]) -> list[tuple[Span, LaneKind]]:
     """Gone from when it left until it was started again, joining from then on."""
     again = [at for at in begun if left is None or at >= left]
     start = again[-1] if again else until
-    gone: list[tuple[Span, Kind]] = [(Span(left, start), "gone")] if left is not None else []
+    gone: list[tuple[Span, LaneKind]] = [(Span(left, start), "gone")] if left is not None else []
     return [*gone, (Span(start, until), "joining")]
 
 

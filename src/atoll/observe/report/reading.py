@@ -20,7 +20,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
 
-State: TypeAlias = Literal["ended", "going on", "cut off"]
+ReportedState: TypeAlias = Literal["ended", "going on", "cut off"]
 
 SILENT_S = 15.0
 """A syncer that has not moved its heartbeat or said anything for this long is not there any more."""
@@ -34,7 +34,7 @@ class ReportedRun:
     summary: Summary
     settings: str
     """run.toml as it lies there."""
-    state: State
+    state: ReportedState
     missing: tuple[str, ...]
     """Sentences: what this report cannot say, and why."""
     part: Span
@@ -92,7 +92,7 @@ def _leave_out_what_only_the_end_tells(summary: Summary) -> None:
     summary["per_learner"] = {name: {**one, "busy_s": None} for name, one in summary["per_learner"].items()}
 
 
-def _state(place: RunDir, timeline: Sequence[Event], told: dict[str, Any], now: float) -> State:
+def _state(place: RunDir, timeline: Sequence[Event], told: dict[str, Any], now: float) -> ReportedState:
     has_syncer = any(event["kind"] in ("run", "reigned", "round", "finished") for event in timeline)
     if find_closing(timeline) or (told and not has_syncer):
         return "ended"
@@ -100,7 +100,7 @@ def _state(place: RunDir, timeline: Sequence[Event], told: dict[str, Any], now: 
     return "going on" if now - max(moved, default=0.0) < SILENT_S else "cut off"
 
 
-def _unsaid(state: State, place: RunDir, timeline: Sequence[Event], told: dict[str, Any]) -> list[str]:
+def _unsaid(state: ReportedState, place: RunDir, timeline: Sequence[Event], told: dict[str, Any]) -> list[str]:
     if state == "ended":
         return [] if told else ["There is no summary.json; the figures are from the events."]
     kinds = {event["kind"] for event in timeline}

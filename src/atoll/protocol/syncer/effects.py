@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.protocol.effects import Fact, Note, Tick
-from atoll.protocol.history import State
+from atoll.protocol.history import HistoryState
 from atoll.protocol.messages import (
     Contribution,
     CutSaved,
@@ -241,7 +241,7 @@ class TakeCut(Fact, frozen=True):
     """
 
     cut: int
-    history: State
+    history: HistoryState
     first: bool = False
     last: bool = False
 

@@ -24,7 +24,7 @@ from atoll.protocol.statistics import Average, median
 from atoll.protocol.syncer.budget import Counted, believed_rate, rate_of
 from atoll.protocol.syncer.claims import Usual
 
-State = Literal["joining", "training", "gone"]
+LearnerState = Literal["joining", "training", "gone"]
 STALLED_STEPS = 8
 """A learner that makes no step for this many of its step times, and for `stalled_after_s`, is stalled."""
 SLOWER = 16.0
@@ -38,7 +38,7 @@ class KnownLearner:
     incarnation: int
     joined_at: float
     fragments: int
-    state: State = "joining"
+    state: LearnerState = "joining"
     recovered: bool = False
     """It has said that it took the run's parameters, and waits for no peer's state."""
     muted: bool = False
