@@ -68,7 +68,10 @@ def test_a_wrong_type_is_named_with_its_place(text: str, said: str) -> None:
         ("[outer]\nlr = -1.0", "outer learning rate -1.0 must be a number above 0"),
         ("[service]\nport = 70000", "port = 70000 is not between 0 and 65535"),
         ("[service]\nevaluate_every = -1", "evaluate_every = -1 is below 0"),
-        ("[outer]\nrobust = true\n[service]\nshards = 2", "robust is for a syncer of one process, and shards = 2"),
+        (
+            '[outer]\nrobust = true\nmerge = "rda"\n[service]\nshards = 2',
+            'robust with merge = "rda" is for a syncer of one process, and shards = 2',
+        ),
         ('[protocol]\nguard = "rollback"\n[service]\nshards = 2', 'guard = "rollback" is for a syncer of one process'),
         ("[service]\nshards = 0", "shards = 0: a syncer has 1 to 64 of them"),
         ("[service]\ntail_average = 1", "tail_average = 1 averages nothing: 0 leaves it, 2 is the least"),

@@ -215,13 +215,14 @@ def check_sharded(shards: int, outer: Outer, protocol: Settings) -> None:
     """ConfigError: something needs whole tensors at once, which no shard of several has."""
     if shards == 1:
         return
-    from atoll.numerics.merge import merges_in_parts  # brings NumPy, as above
+    from atoll.numerics.merge import merges_in_parts, merges_rows_apart  # brings NumPy, as above
 
     rules = {outer.merge, *(phase.merge for phase in protocol.phases if phase.merge is not None)}
     whole = next((rule for rule in sorted(rules) if not merges_in_parts(rule)), "")
+    by_norms = next((rule for rule in sorted(rules) if not merges_rows_apart(rule)), "")
     refused = [
         (f'merge = "{whole}"', bool(whole)),
-        ("robust", outer.robust),
+        (f'robust with merge = "{by_norms}"', outer.robust and bool(by_norms)),
         ('share = "moments"', protocol.shares_moments),
         ('guard = "rollback"', protocol.guard == "rollback"),
     ]

@@ -106,15 +106,16 @@ def test_a_dot_product_is_the_lanes_in_order(size: int) -> None:
     assert out[0] == float(np.add.accumulate(lanes)[-1])
 
 
+@pytest.mark.parametrize("first", [0, 300_000])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_sketch_adds_rows_with_the_sign_of_their_number(size: int) -> None:
+def test_a_sketch_adds_rows_with_the_sign_of_their_number(size: int, first: int) -> None:
     values, out = draw(size), np.zeros(16)
-    kernels.sketch(read_only(values), out)
+    kernels.sketch(read_only(values), out, first)
     padded = np.zeros(-(-size // 16) * 16)
     padded[:size] = values
     expected = np.zeros(16)
     for row, part in enumerate(padded.reshape(-1, 16)):
-        mixed = (row + 1) * 0x9E3779B97F4A7C15 % 2**64
+        mixed = (first + row + 1) * 0x9E3779B97F4A7C15 % 2**64
         mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 % 2**64
         expected += part if mixed >> 63 == 0 else -part
     assert out.tobytes() == expected.tobytes()
@@ -240,7 +241,7 @@ def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tupl
         (kernels.accumulate, (y, (given,) * GROUP, read_only(draw(GROUP).reshape(1, -1)), GROUP, seed % 2 == 0)),
         (kernels.square_norms, (given, np.empty(1))),
         (kernels.block_dots, (given, read_only(z), 5, np.empty(-(-size // 5)))),
-        (kernels.sketch, (given, np.zeros(16))),
+        (kernels.sketch, (given, np.zeros(16), 0)),
         (kernels.check_bits, (read_only(bits),)),
         (kernels.scale_rows, (y, read_only(rows))),
         (kernels.take_mean, (read_only(np.stack([x, y, z])), read_only(np.array([0.5, 0.25, 0.25])), rest)),

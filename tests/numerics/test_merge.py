@@ -283,12 +283,6 @@ def test_a_factor_below_one_shortens_and_factors_of_one_change_no_bit(rule: str)
     assert out.tobytes() == merged([np.float32(0.25) * deltas[0], *deltas[1:]], weights, rule).tobytes()
 
 
-def test_a_round_of_which_nothing_is_left_is_void() -> None:
-    deltas, weights = draw(2, seed=9)
-    with pytest.raises(ValueError, match="leaves out every contribution"):
-        merge(FRAGMENT, deltas, weights, deltas[0].copy(), "mean", [np.zeros(3, np.float32)] * 2)
-
-
 def test_a_tensor_that_nobody_gives_does_not_move() -> None:
     deltas, weights = draw(2, seed=9)
     out, factor = np.empty(FRAGMENT.size, np.float32), np.array([1, 0, 1], np.float32)

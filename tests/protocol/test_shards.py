@@ -319,17 +319,35 @@ def test_orders_wait_while_a_thread_works_on_what_is_void() -> None:
     assert one.handle(sh.PartStepped(1, "digest", b"", 0.1)) == [sh.Undo(0), sh.Step(again)]
 
 
-def test_norms_go_from_every_holder_to_all_of_them() -> None:
+def merging(*holders: int, compare: bool = False) -> lead.LeadShards:
+    """The lead of two shards, who merge a round of one contribution."""
     one = lead.LeadShards(2, 1)
-    one.begin_run("a-run", b"", [(1, 2)])
+    one.begin_run("a-run", b"", [holders])
     one.open_shard(0.0, sh.Shard(2, 2, "p").hello("http://2", ()))
     one.hear(0.0, 2, TakenUp())
     expect = Expect(learner="a", session="s", round=0, attempt=1, fragment=0)
     one.expect_body(expect)
     for shard in (1, 2):
         one.hear(0.0, shard, BodyHere(learner="a", round=0, attempt=1, digest="d"))
-    one.merge(fx.Merge(0, 0, (fx.Part("a", 1, 1.0, 0),)))
+    one.merge(fx.Merge(0, 0, (fx.Part("a", 1, 1.0, 0),)), compare=compare)
     one.take_effects()
+    return one
+
+
+@pytest.mark.parametrize("holders", [(1, 2), (2,)])
+def test_the_lead_hears_how_far_all_agree_and_the_others_hear_the_lead(holders: tuple[int, ...]) -> None:
+    """Also where it holds nothing of the fragment: it judges all the same."""
+    one = merging(*holders, compare=True)
+    one.hear(0.0, 2, NormsHere(order=1, turn=0, squares=b"2"))
+    assert one.take_effects() == []
+    one.hear(0.0, 1, NormsHere(order=1, turn=0, squares=b"1"))
+    for_lead = NormsOfAll(order=1, turn=0, squares=(b"1", b"2"), fragment=0, term=1)
+    for_other = NormsOfAll(order=1, turn=0, squares=(b"1",), fragment=0, term=1)
+    assert one.take_effects() == [to_shards.Order(1, for_lead), to_shards.Order(2, for_other)]
+
+
+def test_norms_go_from_every_holder_to_all_of_them() -> None:
+    one = merging(1, 2)
     one.hear(0.0, 2, NormsHere(order=1, turn=0, squares=b"2"))
     assert one.take_effects() == []
     one.hear(0.0, 1, NormsHere(order=7, turn=0, squares=b"x"))

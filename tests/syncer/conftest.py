@@ -172,11 +172,12 @@ class Stage:
         limits: FabricLimits | None = None,
         pages: ServedPages | None = None,
         merge: str = "mean",
+        outer: dict[str, Any] | None = None,
         **protocol: Any,
     ) -> SyncerService:
         settings = {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "codec": "fp32", **protocol}
-        outer = {"merge": merge, "optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
-        config: Config = convert({"protocol": settings, "outer": outer, "service": service or {}}, "a test")
+        step = {"merge": merge, "optimizer": "sgd", "lr": 1.0, "momentum": 0.0, **(outer or {})}
+        config: Config = convert({"protocol": settings, "outer": step, "service": service or {}}, "a test")
         self.run_store = RunStore(self.out, acquire(self.out.journal))
         events = EventLog(self._hear)
         self.service = SyncerService(

@@ -34,13 +34,13 @@ def test_words_become_settings_and_the_rest_stays() -> None:
     assert asked.what == "quorum=2 outer_lr=0.5 quorum_policy=minimum" and not asked.reopen
 
 
-@pytest.mark.parametrize("word", ["robust=true", "guard=rollback"])
-def test_what_needs_whole_tensors_is_refused_while_the_syncer_has_several_shards(word: str) -> None:
+@pytest.mark.parametrize("words", [["robust=true", "merge=rda"], ["guard=rollback"]], ids=str)
+def test_what_needs_whole_tensors_is_refused_while_the_syncer_has_several_shards(words: list[str]) -> None:
     before = history()
     before.begun = msgspec.structs.replace(before.begun, shards=2)
     with pytest.raises(ConfigError, match="is for a syncer of one process, and shards = 2"):
-        parse_changes(before, [word])
-    assert parse_changes(before, ["merge=mean"]) is not None
+        parse_changes(before, words)
+    assert parse_changes(before, ["merge=mean", "robust=true"]) is not None
 
 
 @pytest.mark.parametrize("key", RULES)

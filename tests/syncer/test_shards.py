@@ -41,6 +41,7 @@ from atoll.syncer.shard_store import ShardStore
 WEIGHTS = [TensorSpec(f"layer-{n}.weight", (12 + n, 20), "float32") for n in range(6)]
 TENSORS = (*WEIGHTS, TensorSpec("norm", (17,), "float32"))
 FRAGMENTS = 2
+ROBUST = {"robust": True, "merge": "rda-row", "optimizer": "nesterov", "lr": 0.5, "momentum": 0.5}
 
 
 class ShardProcess:
@@ -117,6 +118,8 @@ class ShardedLearner(FakeLearner):
         self.plan, self.codec, self.codecs = plan(tensors, FRAGMENTS), make_codec(codec), (codec, version_codec)
         self.versions, self.since, self.dropped = [-1] * FRAGMENTS, [0] * FRAGMENTS, [0] * FRAGMENTS
         self.others: list[BodyConnection] = []
+        self.common = 0.0
+        """How far its contributions point where those of the others do."""
 
     async def _ways(self) -> tuple[ShardPlan, list[BodyConnection]]:
         welcome = await self.until(Welcome)
@@ -138,7 +141,8 @@ class ShardedLearner(FakeLearner):
         shards, ways = await self._ways()
         part = self.plan.fragments[pull.fragment]
         draw = np.random.default_rng([pull.round, len(self.name), ord(self.name[-1])])
-        values = (delta * draw.normal(size=part.size)).astype(np.float32)
+        shared = np.random.default_rng(pull.round).normal(size=part.size)
+        values = (delta * (draw.normal(size=part.size) + self.common * shared)).astype(np.float32)
         body = np.empty(body_nbytes(self.codec, part), np.uint8)
         encode_contribution(self.codec, part, Delta(values, np.zeros_like(values)), body)
         digests = []
@@ -181,9 +185,9 @@ async def sharded(path: Path, shards: int, **protocol: Any) -> AsyncIterator[Sha
     stage.run_store.close()
 
 
-async def begin(stage: ShardedStage, *codecs: str) -> list[ShardedLearner]:
+async def begin(stage: ShardedStage, *codecs: str, names: tuple[str, ...] = ("a", "b")) -> list[ShardedLearner]:
     learners = []
-    for name in ("a", "b"):
+    for name in names:
         learners.append(stage.join_sharded(name, *codecs))
         await learners[-1].begin()
     return learners
@@ -252,11 +256,56 @@ async def test_no_bit_depends_on_them_where_a_merge_needs_norms_of_whole_tensors
         assert all(np.array_equal(other[name].view(np.uint8), found[0][name].view(np.uint8)) for name in other)
 
 
-async def test_a_shard_that_dies_while_norms_are_waited_for_costs_one_attempt(
+async def test_no_bit_depends_on_them_where_contributions_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The filter judges whole tensors, of which several shards hold rows: who points against the others is left out."""
     monkeypatch.setattr(merging, "PART", 60)
-    async with sharded(tmp_path, 2, merge="rda") as stage:
+    found: list[dict[str, Any]] = []
+    records: list[list[MergedRecord]] = []
+    for count in (1, 2, 3):
+        async with sharded(tmp_path / str(count), count, outer=ROBUST, learners=4, quorum=4) as stage:
+            learners = await begin(stage, names=("a", "b", "c", "d"))
+            for one in learners:
+                one.common = 1.0
+            learners[3].common = -1.0
+            await play(learners, 0, 6)
+            await stage.end()
+            assert stage.saved is not None
+            found.append(stage.saved)
+            records.append(stage.merged())
+        report = verify_run(stage.out.path)
+        assert report.ok, report.problem
+    factors = [np.frombuffer(share.factors, np.float32) for share in records[0][-1].members if share.factors]
+    assert len(factors) == 1 and not factors[0].any(), "one of four is left out"
+    for one in records[1:]:
+        assert [(r.round, r.marks, r.members) for r in one] == [(r.round, r.marks, r.members) for r in records[0]]
+    for other in found[1:]:
+        assert all(np.array_equal(other[name].view(np.uint8), found[0][name].view(np.uint8)) for name in other)
+
+
+async def test_a_lead_that_holds_nothing_of_a_fragment_judges_it_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fragment of one tensor that cannot be cut is held by one shard."""
+    tensors = (TensorSpec("first", (40,), "float32"), TensorSpec("second", (40,), "float32"))
+    monkeypatch.setitem(globals(), "TENSORS", tensors)
+    async with sharded(tmp_path, 2, outer=ROBUST) as stage:
+        split = make_shard_plan(plan(tensors, FRAGMENTS), 2)
+        assert sorted(split.holders(n) for n in range(FRAGMENTS)) == [(1,), (2,)]
+        learners = await begin(stage)
+        await play(learners, 0, 4)
+        await stage.end()
+    report = verify_run(stage.out.path)
+    assert report.ok, report.problem
+
+
+@pytest.mark.parametrize("needs", [{"merge": "rda"}, {"outer": ROBUST}], ids=str)
+async def test_a_shard_that_dies_while_norms_are_waited_for_costs_one_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(merging, "PART", 60)
+    async with sharded(tmp_path, 2, **needs) as stage:
         learners = await begin(stage)
         await play(learners, 0, 2)
         silent, waits = stage.shards[2].service, asyncio.Event()
@@ -477,7 +526,7 @@ async def test_a_new_lead_goes_on_with_shards_that_lived_on(tmp_path: Path) -> N
     assert report.ok, report.problem
 
 
-@pytest.mark.parametrize("words", [["robust=true"], ["guard=rollback"]], ids=str)
+@pytest.mark.parametrize("words", [["robust=true", "merge=rda"], ["guard=rollback"]], ids=str)
 async def test_what_needs_whole_tensors_cannot_be_asked_for_later(tmp_path: Path, words: list[str]) -> None:
     async with sharded(tmp_path, 2) as stage:
         learner = stage.join_sharded("a")

@@ -30,9 +30,9 @@ SHAPE = (
 )
 
 
-def train(folder: Path, attack: str, *words: str, robust: bool = True) -> Run:
-    run = Run(folder)
-    run.train(SCRIPTS / "insider.py", *SHAPE, *(["--robust"] if robust else []), "--", attack, *words)
+def train(folder: Path, attack: str, *words: str, robust: bool = True, shards: int = 1) -> Run:
+    run, given = Run(folder), ("--syncer-shards", str(shards), *(["--robust"] if robust else []))
+    run.train(SCRIPTS / "insider.py", *SHAPE, *given, "--", attack, *words)
     try:
         return run.ended()
     finally:
@@ -80,6 +80,18 @@ def test_an_attacker_is_contained_and_named_and_nobody_else_is(
     ]
     assert max(shares, default=0.0) == 0.0, "nothing of it is merged any more"
     assert run.command("verify", run.out).returncode == 0
+
+
+def test_shards_leave_out_what_a_syncer_of_one_process_does(tmp_path: Path) -> None:
+    models = []
+    for shards in (1, 2):
+        run = train(tmp_path / str(shards), "flip", shards=shards)
+        assert named(run) == {"learner-3"}
+        assert run.command("verify", run.out).returncode == 0
+        again = run.command("replay", run.out)
+        assert again.returncode == 0 and "bit-identical" in again.stdout, again.stdout + again.stderr
+        models.append(load_file(run.out / "model.safetensors"))
+    assert all(models[0][name].tobytes() == models[1][name].tobytes() for name in models[0])
 
 
 def test_without_robust_the_attacker_is_named(tmp_path: Path) -> None:

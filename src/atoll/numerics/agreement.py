@@ -113,11 +113,12 @@ def sketches(taken: Sequence[FloatArray], threads: int = 1, buckets: int = BUCKE
     """Each contribution's direction in few numbers, of length 1 (or 0): to tell whether it was given before. `taken`:
     of each the same sample, by which it is compared with its learner's last one."""
     sums = np.zeros((len(taken), buckets))
-    in_parts(lambda m, _: kernels.sketch(read_only(taken[m]), sums[m]), len(taken), 1, threads)
-    return [_normed(one) for one in sums]
+    in_parts(lambda m, _: kernels.sketch(read_only(taken[m]), sums[m], 0), len(taken), 1, threads)
+    return [norm_sketch(one) for one in sums]
 
 
-def _normed(sums: DoubleArray) -> DoubleArray:
+def norm_sketch(sums: DoubleArray) -> DoubleArray:
+    """Of length 1; of what has no direction, zero."""
     length = float(np.sqrt(np.sum(sums * sums)))
     return sums / length if 0 < length < np.inf else np.zeros_like(sums)
 

@@ -31,14 +31,16 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from atoll.numerics import agreement as agree
 from atoll.numerics.arrays import DoubleArray, FloatArray
-from atoll.numerics.deltas import GivenDelta, as_readable
+from atoll.numerics.comparison import compare_cuts, measure_cuts
+from atoll.numerics.deltas import GivenDelta, ReadableDelta, as_readable
 from atoll.numerics.fragments import Fragment, FragmentPlan
-from atoll.numerics.sample import Sample, draw_sample, take_all
+from atoll.numerics.sample import draw_sample
 
 MAJORITY = 3
 """Members that a round needs to be judged by itself."""
@@ -130,6 +132,27 @@ class LearnerRecord:
         return ""
 
 
+class FilterFigures(NamedTuple):
+    """What a round's contributions to a fragment are judged by."""
+
+    sketches: list[DoubleArray]
+    """Of each."""
+    norms: DoubleArray
+    """[M, tensors]."""
+    cosines: DoubleArray | None
+    """Of a majority [M, M, tensors], of each pair; of fewer [M, tensors], with the outer momentum. None: there is
+    none."""
+    sizes: list[int]
+    """Values of each tensor that were looked at."""
+    sampled: bool
+    """They were not all."""
+
+
+def is_majority(members: int) -> bool:
+    """Whether a round of so many is judged by itself, and not by the outer momentum."""
+    return members >= MAJORITY
+
+
 class Filter:
     def __init__(self, plan: FragmentPlan, threads: int = 1, secret: int = 0) -> None:
         """`secret`: what samples are drawn by."""
@@ -148,30 +171,51 @@ class Filter:
         """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one;
         `sample_for`: the round, where a sample will do. The factors are meant for use where there is none."""
         fragment = self._plan.fragments[index]
-        kept, fresh = self._samples(fragment, sample_for)
         given = [as_readable(fragment, delta) for delta in deltas]
-        records = [self._record_of(name) for name in names]
-        taken = [kept.read(delta, self._threads) for delta in given]
-        pairs = zip(records, agree.sketches(taken, self._threads), strict=True)
-        likeness = np.array([record.compare_with_last(index, sketch) for record, sketch in pairs])
-        if fresh.blocks:
-            taken = [fresh.read(delta, self._threads) for delta in given]
+        if sample_for is None:
+            return self.judge_cuts(index, names, measure_round(fragment, given, momentum, self._threads))
+        return self._judge_figures(fragment, names, self._sample(fragment, given, momentum, sample_for))
+
+    def judge_cuts(self, index: int, names: Sequence[str], figures: DoubleArray) -> list[FilterVerdict]:
+        """The same by figures of all cuts of the fragment (`measure_round`)."""
+        fragment, members = self._plan.fragments[index], len(names)
+        norms, cosines, sketches = compare_cuts(fragment, members, figures)
+        among = cosines if is_majority(members) else cosines[:members, members]
+        sizes = [piece.size for piece in fragment.pieces]
+        return self._judge_figures(
+            fragment, names, FilterFigures(sketches, norms[:members], among, sizes, sampled=False)
+        )
+
+    def _sample(
+        self, fragment: Fragment, given: Sequence[ReadableDelta], momentum: FloatArray | None, round: int
+    ) -> FilterFigures:
+        """Two samples: for the sketches, and for all else."""
+        seed = [self._secret, fragment.index]
+        kept, fresh = draw_sample(fragment, seed), draw_sample(fragment, [*seed, round + 1])
+        sketches = agree.sketches([kept.read(delta, self._threads) for delta in given], self._threads)
+        taken = [fresh.read(delta, self._threads) for delta in given]
         norms = agree.tensor_norms(fresh.parts, taken, self._threads)
-        if len(names) >= MAJORITY:
+        if is_majority(len(given)):
+            cosines = agree.pair_cosines(fresh.parts, taken, norms, self._threads)
+        elif momentum is not None:
+            cosines = agree.cosines_with(fresh.parts, taken, norms, fresh.take(momentum), self._threads)
+        else:
+            cosines = None
+        sizes = [part.stop - part.start for part in fresh.parts]
+        return FilterFigures(sketches, norms, cosines, sizes, sampled=bool(fresh.blocks))
+
+    def _judge_figures(self, fragment: Fragment, names: Sequence[str], figures: FilterFigures) -> list[FilterVerdict]:
+        records = [self._record_of(name) for name in names]
+        pairs = zip(records, figures.sketches, strict=True)
+        likeness = np.array([record.compare_with_last(fragment.index, sketch) for record, sketch in pairs])
+        if is_majority(len(names)):
             others = _median_without_each(likeness[:, np.newaxis])[:, 0]
             for record, own, theirs in zip(records, likeness, others, strict=True):
                 record.note_repeat(float(own), float(theirs))
-            factors, agreements = self._among_many(fragment, fresh, taken, norms, records)
+            factors, agreements = self._among_many(fragment, figures, records)
         else:
-            factors, agreements = self._among_few(fragment, fresh, taken, norms, momentum)
+            factors, agreements = self._among_few(fragment, figures)
         return [_judged(*one) for one in zip(records, factors, agreements, strict=True)]
-
-    def _samples(self, fragment: Fragment, round: int | None) -> tuple[Sample, Sample]:
-        """For the sketches, and for all else."""
-        if round is None:
-            return take_all(fragment), take_all(fragment)
-        seed = [self._secret, fragment.index]
-        return draw_sample(fragment, seed), draw_sample(fragment, [*seed, round + 1])
 
     def _record_of(self, name: str) -> LearnerRecord:
         record = self._records.pop(name, None) or LearnerRecord()
@@ -181,45 +225,55 @@ class Filter:
         return record
 
     def _among_many(
-        self,
-        fragment: Fragment,
-        sample: Sample,
-        taken: Sequence[FloatArray],
-        norms: DoubleArray,
-        records: list[LearnerRecord],
+        self, fragment: Fragment, figures: FilterFigures, records: list[LearnerRecord]
     ) -> tuple[DoubleArray, DoubleArray]:
+        norms, cosines = figures.norms, figures.cosines
+        assert cosines is not None, "each pair was compared"
         usual = _median_without_each(norms)
-        if not sample.blocks:
+        if not figures.sampled:
             self._usual[fragment.index].append(np.median(norms, axis=0))
-        cosines = agree.pair_cosines(sample.parts, taken, norms, self._threads)
         by_tensor = agree.median_of_others(cosines)
-        chance = CHANCE / np.sqrt([part.stop - part.start for part in sample.parts])
+        chance = CHANCE / np.sqrt(figures.sizes)
         against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor), chance)
         whole = agree.median_of_others(agree.by_size(fragment, cosines)[:, :, np.newaxis])[:, 0]
         others = _median_without_each(whole[:, np.newaxis])[:, 0]
         loudness = agree.by_size(fragment, _log_ratio(norms, usual))
         for record, own, theirs, loud in zip(records, whole, others, loudness, strict=True):
             record.note_loudness(float(loud))
-            if theirs > CHANCE / math.sqrt(sample.size):
+            if theirs > CHANCE / math.sqrt(sum(figures.sizes)):
                 record.note_agreement(float(own), float(theirs))
         return np.where(against, 0.0, _shortened(norms, CLIP * usual)), whole
 
-    def _among_few(
-        self,
-        fragment: Fragment,
-        sample: Sample,
-        taken: Sequence[FloatArray],
-        norms: DoubleArray,
-        momentum: FloatArray | None,
-    ) -> tuple[DoubleArray, DoubleArray]:
-        past = self._usual[fragment.index] if not sample.blocks else ()
+    def _among_few(self, fragment: Fragment, figures: FilterFigures) -> tuple[DoubleArray, DoubleArray]:
+        norms, past = figures.norms, () if figures.sampled else self._usual[fragment.index]
         factors = _shortened(norms, np.median(np.stack(past), axis=0)) if past else np.ones_like(norms)
-        if momentum is None:
-            return factors, np.zeros(len(taken))
-        cosines = agree.cosines_with(sample.parts, taken, norms, sample.take(momentum), self._threads)
-        agreements = agree.by_size(fragment, cosines)
+        if figures.cosines is None:
+            return factors, np.zeros(len(norms))
+        agreements = agree.by_size(fragment, figures.cosines)
         against = (agreements < AGAINST_MOMENTUM)[:, np.newaxis]
         return np.where(against, MOMENTUM_SHARE * factors, factors), agreements
+
+
+def measure_round(
+    fragment: Fragment,
+    deltas: Sequence[ReadableDelta],
+    momentum: FloatArray | None,
+    threads: int = 1,
+    first: int = 0,
+) -> DoubleArray:
+    """Of each cut of the fragment, or of a shard's part that begins at its value `first`: what a round's contributions
+    are judged by. Too few are compared with the outer momentum; one that is not there yet agrees with nothing."""
+    if is_majority(len(deltas)):
+        return measure_cuts(fragment, deltas, None, threads, first)
+    if momentum is None:
+        momentum = np.zeros(fragment.size, np.float32)
+    return measure_cuts(fragment, deltas, momentum, threads, first)
+
+
+def check_kept(factors: Sequence[FloatArray], weights: Sequence[float]) -> None:
+    """ValueError: there is nothing to merge."""
+    if not any(factor.any() and weight > 0 for factor, weight in zip(factors, weights, strict=True)):
+        raise ValueError("the filter leaves out every contribution of the round")
 
 
 def _judged(record: LearnerRecord, factors: DoubleArray, agreement: float) -> FilterVerdict:

@@ -199,11 +199,12 @@ def check_bits(bits: NDArray[np.uint32]) -> tuple[bool, np.uint32]:
 
 
 @kernel
-def sketch(values: FloatArray, out: DoubleArray) -> None:
-    """out[i mod B] ← Σ ± values[i], the sign of each row of B elements drawn by its number: a random projection."""
+def sketch(values: FloatArray, out: DoubleArray, first: int) -> None:
+    """out[i mod B] ← Σ ± values[i], the sign of each row of B elements drawn by its number, counted from `first`: a
+    random projection."""
     size = out.size
     for row in range((values.size + size - 1) // size):
-        mixed = np.uint64(row + 1) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = np.uint64(first + row + 1) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
         part = values[row * size : (row + 1) * size]
         if (mixed >> np.uint64(63)) == np.uint64(0):
@@ -269,7 +270,7 @@ def warm() -> None:
     accumulate(y, (given,) * GROUP, read_only(np.ones((1, GROUP), np.float32)), 2, True)
     square_norms(given, np.empty(1, np.float64))
     block_dots(given, given, BLOCK, np.empty(1, np.float64))
-    sketch(given, np.zeros(2, np.float64))
+    sketch(given, np.zeros(2, np.float64), 0)
     check_bits(given.view(np.uint32))
     scale_rows(y, read_only(np.ones(1, np.float32)))
     take_mean(read_only(np.ones((2, 2), np.float32)), read_only(np.ones(2)), y)

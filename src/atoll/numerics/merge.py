@@ -292,8 +292,6 @@ def _filtered_terms(
     fragment: Fragment, deltas: Sequence[ReadableDelta], weights: Sequence[float], factors: Sequence[FloatArray]
 ) -> list[Terms]:
     """Piece by piece: shortened by a factor below 1, without those of factor 0. What nobody gives does not move."""
-    if not any(factor.any() and weight > 0 for factor, weight in zip(factors, weights, strict=True)):
-        raise ValueError("the filter leaves out every contribution of the round")
     found = []
     for n in range(len(fragment.pieces)):
         all_of = zip(deltas, weights, factors, strict=True)
@@ -335,6 +333,11 @@ def merges_in_parts(rule: str) -> bool:
     """Whether shards that hold rows of a tensor each come to the bits of the whole (docs/adr/0031)."""
     rows, by = Piece(TensorSpec("rows", (2, 2), "float32"), 0, 2), MERGE.load(rule)
     return _merges_rows_apart(rows, by) or _merges_by_norms(rows, by)
+
+
+def merges_rows_apart(rule: str) -> bool:
+    """Whether it needs no norms of whole tensors."""
+    return _merges_rows_apart(Piece(TensorSpec("rows", (2, 2), "float32"), 0, 2), MERGE.load(rule))
 
 
 def merges_by_norms(rule: str, fragment: Fragment) -> bool:

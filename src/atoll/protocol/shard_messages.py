@@ -20,7 +20,7 @@ from atoll.protocol.limits import LINE, MANY, Count, Line, Name, Number, Real, R
 from atoll.protocol.messages import MOST_RANKS, RankBoxes
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, ResetRecord, TermRecord
 
-SHARD_PROTOCOL = 3
+SHARD_PROTOCOL = 4
 """The version of these messages; checked at hello."""
 
 Digest = Annotated[str, Meta(max_length=64)]
@@ -150,7 +150,8 @@ class InitialHere(ShardMessage, frozen=True):
 
 
 class NormsHere(ShardMessage, frozen=True):
-    """What the other shards need of its part to merge theirs: ‖cut‖² of cuts of pieces that are merged as a whole."""
+    """What the other shards need of its part to merge theirs: ‖cut‖² of cuts of pieces that are merged as a whole, or
+    how far contributions to its cuts agree (numerics/comparison.py)."""
 
     order: Count
     turn: Count
@@ -288,10 +289,13 @@ class Stage(ShardMessage, frozen=True):
     attempt: Number
     fragment: Number
     given: Annotated[tuple[Given, ...], Meta(max_length=MANY)]
+    compare: bool = False
+    """First tell the lead how far they agree, and wait for the factors of its filter."""
 
 
 class NormsOfAll(ShardMessage, frozen=True):
-    """What every holder of the fragment gave in this turn, in order of shard."""
+    """What every holder of the fragment gave in this turn, in order of shard; where contributions are compared, what
+    the lead gave."""
 
     order: Count
     turn: Count

@@ -29,12 +29,13 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec, body_nbytes, check_contribution, decode_contribution, largest_body
 from atoll.numerics.compiled import thread_count
 from atoll.numerics.deltas import DecodedDelta, EncodedDelta, ReadableDelta
-from atoll.numerics.filter import Filter, FilterVerdict
-from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.filter import Filter, FilterVerdict, check_kept
+from atoll.numerics.fragments import Fragment, FragmentPlan
 from atoll.numerics.merge import NormExchange
 from atoll.numerics.moments import check_moments, most_bytes
 from atoll.numerics.rank_plan import RankPlan
 from atoll.numerics.screen import NormScreen
+from atoll.numerics.shard_plan import ShardPlan
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution
 from atoll.protocol.relay import HeldBody
@@ -42,6 +43,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.shared_filter import SharedFilter
 
 ContributionKey = tuple[str, int, int]
 """Learner, round, attempt."""
@@ -371,6 +373,11 @@ class Merging:
         """By fragment, of its newest merged gradient."""
         self._tell, self._spawn = tell, spawn
         self.relays: RelayedSums | None = None
+        self._shared_filter: Filter | None = None
+
+    def use_shards(self, plan: ShardPlan) -> None:
+        """Of several shards this is the lead: with `robust` it judges whole fragments, of which it holds a part."""
+        self._shared_filter = Filter(plan.whole)
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
@@ -462,18 +469,26 @@ class Merging:
         marks = self._parameters.piece_marks(merge.fragment)
         return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, groups=groups)
 
-    def merge_and_step(self, merge: fx.Merge, exchange: NormExchange | None = None) -> fx.Merged | fx.Unmergeable:
+    def merge_and_step(
+        self, merge: fx.Merge, exchange: NormExchange | None = None, shared: SharedFilter | None = None
+    ) -> fx.Merged | fx.Unmergeable:
+        """`exchange`, `shared`: of a part, where the merge or the filter needs what the other shards have."""
         began = time.perf_counter()
         keys = [(part.learner, merge.round, part.attempt) for part in merge.parts]
         held = self._fragments[merge.fragment].size > 0  # else no body of it comes here
         deltas = [self._inbox.get_delta(key) for key in keys] if held else []
         moments = self._inbox.get_moments(keys) if held else []
+        weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
         try:
-            # The filter judges also without `robust`, so that events name an attacker although nothing is left out. A
-            # sample does for that: a round waits for the filter.
-            judged = self._judge_deltas(merge, deltas) if self._fragments[merge.fragment].size else []
-            factors = [one.factors for one in judged] if self.robust else []
-            weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
+            if shared is not None:
+                judged, factors = self._judge_with_others(shared, merge, deltas, weights)
+            else:
+                # The filter judges also without `robust`, so that events name an attacker although nothing is left out.
+                # A sample does for that: a round waits for the filter.
+                judged = self._judge_deltas(merge, deltas) if held else []
+                factors = [one.factors for one in judged] if self.robust else []
+                if factors:
+                    check_kept(factors, weights)
             mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases, moments, exchange)
             self._outer_figures[merge.fragment] = self._measure_gradient(merge.fragment)
         except Overflow as error:
@@ -481,12 +496,23 @@ class Merging:
         except ValueError as error:
             return fx.Unmergeable(merge.round, str(error))
         marks = self._parameters.piece_marks(merge.fragment)
-        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._describe_verdicts(merge, judged))
+        fragment = self._fragments[merge.fragment] if shared is None else shared.plan.whole.fragments[merge.fragment]
+        told = self._describe_verdicts(merge, fragment, judged)
+        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, told)
 
     def _judge_deltas(self, merge: fx.Merge, deltas: Sequence[ReadableDelta]) -> list[FilterVerdict]:
         momentum, names = self._parameters.momentum(merge.fragment), [part.learner for part in merge.parts]
         sample_for = None if self.robust else merge.round
         return self._filter.judge(merge.fragment, names, deltas, momentum, sample_for)
+
+    def _judge_with_others(
+        self, shared: SharedFilter, merge: fx.Merge, deltas: Sequence[ReadableDelta], weights: Sequence[float]
+    ) -> tuple[list[FilterVerdict], list[FloatArray]]:
+        """The verdicts on the whole fragment, and the factors of this part of it."""
+        assert self._shared_filter is not None, "the lead of several shards says so before the first round"
+        names = [part.learner for part in merge.parts]
+        judged = shared.judge(self._shared_filter, merge.fragment, names, weights, deltas, self._parameters)
+        return judged, shared.select_factors(merge.fragment, [one.factors for one in judged])
 
     def _measure_gradient(self, fragment: int) -> dict[str, float | None]:
         gradient = self._parameters.outer_gradient(fragment)
@@ -499,11 +525,12 @@ class Merging:
         """For the event of its last round: ρ and the effective outer step. None: it was the first gradient here."""
         return self._outer_figures[fragment]
 
-    def _describe_verdicts(self, merge: fx.Merge, judged: list[FilterVerdict]) -> tuple[fx.Judged, ...]:
+    def _describe_verdicts(
+        self, merge: fx.Merge, fragment: Fragment, judged: list[FilterVerdict]
+    ) -> tuple[fx.Judged, ...]:
         """For the state machine: who agrees, what share of the merge each has, and the factors that were used."""
         if not judged:
             return ()
-        fragment = self._fragments[merge.fragment]
         kept = [by_size(fragment, one.factors.astype(np.float64)) if self.robust else 1.0 for one in judged]
         counts = [part.weight * float(of) for part, of in zip(merge.parts, kept, strict=True)]
         return tuple(

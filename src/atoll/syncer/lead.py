@@ -56,6 +56,7 @@ from atoll.syncer.model import Model
 from atoll.syncer.norm_exchange import NormGathering
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import CapturedCut, CutWriter, RunStore
+from atoll.syncer.shared_filter import SharedFilter
 from atoll.telemetry.events import EventLog
 
 CHUNK = 16 * MIB
@@ -122,6 +123,7 @@ class ShardLead:
         """The run has begun, now or in an earlier term."""
         self._model, self._inbox, self._screen, self._merging, self._cuts = model, inbox, screen, merging, cuts
         self.plan = plan
+        merging.use_shards(plan)
         begun = model.history.begun
         self.state.restore_decisions(self._run_store.read_decisions())
         holders = [plan.holders(fragment) for fragment in range(len(model.plan.fragments))]
@@ -314,7 +316,7 @@ class ShardLead:
     def merge(self, merge: fx.Merge) -> None:
         for part in merge.parts:
             self._screen.note_merged((part.learner, merge.round, part.attempt))
-        self.state.merge(merge)
+        self.state.merge(merge, compare=self._merging.robust)
         self._carry_out()
 
     def _order_own(self, message: FromLead) -> None:
@@ -342,7 +344,8 @@ class ShardLead:
             if stage.order in self._void:
                 gathering.abandon()
             self._gatherings[stage.order] = gathering
-            done = await asyncio.to_thread(self._merging.merge_and_step, merge, exchange)
+            shared = SharedFilter(self.plan, LEAD, gathering.gather) if stage.compare else None
+            done = await asyncio.to_thread(self._merging.merge_and_step, merge, exchange, shared)
             del self._gatherings[stage.order]
             void = stage.order in self._void
             self._void.discard(stage.order)

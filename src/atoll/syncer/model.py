@@ -172,7 +172,7 @@ def memory_bound(
     | a rollback | Θ three times, the outer state twice and the feedback once more, with guard = "rollback" |
     | a mean of the last versions | all of a cut once more, the sum in float64, and the mean |
     | one learner | for each of its pulls a body; its queues, both ways; its tape until written |
-    | the same, in the round that is merged | its delta: a sample for the filter, all with `robust` or wide rows |
+    | the same, in the round that is merged | its delta: a sample for the filter, or all of it where rows are wide |
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
     | one learner of several ranks, besides | the ranks' plans; `PARTS` parts of versions that are sent to them |
     | the same, for each pull | what ranks' bodies take more than a whole one; their delta; a part while it is decoded |

@@ -57,6 +57,7 @@ from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks
 from atoll.syncer.shard_store import CapturedPart, ShardStore
+from atoll.syncer.shared_filter import SharedFilter
 from atoll.syncer.versions import VersionBuffer, is_finite
 
 AGAIN_S = 0.1
@@ -272,12 +273,15 @@ class ShardService:
         model, gathering = self._model, NormGathering(partial(self._tell_norms, stage.order))
         assert self._store.plan is not None
         exchange = exchange_of(self._store.plan, self._machine.shard, stage.fragment, model.rule, gathering.gather)
-        if exchange is None and model.plan.fragments[stage.fragment].size <= LARGE:
-            self._handle(self._merge(stage, None))
+        shared = None
+        if stage.compare:
+            shared = SharedFilter(self._store.plan, self._machine.shard, gathering.gather)
+        elif exchange is None and model.plan.fragments[stage.fragment].size <= LARGE:
+            self._handle(self._merge(stage, None, None))
             return
         self._gatherings[stage.order] = gathering
         try:
-            done = await asyncio.to_thread(self._merge, stage, exchange)
+            done = await asyncio.to_thread(self._merge, stage, exchange, shared)
         finally:
             del self._gatherings[stage.order]
         self._handle(done)
@@ -286,7 +290,9 @@ class ShardService:
         if order in self._gatherings:
             self._handle(sh.Measured(order, turn, squares))
 
-    def _merge(self, stage: Stage, exchange: NormExchange | None) -> sh.PartStepped | sh.StepFailed:
+    def _merge(
+        self, stage: Stage, exchange: NormExchange | None, shared: SharedFilter | None
+    ) -> sh.PartStepped | sh.StepFailed:
         began, model, fragment = time.perf_counter(), self._model, stage.fragment
         try:
             deltas = [self._room.get_delta((one.learner, stage.round, one.attempt)) for one in stage.given]
@@ -296,7 +302,8 @@ class ShardService:
             )
         weights, bases = [one.weight for one in stage.given], [one.base for one in stage.given]
         try:
-            digest = model.stage_merge(fragment, deltas, weights, bases=bases, exchange=exchange)
+            factors = shared.hear_factors(fragment, deltas, model) if shared is not None else ()
+            digest = model.stage_merge(fragment, deltas, weights, factors, bases, exchange=exchange)
         except Overflow as error:
             return sh.StepFailed(stage.order, str(error), reset=True)
         except ValueError as error:

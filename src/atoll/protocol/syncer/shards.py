@@ -6,7 +6,7 @@ answers like the others'. Rules kept here, each with its test:
 
 - a contribution is complete once its message and the bodies of all holders of the fragment have come;
 - where a merge needs norms of pieces that several shards hold, each tells its own, and once all are there each hears
-  of all;
+  of all. Where contributions are compared (`robust`) each tells the lead, and hears of the lead only;
 - a round may be decided once every holder has staged it, durably, by the same order. What one of them cannot stage is
   void in all;
 - a record of the lead's journal that concerns parameters is told to every shard, in the order of the journal;
@@ -105,6 +105,8 @@ class ExpectedBody:
 class PendingMerge:
     order: int
     merge: fx.Merge
+    compares: bool
+    """The lead is told how far contributions agree, and the others what it makes of that."""
     norms: dict[int, dict[int, bytes]] = field(default_factory=dict)
     """By turn and shard."""
     staged: dict[int, Staged] = field(default_factory=dict)
@@ -405,7 +407,8 @@ class LeadShards:
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def merge(self, merge: fx.Merge) -> None:
+    def merge(self, merge: fx.Merge, *, compare: bool = False) -> None:
+        """`compare`: the filter's factors are used."""
         assert self._merge is None, "one round is merged at a time"
         self._orders += 1
         holders = self.holders(merge.fragment)
@@ -413,10 +416,13 @@ class LeadShards:
         if lost:
             self._fail(fx.Unmergeable(merge.round, lost))
             return
-        self._merge = PendingMerge(self._orders, merge)
+        self._merge = PendingMerge(self._orders, merge, compare)
         given = tuple(Given(one.learner, one.attempt, one.weight, one.base) for one in merge.parts)
         attempt = max((one.attempt for one in merge.parts), default=0)
-        stage = Stage(order=self._orders, round=merge.round, attempt=attempt, fragment=merge.fragment, given=given)
+        number, fragment = merge.round, merge.fragment
+        stage = Stage(
+            order=self._orders, round=number, attempt=attempt, fragment=fragment, given=given, compare=compare
+        )
         for shard in self.stagers(merge.fragment):
             self._order(shard, stage)
 
@@ -435,10 +441,11 @@ class LeadShards:
             return  # of a round that is void by now
         norms, fragment = pending.norms.setdefault(given.turn, {}), pending.merge.fragment
         norms[shard] = given.squares
-        holders = self.holders(fragment)
-        if all(n in norms for n in holders):
-            squares = tuple(norms[n] for n in holders)
-            for n in holders:
+        tellers = self.stagers(fragment) if pending.compares else self.holders(fragment)
+        if all(n in norms for n in tellers):
+            told = tuple(norms[n] for n in tellers)
+            for n in tellers:
+                squares = told[:1] if pending.compares and n != LEAD else told
                 self._order(n, NormsOfAll(order=given.order, turn=given.turn, squares=squares, fragment=fragment))
 
     def _note_staged(self, shard: int, answer: Staged | Unstaged) -> None:
