@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -417,6 +419,43 @@ async def test_a_shard_passes_over_a_cut_that_cannot_be_read(tmp_path: Path) -> 
         await shard.start()
         await stage.until("alarm", 2)
         await stage.end()
+
+
+async def test_a_shard_whose_disk_lost_a_confirmed_round_says_so_and_a_copy_of_its_folder_goes_on(
+    tmp_path: Path,
+) -> None:
+    """As after a power loss on a disk that does not keep what it has synced: the chain ends before the last round."""
+    async with sharded(tmp_path, 2) as stage:
+        learners = await begin(stage)
+        await play(learners, 0, 3)
+        shard = stage.shards[2]
+        await shard.kill()
+        await stage.until("alarm")
+        whole = tmp_path / "copy"
+        shutil.copytree(shard.out.path, whole)
+        *_, before, _ = [position for position, _ in read(shard.out.journal, disk=LocalDisk())]
+        with segment_path(shard.out.journal, before.term).open("r+b") as segment:
+            segment.truncate(before.offset)
+        await shard.start()
+        assert shard.task is not None
+        async with asyncio.timeout(WAIT_S):
+            ended = await shard.task
+        said = "round 2 was decided, and the chain in .* does not hold shard 2's part of it: its disk lost what it had"
+        assert ended.refused and re.match(said, str(ended)) and "\n" not in str(ended)
+        assert "shard 2 cannot go on: round 2 was decided" in (await stage.until("alarm", 2))["text"]
+        await shard.kill()
+        for one in learners:
+            one.step()
+        shutil.rmtree(shard.out.path)
+        whole.rename(shard.out.path)
+        await shard.start()
+        while not (back := stage.events("alarm")[-1])["over"]:
+            await stage.until("alarm", len(stage.events("alarm")) + 1)
+        assert back["replayed"] == 3 and len(stage.events("round")) == 3, "nothing was committed meanwhile"
+        await play(learners, 3, 2)
+        await stage.end()
+    report = verify_run(stage.out.path)
+    assert report.ok, report.problem
 
 
 def change_byte(path: Path, offset: int) -> None:
