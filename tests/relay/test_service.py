@@ -434,4 +434,4 @@ def test_feedback_is_what_committed_sums_left_out() -> None:
         bodies.settle(SumSettled(round=round, ask=round + 1))
         given, total = given + decoded, total + exact
         np.testing.assert_allclose(given + bodies._feedback[0], total, atol=1e-4)
-    assert not bodies._bodies and not bodies._rests and bodies.held_bytes == 0
+    assert not bodies._bodies and not bodies._rests

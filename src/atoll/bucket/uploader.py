@@ -42,7 +42,6 @@ JOURNAL_S = 1.0
 FILES_S = 2.0
 SOON_S = 0.2
 """Where a cut waits for the parts of other shards."""
-EVENTS_S = 15.0
 HEADS_S = 5.0
 FIRST_REST_S, LONGEST_REST_S = 0.25, 15.0
 TROUBLE_S = 5.0

@@ -253,8 +253,8 @@ class Rogue:
                 self._send_message(fx.StateFailed(ticket, "it wants nobody's state"))
             case fx.Save(cut):
                 self._send_message(fx.Saved(cut, self._t, reason="it saves nothing"))
-            case fx.HangUp(reason):
-                self._link.hang_up(reason)
+            case fx.HangUp():
+                self._link.hang_up()
             case fx.Stop(final=final):
                 self._over = self._over or final
             case _:

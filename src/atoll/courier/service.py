@@ -423,9 +423,9 @@ class Courier:
                 self._send(effect)
             case fx.Inform(progress, global_step, committed):
                 self._unsent_progress = RunProgress(committed, progress, global_step)
-            case fx.HangUp(reason):
+            case fx.HangUp():
                 if self._link is not None:
-                    self._link.hang_up(reason)
+                    self._link.hang_up()
             case fx.Stop(reason, final, failed):
                 self._send(StopOrder(reason, final, failed, mistake=failed))
                 if final:

@@ -128,7 +128,7 @@ class SyncerConnection(BodyConnection):
         self._outbox.close(discard=True)
         return False
 
-    def hang_up(self, reason: str) -> None:
+    def hang_up(self) -> None:
         """Leave this syncer; the next address is dialled."""
         if self._outbox is not None:
             self._outbox.close(discard=True)

@@ -165,7 +165,7 @@ class Server(BodyPort):
             self._sweeping.cancel()
         self._control.close("the syncer is stopping")
         if self._shards is not None:
-            self._shards.close("the lead is stopping")
+            self._shards.close()
         if self._relays is not None:
             self._relays.close()
         self._relay.close("the syncer is stopping")

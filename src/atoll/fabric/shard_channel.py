@@ -76,7 +76,7 @@ class ShardChannels:
         self._handlers, self._limits = handlers, limits
         self._open: set[ShardChannel] = set()
 
-    def close(self, reason: str) -> None:
+    def close(self) -> None:
         for channel in self._open:
             channel.close()
 

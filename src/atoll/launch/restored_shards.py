@@ -7,13 +7,11 @@ cut off before that. What is left is one state of the whole run, and the same fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import numpy as np
 
 from atoll.protocol import records
-from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord
+from atoll.protocol.records import BegunRecord, MergedRecord
 from atoll.protocol.shard_messages import TakeUp, decision_of
 from atoll.store.cuts import Manifest, complete_cuts, open_cut, read_state, write_manifest, write_syncer_part
 from atoll.store.disk import LocalDisk
@@ -23,8 +21,6 @@ from atoll.store.segments import Position, segment_path
 from atoll.store.shards import ShardCut
 from atoll.store.writer_lease import acquire
 from atoll.syncer.shard_store import ShardStore
-
-Lines = Iterator[tuple[Position, AnyRecord]]
 
 
 def cut_to_common(draft: RunDir, shards: int) -> int:

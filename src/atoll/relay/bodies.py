@@ -46,10 +46,6 @@ class HeldBodies:
         self._rests: dict[int, FloatArray] = {}
         """By ask, of sums that are not committed."""
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(body.nbytes for body in self._bodies.values())
-
     def body_nbytes(self, fragment: int) -> int:
         return body_nbytes(self._codec, self.plan.fragments[fragment])
 

@@ -121,7 +121,7 @@ class SimulatedRelay:
             return False
         self._backlog.clear()
         self._close_passages("the relay died")
-        self._close_link("its process died")
+        self._close_link()
         self.alive = self.paused = self.up = False
         return None
 
@@ -213,7 +213,7 @@ class SimulatedRelay:
         self._dial_later()
         return None
 
-    def _close_link(self, reason: str) -> None:
+    def _close_link(self) -> None:
         if (link := self.link) is not None:
             self.link = None
             self.pass_up(link, link.syncer.sums.lose_relay, link)

@@ -380,7 +380,7 @@ def check_card(url: str | None, cards: Path = CARDS, routes: Path = ROUTES) -> C
     except OSError as error:
         where = urlsplit(url).hostname
         return Check("network card", "fail", f"no way to {where}: {error.strerror or error}", "Check the address.")
-    return judge_card(_card_of(own, cards), own, cards)
+    return judge_card(_card_of(own), own, cards)
 
 
 def judge_card(name: str | None, own: str | None, cards: Path = CARDS) -> Check:
@@ -422,7 +422,7 @@ def find_own_address(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _card_of(own: str, cards: Path) -> str | None:
+def _card_of(own: str) -> str | None:
     if own.startswith("127.") or own == "::1":
         return "lo"
     try:
