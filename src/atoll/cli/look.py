@@ -17,7 +17,7 @@ from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
 from atoll.launch.resume import describe_resume, describe_unspent
-from atoll.launch.scale import choose_leavers, parse_count
+from atoll.launch.scaling import choose_leavers, parse_count
 from atoll.observe.figures import plain
 from atoll.observe.report import write_report
 from atoll.observe.report.reading import ReportedRun, read_run

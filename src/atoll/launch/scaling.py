@@ -1,24 +1,27 @@
-"""A controller follows the number of learners that its run is meant for, and the plans of hours in its settings.
+"""How many learners a run has, and which: as the operator asks (`atoll scale`) and as plans of hours say.
 
-Only changes are followed: learners that joined by other ways stay. What `atoll scale` asked for is in the syncer's
-journal and in its status; what a plan adds is asked for in the same way, so that there is one number. How many of them
-are a plan's is noted in the events (`planned`): whoever goes on with the run does not add them again.
+The number is a setting of the run (`learners`), which the syncer journals and tells in its status (docs/adr/0034). What
+a plan adds is asked for in the same way, so that there is one number. How many of them are a plan's is noted in the
+events (`planned`): whoever goes on with the run does not add them again.
+
+First the rules, functions of their arguments; then `Scaling`, by which a controller follows the number. Only changes
+are followed: learners that joined by other ways stay.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import datetime, time
 from typing import Protocol
 
-from atoll.config import Config
+from atoll.config import Config, ScavengePlan
 from atoll.fabric.transfer import post_drain, post_settings
 from atoll.launch.children import Child
-from atoll.launch.scale import choose_leavers, choose_newcomers, count_planned
 from atoll.launch.supervision import Supervision
-from atoll.protocol.errors import PeerError, Unreachable
+from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog, parse
 from atoll.telemetry.status import RunStatus
@@ -26,6 +29,58 @@ from atoll.telemetry.status import RunStatus
 ASK_S = 3.0
 """How long the syncer may take to answer; who asks looks after processes too."""
 PLANNED = "planned"
+MOST_LEARNERS = 10_000
+"""More than that is a slip of the pen."""
+_WORD = re.compile(r"([+-]?)(\d{1,5})")
+_NUMBERED = re.compile(r"learner-(\d+)")
+
+
+def parse_count(word: str, now: int) -> int:
+    """What `6`, `+2` or `-3` makes of a run that has `now` learners."""
+    if (found := _WORD.fullmatch(word.strip())) is None:
+        raise ConfigError(f"{word!r} is no number of learners: write 6, or +2 for two more, or -3 for three fewer")
+    sign, number = found[1], int(found[2])
+    count = now + number if sign == "+" else now - number if sign == "-" else number
+    if count < 1:
+        raise ConfigError(
+            f"{word} would leave {count} of {now} learners: the least is 1; to end the run, press Ctrl-C where it "
+            "was started, or send its syncer SIGTERM"
+        )
+    if count > MOST_LEARNERS:
+        raise ConfigError(f"{word} would make {count} learners, and a run has at most {MOST_LEARNERS}")
+    return count
+
+
+def choose_newcomers(taken: Collection[str], count: int) -> list[str]:
+    """The names of so many learners more: the lowest numbers that are free."""
+    found: list[str] = []
+    number = 0
+    while len(found) < count:
+        if (name := f"learner-{number}") not in taken:
+            found.append(name)
+        number += 1
+    return found
+
+
+def choose_leavers(names: Iterable[str], count: int) -> list[str]:
+    """Who leaves, if so many are to: the highest numbers."""
+    return sorted(names, key=number_of, reverse=True)[:count]
+
+
+def number_of(name: str) -> int:
+    """Its number; of a name without one, a number that is higher than any: who joined so leaves first."""
+    found = _NUMBERED.fullmatch(name)
+    return int(found[1]) if found else MOST_LEARNERS
+
+
+def count_planned(now: datetime, plans: Sequence[ScavengePlan]) -> int:
+    """How many learners more the plans allow at this time of day. An hour that ends before it begins goes over
+    midnight."""
+    return sum(plan.learners for plan in plans if _is_within(now.time(), plan.begins, plan.ends))
+
+
+def _is_within(now: time, begins: time, ends: time) -> bool:
+    return begins <= now < ends if begins <= ends else now >= begins or now < ends
 
 
 class ScaledRun(Protocol):

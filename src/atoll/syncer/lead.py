@@ -51,11 +51,10 @@ from atoll.protocol.syncer import shard_effects as to_shards
 from atoll.protocol.syncer import shards as pure
 from atoll.protocol.syncer.lead_rules import HeldEffects, expect_answer, find_wrong_parts, merge_of
 from atoll.syncer.contributions import LARGE, Inbox, Merging, PendingContribution
-from atoll.syncer.measured_bodies import body_here, measured_of
 from atoll.syncer.model import Model
-from atoll.syncer.norm_exchange import NormGathering
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import CapturedCut, CutWriter, RunStore
+from atoll.syncer.shard_norms import NormGathering, body_here, measured_of
 from atoll.syncer.shared_filter import SharedFilter
 from atoll.telemetry.events import EventLog
 

@@ -51,11 +51,10 @@ from atoll.store.writer_lease import Deposed
 from atoll.syncer.contributions import LARGE, Inbox, PendingContribution
 from atoll.syncer.credentials import PortAccess
 from atoll.syncer.first_parameters import FirstParameters
-from atoll.syncer.measured_bodies import body_here
-from atoll.syncer.norm_exchange import NormGathering
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks
+from atoll.syncer.shard_norms import NormGathering, body_here
 from atoll.syncer.shard_store import CapturedPart, ShardStore
 from atoll.syncer.shared_filter import SharedFilter
 from atoll.syncer.versions import VersionBuffer, is_finite

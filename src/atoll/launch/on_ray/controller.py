@@ -48,7 +48,7 @@ from atoll.launch.on_ray.cluster import (
 from atoll.launch.on_ray.groups import NodeGroup, list_groups
 from atoll.launch.on_ray.syncers import SyncerPair
 from atoll.launch.resume import plan_resume
-from atoll.launch.scale import number_of
+from atoll.launch.scaling import number_of
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir

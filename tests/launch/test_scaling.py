@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from atoll.config import ScavengePlan, convert
-from atoll.launch.scale import choose_leavers, choose_newcomers, count_planned, parse_count
+from atoll.launch.scaling import choose_leavers, choose_newcomers, count_planned, parse_count
 from atoll.protocol.errors import ConfigError
 
 NIGHT = ScavengePlan(from_="22:00", to="06:00", learners=4)

@@ -1,7 +1,10 @@
-"""How a merge in a thread gets the norms of pieces that go on in other shards (docs/adr/0031).
+"""What a shard tells the others about its part of a contribution, so that they can screen and merge theirs
+(docs/adr/0031).
 
-The thread gives its own and waits; the event loop tells the lead, and hands over what all gave, or that nothing comes
-of the order. Every shard of a round asks as often as the others, so the turns of an order say what belongs together.
+- Of a body that has come, the lead is told its norms (`BodyHere`): it screens by those of all parts.
+- While a round is merged in a thread, the norms of pieces that go on in other shards are needed. The thread gives its
+  own and waits; the event loop tells the lead, and hands over what all gave, or that nothing comes of the order. Every
+  shard of a round asks as often as the others, so the turns of an order say what belongs together.
 """
 
 from __future__ import annotations
@@ -14,9 +17,44 @@ from contextlib import suppress
 import numpy as np
 
 from atoll.numerics.arrays import DoubleArray
+from atoll.numerics.screen import MeasuredPart
+from atoll.protocol.shard_messages import Body, BodyHere
 
 WAIT_S = 60.0
 """For the slowest of the others. Those that are gone are noticed sooner: their channel is closed."""
+
+
+def body_here(
+    body: Body, digest: str, measured: MeasuredPart | None, *, version: int = -1, reason: str = ""
+) -> BodyHere:
+    """What the lead is told of a body."""
+    learner, round, attempt = body
+    if measured is None:
+        return BodyHere(learner=learner, round=round, attempt=attempt, digest=digest, reason=reason)
+    known = measured.committed is not None and measured.moved is not None
+    return BodyHere(
+        learner=learner,
+        round=round,
+        attempt=attempt,
+        digest=digest,
+        squares=measured.squares.tobytes(),
+        version=version,
+        buffers=measured.committed.tobytes() if known and measured.committed is not None else b"",
+        moved=measured.moved.tobytes() if known and measured.moved is not None else b"",
+        broken=measured.broken,
+    )
+
+
+def measured_of(here: BodyHere, size: int, base: int) -> MeasuredPart:
+    """The same at the lead: `base`: the version that the contribution was made on."""
+    known = here.version == base
+    return MeasuredPart(
+        size,
+        np.frombuffer(here.squares, np.float64),
+        here.broken,
+        np.frombuffer(here.buffers, np.float64) if known else None,
+        np.frombuffer(here.moved, np.float64) if known else None,
+    )
 
 
 class NormGathering:
