@@ -25,7 +25,11 @@ SHAPE = (
     "--set",
     "evaluate_every=0",
     "--set",
-    "cut_every=30",
+    "fragments=4",
+    "--set",
+    "sync_every=4",
+    "--set",
+    "cut_every=10",
     "--store",
     URL,
     "--syncer-shards",
@@ -40,9 +44,9 @@ def check_verified(run: Run) -> None:
 
 def test_with_durability_store_a_lost_disk_costs_nothing(run: Run, s3: LocalS3) -> None:
     run.train("--steps", "100000", *SHAPE, "--set", "durability=store", replayed=False)
-    run.until(lambda events: committed(events) > 70)
+    run.until(lambda events: committed(events) > 25)
     told = lose_disk(run)
-    again = go_on(run, run.folder / "again", "--store", URL, "--steps", "120")
+    again = go_on(run, run.folder / "again", "--store", URL, "--steps", "80")
     (back,) = again.events("reigned")[-1:]
     assert back["round"] >= told, "a round that was told is not there"
     assert back["run"] == again.events("run")[0]["run"], "it is the same run"
@@ -51,7 +55,7 @@ def test_with_durability_store_a_lost_disk_costs_nothing(run: Run, s3: LocalS3) 
 
 def test_with_durability_round_what_comes_back_is_one_state_of_all_shards(run: Run, s3: LocalS3) -> None:
     run.train("--steps", "100000", *SHAPE, replayed=False)
-    run.until(lambda events: committed(events) > 70)
+    run.until(lambda events: committed(events) > 45)
     old = run.events("run")[0]["run"]
     told = lose_disk(run)
     again = run.folder / "again"
@@ -60,11 +64,11 @@ def test_with_durability_round_what_comes_back_is_one_state_of_all_shards(run: R
     restored = run.command("restore", URL, again, "--take-over")
     assert restored.returncode == 0, restored.stderr
     assert f"run {old} was not released" in restored.stdout
-    after = go_on(run, again, "--steps", "120")
+    after = go_on(run, again, "--steps", "80")
     (back,) = after.events("reigned")[-1:]
     assert back["run"] != old and told - 30 < back["round"] <= told, "a second's rounds may be lost, not a cut's"
     check_verified(after)
-    third = go_on(run, run.folder / "third", "--store", URL, "--steps", "150")
+    third = go_on(run, run.folder / "third", "--store", URL, "--steps", "100")
     assert third.events("reigned")[-1]["run"] == back["run"], "it was released, so it goes on"
     check_verified(third)
 
@@ -72,19 +76,19 @@ def test_with_durability_round_what_comes_back_is_one_state_of_all_shards(run: R
 def test_a_shard_that_is_ahead_of_the_others_in_the_bucket_does_not_count(run: Run, s3: LocalS3) -> None:
     """The bucket loses the end of shard 2's chain: the lead's journal names rounds that nobody has any more."""
     run.train("--steps", "100000", *SHAPE, replayed=False)
-    run.until(lambda events: committed(events) > 50)
+    run.until(lambda events: committed(events) > 25)
     lose_disk(run)
     bucket = open_bucket(f"{URL}/{SHARDS}/2")
     names = sorted(key for key in bucket.list_objects("journal") if "segment" in key)
     bucket.delete(names[-2:])
     restored = run.command("restore", URL, run.folder / "again", "--take-over")
     assert restored.returncode == 0, restored.stderr
-    after = go_on(run, run.folder / "again", "--steps", "120")
+    after = go_on(run, run.folder / "again", "--steps", "80")
     check_verified(after)
 
 
 def test_a_released_run_has_every_shard_in_the_bucket_and_old_cuts_are_deleted(run: Run, s3: LocalS3) -> None:
-    run.train("--steps", "150", *SHAPE, "--set", "keep_cuts=2", replayed=False).ended()
+    run.train("--steps", "100", *SHAPE, "--set", "keep_cuts=2", replayed=False).ended()
     for url in (URL, f"{URL}/{SHARDS}/2"):
         listing = read_listing(open_bucket(url).list_objects())
         cuts = {key.cut for key in listing.complete_cuts()}

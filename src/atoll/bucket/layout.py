@@ -171,6 +171,10 @@ class Listing:
         whole = [one for one, files in self.cuts.items() if {"syncer.json", "manifest.json"} <= files.keys()]
         return sorted(whole, key=lambda one: (one.cut, one.term), reverse=True)
 
+    def segment_terms(self) -> list[int]:
+        """Those of which a part of the segment is here. A shard's have gaps of many thousands (restore.py)."""
+        return sorted(term for name in tuple(self.journal) if (term := segment_term(name)) is not None)
+
     def journal_end(self, term: int) -> int:
         """Up to which byte the segment of a term is here."""
         return covered(tuple(self.journal.get(segment_name(term), ())))

@@ -237,9 +237,10 @@ class _Fetch:
 
     def fetch_segments(self, below: int) -> dict[int, int]:
         """The segments that count, from the newest back to where the run began; by term, up to which byte."""
-        terms = sorted((t for t in range(1, below) if self.listing.journal_end(t) > HEAD_BYTES), reverse=True)
+        ends = {term: self.listing.journal_end(term) for term in self.listing.segment_terms() if term < below}
         way: dict[int, int] = {}
-        term, end = (terms[0], self.listing.journal_end(terms[0])) if terms else (0, 0)
+        term = max((term for term, end in ends.items() if end > HEAD_BYTES), default=0)
+        end = ends.get(term, 0)
         while term:
             self._fetch_growing(segment_name(term))
             way[term] = end
