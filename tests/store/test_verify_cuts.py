@@ -23,7 +23,7 @@ from tests.store.written import (
 
 from atoll.protocol.leases import Cursor
 from atoll.protocol.ledger import Totals
-from atoll.store.cuts import CutState, folder_of, prune, read_manifest
+from atoll.store.cuts import CutState, folder_of, prune, read_manifest, write_absent
 
 # ---- what a cut holds of the history --------------------------------------------------------------------------------
 
@@ -229,6 +229,8 @@ def test_a_complete_cut_that_is_gone_while_older_ones_are_there_is_missed(tmp_pa
     well(run)
     shutil.rmtree(folder_of(run.dir.cuts, cut))
     assert wrong(run).startswith(f"cut {cut} is missing: the journal says it is complete")
+    write_absent(run.dir.cuts, [cut])  # as of a run that was brought back before its bucket had that cut
+    assert f"cut {cut} was not in the bucket when the run was brought back" in well(run).remarks
 
 
 def test_old_cuts_may_be_gone_but_not_the_newest(tmp_path: Path) -> None:

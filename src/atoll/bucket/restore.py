@@ -49,9 +49,20 @@ from atoll.bucket.layout import (
 )
 from atoll.config import Config, load, parse
 from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.protocol.records import CutDoneRecord
 from atoll.store.atomic import make_folder, sync_path, write_atomic
-from atoll.store.cuts import BadCut, CutState, check_cut, folder_of, open_cut, read_state, read_syncer_part
+from atoll.store.cuts import (
+    BadCut,
+    CutState,
+    check_cut,
+    folder_of,
+    open_cut,
+    read_state,
+    read_syncer_part,
+    write_absent,
+)
 from atoll.store.disk import LocalDisk
+from atoll.store.journal import read
 from atoll.store.rundir import RunDir
 from atoll.store.segments import HEAD_BYTES, follows
 from atoll.store.shards import ShardCut
@@ -276,6 +287,9 @@ class _Fetch:
             for fetch, first in zip(shards, parts, strict=True):
                 fetch._fetch_payloads(first)
             restored.cut = key.cut
+            since = read(self.draft.journal, start=state.position, disk=LocalDisk())
+            done = {record.cut for _, record in since if isinstance(record, CutDoneRecord)}
+            write_absent(self.draft.cuts, done - {key.cut})
             return
 
     def fetch_part(self, cut: int, digest: str) -> tuple[int, int]:

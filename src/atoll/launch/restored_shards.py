@@ -13,7 +13,15 @@ import numpy as np
 from atoll.protocol import records
 from atoll.protocol.records import BegunRecord, MergedRecord
 from atoll.protocol.shard_messages import TakeUp, decision_of
-from atoll.store.cuts import Manifest, complete_cuts, open_cut, read_state, write_manifest, write_syncer_part
+from atoll.store.cuts import (
+    ABSENT,
+    Manifest,
+    complete_cuts,
+    open_cut,
+    read_state,
+    write_manifest,
+    write_syncer_part,
+)
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Journal, payload_path, read
 from atoll.store.rundir import RunDir
@@ -99,6 +107,7 @@ def clear_written(out: RunDir) -> None:
     """Journal and cuts; claims of terms stay."""
     for path in [path for path in out.journal.iterdir() if path.is_file()]:
         path.unlink()
+    (out.cuts / ABSENT).unlink(missing_ok=True)
     for folder in out.cuts.iterdir():
         for path in folder.iterdir():
             path.unlink()

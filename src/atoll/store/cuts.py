@@ -5,6 +5,7 @@
     cuts/000120/state.bin              the history up to there, and where the journal goes on (msgpack)
     cuts/000120/syncer.json            names, sizes and digests of those; written last: with it the part is whole
     cuts/000120/manifest.json          the whole cut: the round, and every learner's file with its digest
+    cuts/absent.json                   complete ones that are not here: a bucket did not have them (bucket/restore.py)
     learners/<id>/cut-000120.safetensors
 
 A part is written to a folder of its own, which is then given its name: so it is whole or not there. A syncer that was
@@ -130,6 +131,21 @@ def known_cuts(root: Path) -> list[int]:
 
 def complete_cuts(root: Path) -> list[int]:
     return [n for n in known_cuts(root) if (folder_of(root, n) / "manifest.json").exists()]
+
+
+ABSENT = "absent.json"
+
+
+def write_absent(root: Path, cuts: Collection[int]) -> None:
+    """Of a run that was brought back: cuts that its journal calls complete, and that were not in the bucket."""
+    write_atomic(root / ABSENT, msgspec.json.encode(sorted(cuts)))
+
+
+def read_absent(root: Path) -> list[int]:
+    try:
+        return msgspec.json.decode((root / ABSENT).read_bytes(), type=list[int])
+    except (OSError, msgspec.MsgspecError):
+        return []
 
 
 # ---- the syncer's part -------------------------------------------------------------------------------------------

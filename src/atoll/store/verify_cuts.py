@@ -9,7 +9,8 @@ journal is read, each cut is compared with the audit at its position. Afterwards
 - a corrupt or missing learner file invalidates only that learner's part: the cut stays good, with a remark. Missing
   ones share one remark, since learners started by hand keep theirs; `--json` has them one by one (`missing_parts`);
 - cuts are removed oldest first, so none may be missing after the oldest one present, nor the newest; where the run may
-  be rolled back, the oldest may be one kept for that, with a gap after it;
+  be rolled back, the oldest may be one kept for that, with a gap after it. Of a run that was brought back from its
+  bucket those may be missing that were on their way there, with a remark;
 - a cut that never became complete only gets a remark, even if damaged: nobody resumes from it.
 """
 
@@ -30,6 +31,7 @@ from atoll.store.cuts import (
     folder_of,
     known_cuts,
     open_cut,
+    read_absent,
     read_manifest,
     read_syncer_part,
 )
@@ -200,7 +202,10 @@ class CutVerifier:
             self._findings.add_remark(remark)
 
     def _check_none_missing(self, gap_before: int) -> None:
-        due = sorted(self._done)
+        absent = self._done.keys() & set(read_absent(self._run.cuts)) - set(self.complete)
+        for number in sorted(absent):
+            self._findings.add_remark(f"cut {number} was not in the bucket when the run was brought back")
+        due = sorted(self._done.keys() - absent)
         if gap_before and len(self.complete) > 1:
             second = sorted(self.complete)[1]
             due = [number for number in due if number >= min(second, due[-gap_before:][0])]
