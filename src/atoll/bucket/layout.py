@@ -36,6 +36,7 @@ _PIECE = re.compile(r"(.+)/(\d{12,})-(\d{12,})")
 _CUT = re.compile(r"cuts/(\d{6,})/(\d{6,})/(.+)")
 _FILE = re.compile(r"(files|events)/(\d{6,})/(.+)")
 _NUMBERED = re.compile(r"(terms|released|heads)/(\d{6,})")
+_SEGMENT = re.compile(r"segment-(\d{6,})")
 _PAYLOAD = re.compile(r"payload-(\d{6,})-(\d{4,})")
 
 
@@ -81,6 +82,12 @@ def payload_place(journal_file: str) -> tuple[int, int] | None:
     """The term and number of a payload file; None: it is a segment."""
     found = _PAYLOAD.fullmatch(journal_file)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def segment_term(journal_file: str) -> int | None:
+    """None: it is no segment."""
+    found = _SEGMENT.fullmatch(journal_file)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True, order=True)
