@@ -47,6 +47,15 @@ class RayCluster:
         self.nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def lose_all(self) -> None:
+        """All nodes and the head at the same moment: the cluster is gone."""
+        raylets = {_raylet(node) for node in (self._cluster.head_node, *self.nodes)}
+        lost = [pid for pid in _pids() if raylets & set(_ancestors(pid))]
+        for pid in (*raylets, *lost):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.nodes.clear()
+
     def give_notice(self, node: Any, seconds: int = 120) -> None:
         """As a spot machine's notice, or an autoscaler."""
         command = [

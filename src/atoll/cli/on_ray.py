@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from atoll.bucket.credentials import select_credentials
 from atoll.cli.shared import close, document_of, short
+from atoll.cli.store import restore_if_empty
 from atoll.config import Config, convert, merged, parse_settings
 from atoll.launch.environment import capture_environment, read_environment
 from atoll.launch.local import WORKLOAD
@@ -31,7 +33,7 @@ from atoll.telemetry.events import parse
 LOOK_S = 0.5
 ANSWER_S = 120.0
 """A controller whose node is lost is started again by Ray meanwhile."""
-CLOSES = "atoll.cli.shared:close_unseen"
+CLOSES, UPLOADS = "atoll.cli.shared:close_unseen", "atoll.cli.store:finish_unseen"
 QUESTION = "Ctrl-C: d detaches (the run goes on), e ends it in good order, k kills everything, Enter goes on watching: "
 
 
@@ -56,14 +58,18 @@ def start_on_ray(
         capture_environment(),
         dashboard.NAME,
         CLOSES,
+        UPLOADS,
         max_restarts,
         force=force,
     )
-    watch_run(make_controller(folder, job), RunDir(folder), as_json=as_json)
+    credentials = select_credentials(config.service.store, os.environ)
+    watch_run(make_controller(folder, job, credentials), RunDir(folder), as_json=as_json)
 
 
-def resume_on_ray(engine: str, folder: Path, words: list[str], max_restarts: int, *, as_json: bool) -> None:
-    """Watch the run if it goes on, else go on with it."""
+def resume_on_ray(
+    engine: str, folder: Path, words: list[str], max_restarts: int, *, store: str | None, as_json: bool
+) -> None:
+    """Watch the run if it goes on, else go on with it; from its bucket, where the folder is empty."""
     address = parse_engine(engine)
     ray = import_ray()
     connect(address)
@@ -76,7 +82,9 @@ def resume_on_ray(engine: str, folder: Path, words: list[str], max_restarts: int
             raise ConfigError(f"{words[0]}: the run goes on; change it by atoll set or atoll scale")
         watch_run(controller, run, as_json=as_json)
         return
-    no_rules = ("cpus_per_learner", "gpus_per_learner", "nodes_per_learner")
+    if store is not None:
+        restore_if_empty(run.path, store, Console(stderr=as_json))
+    no_rules = ("cpus_per_learner", "gpus_per_learner", "nodes_per_learner", "store", "durability")
     rules = tuple(word for word in words if word.partition("=")[0] not in no_rules)
     check_changeable(rules)
     RunDir.open(run.path)
@@ -88,11 +96,13 @@ def resume_on_ray(engine: str, folder: Path, words: list[str], max_restarts: int
         read_environment(run.path) or capture_environment(),
         dashboard.NAME,
         CLOSES,
+        UPLOADS,
         max_restarts,
         resume=True,
         changes=rules,
     )
-    watch_run(make_controller(run.path, job), run, as_json=as_json)
+    credentials = select_credentials(config.service.store, os.environ)
+    watch_run(make_controller(run.path, job, credentials), run, as_json=as_json)
 
 
 def check_config(config: Config) -> None:
@@ -168,6 +178,8 @@ def watch_run(controller: Any, out: RunDir, *, as_json: bool) -> None:
     if now.state not in ("ended", "failed"):
         console.print(f"detached; the run goes on. To watch it: {again(out)}", soft_wrap=True, highlight=False)
         return
+    if now.remark:
+        console.print(now.remark, style="bold yellow", soft_wrap=True, highlight=False, markup=False)
     if now.state == "failed":
         failure = RunFailed(now.failure)
         failure.exit_code = now.exit_code

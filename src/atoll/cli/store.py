@@ -89,13 +89,23 @@ def upload(*, run: Path) -> None:
     console.print(f"all of {short(out.path)} is in {place.url}", soft_wrap=True, highlight=False, markup=False)
 
 
+def finish_unseen(out: RunDir) -> str:
+    """The same where nobody looks: in a controller (launch/on_ray)."""
+    wrong = finish_upload(out, Console(quiet=True))
+    return _describe_missing(out, wrong) if wrong else ""
+
+
+def _describe_missing(out: RunDir, wrong: str) -> str:
+    url, again = load(out.settings).service.store, f"what is missing is sent by: atoll upload {short(out.path)}"
+    return f"the end of the run is not in {url}: {wrong}; {again}"
+
+
 def finish_upload(out: RunDir, console: Console) -> str:
     """Upload what is left of a run that is over, and release it. What is wrong; empty: all of it is there, or the run
     has no bucket. A run does not fail because of it."""
     url = load(out.settings).service.store if out.settings.exists() else ""
     if not url:
         return ""
-    again = f"what is missing is sent by: atoll upload {short(out.path)}"
     try:
         with console.status(f"uploading the end of the run to {url}") as status:
             wrong = _finish_all(out, url, lambda text: status.update(f"{text}; trying again"))
@@ -104,7 +114,7 @@ def finish_upload(out: RunDir, console: Console) -> str:
     except KeyboardInterrupt:
         wrong = "interrupted"
     if wrong:
-        text = f"the end of the run is not in {url}: {wrong}; {again}"
+        text = _describe_missing(out, wrong)
         console.print(text, style="bold yellow", soft_wrap=True, highlight=False, markup=False)
     return wrong
 

@@ -102,7 +102,6 @@ def train(
     if on is not None:
         refused = {"--kill": kill, "--demo": demo, "--tape": tape, "--from-cut": cut, "--breakable": breakable}
         refused |= {"--tensorboard": tensorboard, "--wandb": wandb, "--algorithm": algorithm != "decoupled"}
-        refused |= {"--store": store is not None or any(word.startswith("store=") for word in words)}
         if given := [name for name, value in refused.items() if value]:
             raise ConfigError(f"{given[0]} is for a run on this machine: leave it out, or --on")
     targets = Targets(tensorboard, wandb)
@@ -116,13 +115,13 @@ def train(
             raise ConfigError(
                 "--resume goes on with what was begun: leave --seed, --kill, --demo, --algorithm, --tape out"
             )
-        if store is not None:
+        if store is not None and on is None:
             restore_if_empty(resume, store, Console(stderr=json_))
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, arguments)[1:]) if script is not None else ()
         if on is not None:
-            resume_on_ray(on, resume, words, max_restarts, as_json=json_)
+            resume_on_ray(on, resume, words, max_restarts, store=store, as_json=json_)
             return
         _go_on(resume, cut, out, own, without_own_shards(words, resume), targets, options, force=force, as_json=json_)
         return
@@ -230,6 +229,7 @@ def _go_on(
     if cut is None:
         check_not_alive(old.path)
     settings = convert(merged(document_of(old.settings), parse_settings(words)), str(old.settings))
+    settings = _without_ray_keys(settings, old)
     _check_at_home(settings)
     if settings.by_hand and not script:
         raise ConfigError(
@@ -257,6 +257,15 @@ def _go_on(
     check_workload(settings.script)
     arguments = list(settings.script) or list(WORKLOAD)
     _train(settings, run_dir, console, arguments, (), as_json, found, targets, options=options)
+
+
+def _without_ray_keys(settings: Config, out: RunDir) -> Config:
+    """On Ray a run makes keys in its own folder (docs/adr/0034), which come from no bucket: on this machine it needs
+    none."""
+    keys = Path(settings.service.keys)
+    if keys.name != out.secrets.name or (keys != out.secrets and keys.exists()):
+        return settings
+    return msgspec.structs.replace(settings, service=msgspec.structs.replace(settings.service, keys=""))
 
 
 def _with_own_store(settings: Config, run_dir: RunDir, words: list[str]) -> Config:

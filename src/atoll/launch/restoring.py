@@ -36,6 +36,7 @@ from atoll.store.cuts import (
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Journal
 from atoll.store.rundir import RunDir
+from atoll.store.writer_lease import hold_run
 from atoll.syncer.recovery import Recovered, recover
 
 EVERYBODY = "everybody"
@@ -75,17 +76,19 @@ def _lacks_rounds(draft: RunDir, takeover: Takeover) -> bool:
 
 
 def attach_store(out: RunDir, url: str) -> None:
-    """Before a run starts: its bucket can be written, and is this run's. ConfigError says what is wrong."""
+    """Before a run starts: its bucket can be written, and is this run's. ConfigError says what is wrong. Of two that
+    start the same run at the same moment one is refused here or later: never do both name a place of their own."""
     bucket = open_bucket(url)
-    place = read_place(out.path)
-    try:
-        if place is None or place.url != url:
-            begin_store(bucket, out.path)
-        else:
-            _check_writable(bucket, place.place)
-            check_own(bucket, place)
-    except StoreUnavailable as error:
-        raise ConfigError(f"{error}: check the network, and AWS_ENDPOINT_URL where it is set") from error
+    with hold_run(out.path):
+        place = read_place(out.path)
+        try:
+            if place is None or place.url != url:
+                begin_store(bucket, out.path)
+            else:
+                _check_writable(bucket, place.place)
+                check_own(bucket, place)
+        except StoreUnavailable as error:
+            raise ConfigError(f"{error}: check the network, and AWS_ENDPOINT_URL where it is set") from error
 
 
 def _check_writable(bucket: Bucket, place: str) -> None:

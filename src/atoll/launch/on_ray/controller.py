@@ -24,6 +24,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from atoll.bucket.claims import read_place
+from atoll.bucket.credentials import keep_credentials, read_credentials
 from atoll.config import parse
 from atoll.fabric.address import SyncerAddress
 from atoll.fabric.certificates import fingerprint, make_server
@@ -47,6 +49,7 @@ from atoll.launch.on_ray.cluster import (
 )
 from atoll.launch.on_ray.groups import NodeGroup, list_groups
 from atoll.launch.on_ray.syncers import SyncerPair
+from atoll.launch.restoring import attach_store
 from atoll.launch.resume import plan_resume
 from atoll.launch.scaling import number_of
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
@@ -83,6 +86,8 @@ class RunJob(msgspec.Struct, frozen=True):
     pages: str
     closes: str
     """Writes the summary: `module:function`."""
+    uploads: str
+    """Uploads what is left of a run with a store, and says what is missing: `module:function`."""
     max_restarts: int
     force: bool = False
     resume: bool = False
@@ -101,6 +106,8 @@ class Watched(msgspec.Struct, frozen=True):
     status: RunStatus | None
     events: bytes
     offset: int
+    remark: str = ""
+    """At the end: what is not in the bucket."""
 
 
 @dataclass
@@ -109,6 +116,8 @@ class RayRun(LocalRun):
     """Ray started this controller again: the one before was lost."""
     adopts: bool = False
     """… and the processes go on. If no syncer served yet, they are started anew instead."""
+    credentials: dict[str, str] = field(default_factory=dict, repr=False)
+    """Variables by which the syncers open the run's bucket."""
     _children: dict[str, ActorChild | NodeGroup] = field(default_factory=dict)
     _notices_at: float = 0.0
 
@@ -152,7 +161,7 @@ class RayRun(LocalRun):
         return SyncerPair(
             "syncer",
             command,
-            self._common_env,
+            {**self._common_env, **self.credentials},
             self.out.log("syncer"),
             choose_node=choose_node,
             events=self._events,
@@ -325,14 +334,21 @@ class Controller:
     def __init__(self, job: bytes) -> None:
         self._job = msgspec.msgpack.decode(job, type=RunJob)
         self._status: RunStatus | None = None
-        self._link, self._state, self._error = "", "starting", RunFailed("")
+        self._link, self._state, self._error, self._remark = "", "starting", RunFailed(""), ""
+        self._credentials: dict[str, str] = {}
+        self._given = threading.Event()
         again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._out = RunDir(Path(self._job.out))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._run: RayRun | None = None
         threading.Thread(target=self._carry_out, args=(again,), name="atoll-run", daemon=True).start()
 
-    # ---- for those who watch ------------------------------------------------------------------------------------
+    # ---- for those who start and watch it -----------------------------------------------------------------------
+
+    def give_credentials(self, found: bytes) -> None:
+        """Those of the run's bucket; it begins once it was told. By a call: Ray keeps what an actor is made with."""
+        self._credentials = msgspec.msgpack.decode(found, type=dict[str, str])
+        self._given.set()
 
     def watch(self, offset: int) -> bytes:
         """How it stands, and the events from this byte on."""
@@ -344,7 +360,14 @@ class Controller:
                 whole, newline, _ = file.read(CHUNK_BYTES).rpartition(b"\n")
                 events = whole + newline
         told = Watched(
-            state, str(self._error), self._error.exit_code, self._link, self._status, events, offset + len(events)
+            state,
+            str(self._error),
+            self._error.exit_code,
+            self._link,
+            self._status,
+            events,
+            offset + len(events),
+            self._remark,
         )
         return msgspec.msgpack.encode(told)
 
@@ -360,10 +383,14 @@ class Controller:
 
     def _carry_out(self, again: bool) -> None:
         try:
+            if not again and not self._given.wait(PROBE_S):
+                raise RunFailed("whoever started the run was gone before it began")
             self._prepare(again)
             assert self._run is not None
             asyncio.run(self._run_to_end(self._run))
             failure = import_named("closes", self._job.closes)(self._out, self._run.shortfall)
+            self._run.close()  # a standby may still write
+            self._remark = import_named("uploads", self._job.uploads)(self._out)
             if failure:
                 raise RunFailed(failure)
             self._close("ended")
@@ -398,10 +425,14 @@ class Controller:
         needs = LearnerNeeds(config.cpus_per_learner, config.gpus_per_learner, config.nodes_per_learner)
         if not again and (shortage := find_shortage(nodes, config.protocol.learners, needs)):
             raise ConfigError(shortage)
-        if job.resume and not adopts:
-            resume = plan_resume(RunDir.open(self._out.path), job.changes)
+        if job.resume:
+            RunDir.open(self._out.path)
         elif not again or not self._out.path.exists():
             RunDir.create(self._out.path, force=job.force, shared=config.service.share_files)
+        if config.service.store:
+            self._open_store(config.service.store, again=again)
+        if job.resume and not adopts:
+            resume = plan_resume(self._out, job.changes)
         files = [str(self._out.path), job.launch.folder, *(one for one in job.script[:1] if one != "-m")]
         if not again and (told := find_blind_nodes(nodes, files)):
             raise ConfigError(f"{told[0]}: put it where every node sees it, on a file system that they share")
@@ -420,7 +451,17 @@ class Controller:
             start_s=START_S,
             again=again,
             adopts=adopts,
+            credentials=self._credentials,
         )
+
+    def _open_store(self, url: str, *, again: bool) -> None:
+        if again:
+            self._credentials = read_credentials(self._out.secrets)
+        else:
+            keep_credentials(self._out.secrets, self._credentials)
+        os.environ.update(self._credentials)  # this process is the controller's alone
+        if not again or read_place(self._out.path) is None:
+            attach_store(self._out, url)
 
     def _note(self, status: RunStatus | None) -> None:
         self._status = status
@@ -429,8 +470,8 @@ class Controller:
         self._link = link
 
 
-def make_controller(folder: Path, job: RunJob) -> Any:
-    """ConfigError: the run has one."""
+def make_controller(folder: Path, job: RunJob, credentials: dict[str, str]) -> Any:
+    """ConfigError: the run has one. `credentials`: of its bucket."""
     options: dict[str, Any] = {"name": name_actor(folder, CONTROLLER), "namespace": NAMESPACE, "lifetime": "detached"}
     if find_head():  # the cluster ends with it: a controller there is lost with no other node
         options["resources"] = {HEAD: 0.001}  # (a soft affinity to it Ray does not heed where no CPUs are asked for)
@@ -439,7 +480,8 @@ def make_controller(folder: Path, job: RunJob) -> Any:
         ray.kill(before, no_restart=True)  # it stays a while for those who watch
     try:
         made = make.remote(msgspec.msgpack.encode(job))
-        ray.get(made.is_over.remote(), timeout=PROBE_S)  # through a Ray Client this is the first to know
+        # Through a Ray Client this is the first to know.
+        ray.get(made.give_credentials.remote(msgspec.msgpack.encode(credentials)), timeout=PROBE_S)
         return made
     except ValueError:
         raise ConfigError(
