@@ -27,13 +27,15 @@ codec = "fp32"
 """
 
 
-def start_ranks(run: Run, name: str, layout: str, size: int, *words: str) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    run: Run, name: str, layout: str, size: int, *words: str, folder: Path | None = None
+) -> list[subprocess.Popen[str]]:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run.free_port()), "WORLD_SIZE": str(size)}
     where |= {"ATOLL_JOIN": run.address(), "ATOLL_LEARNER": name, "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, str(SCRIPTS / "ranks.py"), layout, *words],
-            cwd=run.folder,
+            cwd=folder or run.folder,
             env=run.environment({**where, "RANK": str(rank)}),
             text=True,
             stderr=subprocess.PIPE,

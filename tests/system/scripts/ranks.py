@@ -1,6 +1,6 @@
 """A learner in one of several layouts: plain, ddp, fsdp, hsdp, tp, fsdp-tp. All ranks train on the same data, so that
 the mean of their gradients is the gradient of one of them, to the bit. WIDE: a net of which a syncer of several shards
-cuts a tensor."""
+cuts a tensor. OTHER_RANK: the rank that has another net than the others."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", 
 torch.manual_seed(0)
 torch.set_num_threads(1)
 one, two = (601, 901) if os.environ.get("WIDE") else (8, 5)
+one += os.environ.get("OTHER_RANK") == str(rank)
 layers = (nn.Linear(6, one), nn.ReLU(), nn.Linear(one, two), nn.ReLU(), nn.Linear(two, 3, bias=False))
 model: nn.Module = nn.Sequential(*layers)
 if layout != "plain":
