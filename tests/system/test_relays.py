@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from tests.system.conftest import SCRIPTS, WAIT_S, Run
 
+from atoll.store.keys import KeyDir
 from atoll.store.verify import verify_run
+from atoll.syncer.credentials import read_tokens
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from relays import compare
@@ -74,6 +76,11 @@ class Region:
         assert lives == {1}, [event["text"] for event in self.run.events("refused", "quarantined", "lost", "joined")]
 
 
+def write_secret(path: Path, text: str) -> None:
+    path.touch(mode=0o600)
+    path.write_text(text)
+
+
 def count_sums(run: Run) -> int:
     return len((run.folder / "relay" / "sums.jsonl").read_text().splitlines())
 
@@ -106,6 +113,50 @@ def test_a_syncer_that_is_killed_behind_a_relay_goes_on(run: Run) -> None:
     run.until(lambda events: len(in_rounds_since(run, moment)) == LEARNERS)
     region.wait_for_sums(5)
     region.end()
+
+
+@pytest.mark.faults
+def test_a_relay_whose_token_is_revoked_ends_in_one_line_and_its_learners_go_on(run: Run) -> None:
+    keys, mine = KeyDir(run.folder / "keys"), run.folder / "relay-keys"
+    for words in (("cert", "--out", keys.path), ("tokens", "--keys", keys.path, "add", "eu"), ("cert", "--out", mine)):
+        assert run.command(*words).returncode == 0
+    rules = [word for one in SETTINGS for word in ("--set", one)]
+    where = ("--keys", keys.path, "--bind", "127.0.0.1", "--port", str(run.free_port()))
+    run.start("syncer", "--learners", "2", "--out", run.out, *where, *rules)
+    run.address()
+    upward, folder = run.folder / "eu.link", run.folder / "relay"
+    write_secret(upward, run.command("tokens", "--keys", keys.path, "link", "eu").stdout)
+    given = ("--join", upward, "--keys", mine, "--host", "127.0.0.1", "--port", str(run.free_port()))
+    relay = run.beside("relay", *given, "--out", folder, "--name", "eu")
+    deadline = time.monotonic() + WAIT_S
+    while not (folder / "link").exists():
+        assert relay.poll() is None and time.monotonic() < deadline, (run.folder / "beside.log").read_text()
+        time.sleep(0.05)
+    tokens = read_tokens(keys)
+    link = run.folder / "learners.link"  # with their own token in place of the relay's
+    theirs = (folder / "link").read_text().replace(tokens.named("eu").secret, tokens.named("join").secret)
+    write_secret(link, theirs)
+    learners = [
+        run.beside(
+            "learn", SCRIPTS / "line.py", "--join", link, "--name", f"learner-{n}", "--folder", run.folder / f"of-{n}",
+            "--", "--pace", "0.05",
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    run.until(lambda events: (folder / "sums.jsonl").exists() and count_sums(run) > 3)
+    assert run.command("tokens", "--keys", keys.path, "revoke", "eu").returncode == 0
+    assert relay.wait(WAIT_S) == 2
+    moment = time.time()
+    said = (run.folder / "beside.log").read_text()
+    assert "Traceback" not in said, said
+    (line,) = [line for line in said.splitlines() if line.startswith("atoll: ") and "revoked" in line]
+    assert "the token 'eu' was revoked" in line
+    run.until(lambda events: len(in_rounds_since(run, moment)) == 2)
+    run.interrupt()
+    run.ended()
+    assert [one.wait(WAIT_S) for one in learners] == [0, 0]
+    assert run.summary["tokens"]["in_flight"] == 0 and verify_run(run.out).ok
+    assert {event["incarnation"] for event in run.events("joined")} == {1}
 
 
 @pytest.mark.faults
