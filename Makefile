@@ -43,7 +43,7 @@ docs: $(DOCS) ## the documentation as a site, strictly: build/site/index.html
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/site.py
 
-check: $(DEV) ## ruff, mypy --strict, the layers of the house
+check: $(DEV) ## ruff, mypy --strict, the layers of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -233,7 +233,7 @@ def test_a_certificate_is_followed_by_one_that_links_have_named_before(
     remembered(keys)
     tokens, old = keys.tokens.read_bytes(), fingerprint(keys.certificate.read_bytes())
     capsys.readouterr()
-    assert "let them know of the next first (atoll cert --next)" in failed(monkeypatch, capsys, "cert --renew")
+    assert "announce the next certificate first (atoll cert --next)" in failed(monkeypatch, capsys, "cert --renew")
     assert linked(monkeypatch, capsys) == old
     assert atoll(monkeypatch, "cert", "--next", "--host", "two.example.org") == 0
     new = fingerprint(keys.next_certificate.read_bytes())
@@ -277,7 +277,7 @@ def test_one_of_an_authority_is_renewed_in_one_step_and_its_links_stay(
     assert any("atoll tokens link --ca" in line for line in lines)
     capsys.readouterr()
     keys.authority_key.unlink()
-    assert "is of an authority that is not here" in failed(monkeypatch, capsys, "cert --renew")
+    assert "was signed by an authority whose key is not here" in failed(monkeypatch, capsys, "cert --renew")
 
 
 def test_behind_a_proxy_links_name_the_certificate_that_it_shows_now(

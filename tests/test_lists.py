@@ -64,7 +64,7 @@ def test_half_a_chip_is_refused() -> None:
 
 
 def test_a_gap_in_a_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--chips '1,,2': nothing stands where a value should"):
+    with pytest.raises(ConfigError, match=r"--chips '1,,2': a value is missing"):
         counts("--chips", "1,,2")
 
 

@@ -66,7 +66,9 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if not 1 < self.norm_limit < MAX_COUNTER:
             raise ConfigError(f"norm_limit = {self.norm_limit} must be above 1: it is a multiple of the usual norm")
         if not self.lr < MAX_COUNTER:
-            raise ConfigError(f"lr = {self.lr} of the outer optimizer steps past every number: 0.6 is the default")
+            raise ConfigError(
+                f"lr = {self.lr} of the outer optimizer is so large that every step overflows: 0.6 is the default"
+            )
 
     def make(self) -> OuterOptimizer:
         from atoll.numerics.outer import make_outer  # brings NumPy, which `atoll --help` does without

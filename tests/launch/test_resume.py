@@ -123,7 +123,7 @@ def test_where_every_cut_is_damaged_each_is_named(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
     for cut in (0, 2, 4):
         damage(run, cut)
-    with pytest.raises(ConfigError, match="cannot be gone on with: ") as error:
+    with pytest.raises(ConfigError, match="cannot be resumed: ") as error:
         plan_resume(run.dir)
     assert all(f"/{cut:06d}/theta-001.bin is damaged" in str(error.value) for cut in (0, 2, 4))
     assert "\n" not in str(error.value)

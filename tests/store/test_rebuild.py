@@ -118,7 +118,7 @@ def test_a_first_cut_of_another_model_is_named(tmp_path: Path, monkeypatch: pyte
 def test_a_model_that_this_version_cuts_another_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = with_rounds(tmp_path / "run", 1)
     monkeypatch.setattr(rebuild, "make_plan", lambda *given: replace(make_plan(*given), fingerprint="another"))
-    assert "this version of Atoll cuts the run's model another way" in wrong(run)
+    assert "this version of Atoll makes other fragments of the run's model" in wrong(run)
 
 
 def test_changed_outer_settings_are_followed(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_a_model_that_is_cut_another_way_now_is_refused(tmp_path: Path) -> None:
     run.round()
     run.cut()
     run.trim()
-    with pytest.raises(Corrupt, match="cuts the run's model another way: use the version that began it"):
+    with pytest.raises(Corrupt, match="makes other fragments of the run's model: use the version that began it"):
         found_in(run)
 
 

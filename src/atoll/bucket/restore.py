@@ -259,7 +259,7 @@ class _Fetch:
             if before.term and self.listing.journal_end(before.term) < before.offset:
                 raise RunFailed(
                     f"{self.bucket.url} lacks a part of {JOURNAL}/{segment_name(before.term)}, which term {term} "
-                    "follows: it cannot be gone on with from there"
+                    "follows: the run cannot be resumed from there"
                 )
             term, end = before.term, before.offset
         return way

@@ -208,8 +208,8 @@ def _renew(keys: KeyDir, hosts: list[str], days: float, force: bool, console: Co
         return
     if signs_itself(keys.certificate.read_bytes()) and not force:
         raise ConfigError(
-            "links name the certificate that is there, and whoever has one could not dial anew: let them know of the "
-            "next first (atoll cert --next), or replace it all the same with --force"
+            "join links name the present certificate, and learners that hold one could not connect again: announce the "
+            "next certificate first (atoll cert --next), or replace it all the same with --force"
         )
     _write(keys, keys.certificate, keys.key, _successor(keys, hosts, days))
     console.print("the certificate is renewed; a syncer that goes on takes it in seconds")
@@ -222,7 +222,8 @@ def _successor(keys: KeyDir, hosts: list[str], days: float) -> CertificateAndKey
     if not signs_itself(before):
         if not keys.authority_key.is_file():
             raise ConfigError(
-                f"{short(keys.certificate)} is of an authority that is not here: put another of it there, with its key"
+                f"{short(keys.certificate)} was signed by an authority whose key is not here: put a new certificate of "
+                "that authority there, with its key"
             )
         authority = CertificateAndKey(keys.authority.read_bytes(), keys.authority_key.read_bytes())
     return make_server(list(dict.fromkeys([*hosts_of(before), *hosts])), days, authority)

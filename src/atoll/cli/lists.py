@@ -55,7 +55,7 @@ def words(option: str, text: str) -> list[str]:
     """What stands between the commas."""
     found = [word.strip() for word in text.split(",")]
     if not all(found):
-        raise ConfigError(f"{option} {text!r}: nothing stands where a value should; write a list as in 1,5")
+        raise ConfigError(f"{option} {text!r}: a value is missing; write a list as in 1,5")
     return found
 
 
@@ -90,7 +90,7 @@ def print_json(document: object) -> None:
 
 
 def print_csv(rows: Sequence[msgspec.Struct | dict[str, Any]]) -> None:
-    """A header and a line for each row; nothing stands where a row has no such figure."""
+    """A header and a line for each row; a cell is empty where a row has no such figure."""
     lines = [row if isinstance(row, dict) else msgspec.structs.asdict(row) for row in rows]
     table = csv.DictWriter(
         sys.stdout, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n"

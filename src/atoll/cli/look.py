@@ -172,7 +172,9 @@ def export(run: Path | str, out: Path, cut: int | None, best: bool, tail: int | 
     if best and cut is not None:
         raise ConfigError("--best and --cut name different models: give one of them")
     if best and whole:
-        raise ConfigError("--best is what the evaluator kept, which is what is merged: give --whole without it")
+        raise ConfigError(
+            "--best holds merged parameters alone, as the evaluator kept them: leave --best or --whole out"
+        )
     with open_copy(run, console) as folder:
         _export(console, folder, out, cut, best, tail, force, whole)
 

@@ -1,1 +1,1 @@
-"""The small process beside every learner that does all its talking. No torch."""
+"""The small process beside every learner that does all its networking. No torch."""

@@ -127,7 +127,7 @@ def above_0(name: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"{name} = {value:g} must be above 0")
     if not LEAST <= value <= MOST:
-        raise ConfigError(f"{name} = {value:g} is beyond reason: take {LEAST:g} to {MOST:g}")
+        raise ConfigError(f"{name} = {value:g} is out of range: take {LEAST:g} to {MOST:g}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ MOST_MACHINES = 4096
 
 
 class RegionPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the tables: no number in them is below 0, or beyond reason."""
+    """Base of the tables: no number in them is below 0, or absurdly large."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -1,1 +1,1 @@
-"""Where processes run."""
+"""Starts and supervises the processes of a run."""

@@ -120,7 +120,7 @@ def read_head(out: RunDir) -> History | None:
             return history
     if not remarks:
         return _read_beginning(out)
-    raise ConfigError(f"{out.path} cannot be gone on with: {'; '.join(remarks)}")
+    raise ConfigError(f"{out.path} cannot be resumed: {'; '.join(remarks)}")
 
 
 def _read_beginning(out: RunDir) -> History | None:
@@ -131,7 +131,7 @@ def _read_beginning(out: RunDir) -> History | None:
             history = History(record)
         elif history is None or isinstance(record, records.StartedRecord):
             raise ConfigError(
-                f"{out.path} cannot be gone on with: its journal tells of parameters, and {out.cuts} holds no cut with "
+                f"{out.path} cannot be resumed: its journal tells of parameters, and {out.cuts} holds no cut with "
                 "them: put back a copy of that folder"
             )
         else:

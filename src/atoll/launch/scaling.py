@@ -30,7 +30,7 @@ ASK_S = 3.0
 """How long the syncer may take to answer; who asks looks after processes too."""
 PLANNED = "planned"
 MOST_LEARNERS = 10_000
-"""More than that is a slip of the pen."""
+"""A larger number is taken for a typing error."""
 _WORD = re.compile(r"([+-]?)(\d{1,5})")
 _NUMBERED = re.compile(r"learner-(\d+)")
 

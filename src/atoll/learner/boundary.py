@@ -437,7 +437,9 @@ class SharedMailbox:
         self._newest, self.index = frame.versions, frame.index
         plan = make_plan(self.tensors, frame.settings.fragments, frame.settings.plan)
         if plan.fingerprint != frame.fingerprint:
-            raise PlanError("the run cuts its model another way than this version of Atoll: install the same version")
+            raise PlanError(
+                "this version of Atoll makes other fragments of the model than the run's: install the same version"
+            )
         if self.box is not None and self.boundary is not None:
             same_plan = self._fingerprint == plan.fingerprint
             if same_plan and serves(self._made_for, frame.settings):

@@ -1,1 +1,1 @@
-"""The relay: stands between the learners of one region and the syncer, and has no say (docs/adr/0032)."""
+"""The relay: stands between the learners of one region and the syncer, and decides nothing (docs/adr/0032)."""

@@ -215,7 +215,7 @@ class Drains:
         """Its last word came, and with it all its reports: nothing may be lost by them."""
         said = (gone.learner, gone.incarnation, gone.reason) in self._gave_all
         if said and any(gone.lost):
-            text = f"{gone.learner} had given all its steps, {gone.lost} tokens of it are lost by the books"
+            text = f"{gone.learner} had given all its steps, {gone.lost} tokens of it are lost in the ledger"
             raise Violation("a drain loses nothing", text, gone.learner)
 
     def watch_note(self, note: Note) -> None:

@@ -1,7 +1,7 @@
 """The lead's side of a simulated syncer of several shards: what syncer/lead.py carries out for the service, in virtual
 time. What is decided is protocol/syncer/shards.py's.
 
-Its own part is staged by the simulated syncer itself, which has whole fragments in its books: what the other shards
+Its own part is staged by the simulated syncer itself, which holds whole fragments: what the other shards
 hold is compared with them (part_checks.py).
 """
 

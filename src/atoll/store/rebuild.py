@@ -193,7 +193,7 @@ def plan_of(history: HistoryState) -> FragmentPlan:
     begun = history.begun
     plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
     if plan.fingerprint != begun.fingerprint:
-        raise BadCut("this version of Atoll cuts the run's model another way: use the version that began it")
+        raise BadCut("this version of Atoll makes other fragments of the run's model: use the version that began it")
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Who gets in at a syncer's port.
+"""Who may connect to a syncer's port: tokens and TLS, as its keys say.
 
 With keys: TLS and join tokens, which both may change while the run goes on. Without keys: this machine alone, by
 secrets that the run makes for itself and that commands of the same user find (fabric/local_secrets.py).

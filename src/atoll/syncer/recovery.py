@@ -138,7 +138,7 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
             try:
                 found.parameters.replay_round(fragment, version, number, memoryview(kept), mark)
             except ValueError as error:
-                raise BadCut(f"the journal does not give again what was committed: {error}") from error
+                raise BadCut(f"replaying the journal does not give what was committed: {error}") from error
             found.rounds += 1
         case records.RestoredRecord(versions=versions, at=at, digests=marks, payload=place):
             if place is None:
@@ -147,9 +147,9 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
             try:
                 given = found.parameters.restore_state(data, versions, at - 1)
             except ValueError as error:
-                raise BadCut(f"the journal does not give again what the run was rolled back to: {error}") from error
+                raise BadCut(f"replaying the journal does not give what the run was rolled back to: {error}") from error
             if given != marks:
-                raise BadCut(f"the journal does not give again what the run was rolled back to at round {at}")
+                raise BadCut(f"replaying the journal does not give what the run was rolled back to at round {at}")
         case records.TermRecord():
             found.parameters.begin_term()
         case records.ResetRecord(fragment):
@@ -163,7 +163,7 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
 def _parameters(history: History) -> Parameters:
     plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
     if plan.fingerprint != history.begun.fingerprint:
-        raise BadCut("this version of Atoll cuts the run's model another way: use the version that began it")
+        raise BadCut("this version of Atoll makes other fragments of the run's model: use the version that began it")
     return make_parameters(plan, history)
 
 

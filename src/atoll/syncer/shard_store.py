@@ -76,7 +76,7 @@ def shard_plan_of(begun: BegunRecord) -> ShardPlan:
     settings = begun.settings
     plan = make_plan(begun.tensors, settings.fragments, settings.plan)
     if plan.fingerprint != begun.fingerprint:
-        raise BadCut("this version of Atoll cuts the run's model another way: use the version that began it")
+        raise BadCut("this version of Atoll makes other fragments of the run's model: use the version that began it")
     return make_shard_plan(plan, begun.shards, (settings.codec, settings.version_codec))
 
 
@@ -268,7 +268,9 @@ class ShardStore:
                 decision.fragment, decision.version, decision.round, memoryview(data), record.digest
             )
         except ValueError as error:
-            raise Corrupt(f"the chain in {self._out.journal} does not give again what was decided: {error}") from error
+            raise Corrupt(
+                f"the chain in {self._out.journal} does not give what was decided when it is replayed: {error}"
+            ) from error
 
     def apply_other(self, parameters: Parameters, decision: AnyDecision) -> None:
         match decision:

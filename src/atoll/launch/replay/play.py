@@ -115,7 +115,9 @@ class RunReplay:
             )
         plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
         if plan.fingerprint != begun.fingerprint:
-            raise ConfigError("this version of Atoll cuts the run's model another way: use the version that ran it")
+            raise ConfigError(
+                "this version of Atoll makes other fragments of the run's model: use the version that ran it"
+            )
         parameters = Parameters(plan, outer_of(History(begun)), begun.settings.version_codec)
         shards = divide_plan(plan, begun)
         if shards is not None and self.cut is not None:

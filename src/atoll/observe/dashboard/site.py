@@ -141,7 +141,7 @@ class Dashboard:
     async def _serve_plotly(self, request: web.Request) -> web.StreamResponse:
         path = plotly_file()
         if path is None:
-            raise Rejected(404, "no plotly here: the page goes without its charts (pip install 'atoll[plots]')")
+            raise Rejected(404, "plotly is not installed, so the page has no charts (pip install 'atoll[plots]')")
         return _file(path)
 
     async def _serve_metrics(self, request: web.Request) -> web.StreamResponse:
@@ -153,7 +153,7 @@ class Dashboard:
     async def _serve_live(self, request: web.Request) -> web.StreamResponse:
         own = {f"{request.scheme}://{request.host}", f"https://{request.host}"}  # a proxy may end TLS in front
         if request.headers.get("Origin") not in own:
-            raise Rejected(403, "only a page of this very address may look on")
+            raise Rejected(403, "only a page that was loaded from this address may open this")
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise Rejected(426, "this is a WebSocket: open the page at / instead")
         return await self.viewers.serve(request)

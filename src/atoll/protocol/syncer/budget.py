@@ -1,4 +1,4 @@
-"""What of a learner's tokens counts towards the run's budget: what it says, as far as that can be.
+"""What of a learner's tokens counts towards the run's budget: what it reports, up to what is plausible.
 
 One false report could spend the whole budget. So tokens are counted at a believed rate: `MAX_RATIO_NEW` times that of
 the median of the others, or the whole budget in `LEAST_S`, whichever is more. What a learner says beyond that counts

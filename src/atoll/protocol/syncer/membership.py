@@ -115,7 +115,7 @@ class KnownLearner:
     closed: bool = False
     """Its account is closed: this incarnation is over for good."""
     left: bool = False
-    """It said goodbye, or the run has closed its books."""
+    """It said that it leaves, or the syncer has closed its account."""
     may_return: bool = False
     """It was in the last rounds of a run that had ended and is opened again: it may come back, or has."""
     probed_at: float = 0.0
