@@ -194,6 +194,30 @@ def test_what_no_encoder_writes_is_refused(codec: Absmax, place: int, value: int
 
 
 @both
+@given(place=st.integers(0, 267), value=st.integers(0, 255))
+@settings(max_examples=200, deadline=None)
+def test_a_fault_among_whole_blocks_is_found_in_its_block(codec: Absmax, place: int, value: int) -> None:
+    """Those that lie side by side are checked together: the same is said of each in a row of its own, which has a block
+    that is not whole behind it."""
+    body = encode(codec, draw(256, 6), ((2, 128),))
+    body[place % body.size] = value
+    apart = [encode(codec, draw(1, 7), ((1, 1),)) for _ in range(4)]
+    rows = np.concatenate([part for pair in zip(np.split(body, 4), apart, strict=True) for part in pair])
+
+    def check(data: ByteArray, of: Rows) -> str:
+        try:
+            codec.check(data, of)
+        except PeerError as refused:
+            return str(refused)
+        return ""
+
+    expected = check(rows, ((4, 65),))
+    for number in range(4):
+        expected = expected.replace(f"block {2 * number} ", f"block {number} ")
+    assert check(body, ((2, 128),)) == check(body, ((1, 256),)) == expected
+
+
+@both
 @pytest.mark.parametrize("extra", [-1, 1, 100])
 def test_another_length_is_refused(codec: Absmax, extra: int) -> None:
     part = make_plan([TensorSpec("t", (3, 9), "float32")], 1).fragments[0]

@@ -11,11 +11,19 @@ from atoll.choices import CODEC, MERGE
 from atoll.config import Outer
 from atoll.numerics import sample
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.codec import Delta, body_nbytes, decode_contribution, encode_contribution, make_codec
+from atoll.numerics.codec import (
+    AddingCodec,
+    Delta,
+    body_nbytes,
+    decode_contribution,
+    encode_contribution,
+    make_codec,
+)
 from atoll.numerics.compiled import read_only
-from atoll.numerics.deltas import EncodedDelta, GivenDelta, read_whole
+from atoll.numerics.deltas import EncodedDelta, GivenDelta, as_readable, read_whole, sum_bodies
 from atoll.numerics.filter import Filter
 from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan
+from atoll.numerics.merge import take_mean
 from atoll.numerics.screen import NormScreen, measure_part
 from atoll.protocol.messages import TensorSpec, buffer_name
 from atoll.syncer.parameters import Parameters
@@ -98,6 +106,33 @@ def test_a_body_is_measured_and_judged_as_what_it_decodes_to(
     )
     for one, other in zip(here_judged, there_judged, strict=True):
         assert (one.factors == other.factors).all() and one.agreement == other.agreement
+
+
+@pytest.mark.parametrize("name", [name for name in CODEC.names() if isinstance(make_codec(name), AddingCodec)])
+@settings(max_examples=12, deadline=None)
+@given(plan=plans(), seed=st.integers(0, 99), members=st.integers(2, 9), data=st.data())
+def test_a_sum_of_bodies_is_the_sum_of_what_they_decode_to(
+    name: str, plan: FragmentPlan, seed: int, members: int, data: st.DataObject
+) -> None:
+    part, shares = plan.fragments[0], np.random.default_rng(seed).random(members)
+    both = [encode(name, part, 10 * seed + m) for m in range(members)]
+    for number, (piece, at) in enumerate(part.parts):
+        expected, size = np.empty(piece.size, np.float32), data.draw(st.integers(1, piece.size))
+        take_mean(np.stack([decoded[at] for _, decoded in both]), shares, expected)
+        start, out = data.draw(st.integers(0, piece.size - size)), np.full(size, np.nan, np.float32)
+        found = sum_bodies([one for one, _ in both], number, shares)
+        assert found is not None
+        found.add_values(start, out)
+        assert out.tobytes() == expected[start : start + size].tobytes()
+
+
+def test_only_bodies_of_one_codec_are_summed_straight() -> None:
+    plan = make_plan([TensorSpec("t", (3, 100), "float32")], 1)
+    part, shares = plan.fragments[0], np.ones(2)
+    (one, decoded), (other, _), (sparse, _) = (encode(name, part, 1) for name in ("bf16", "int4", "topk"))
+    assert sum_bodies([one, one], 0, shares) is not None
+    for others in ([one, other], [one, as_readable(part, decoded)], [sparse, sparse]):
+        assert sum_bodies(others, 0, shares) is None
 
 
 @pytest.mark.parametrize("name", CODEC.names())

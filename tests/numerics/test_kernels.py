@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.numerics import codec_kernels, compiled, kernels
+from atoll.numerics import codec_kernels, compiled, group_kernels, kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray, IndexArray
 from atoll.numerics.compiled import read_only
-from atoll.numerics.kernels import BLOCK, GROUP, LANES
+from atoll.numerics.group_kernels import GROUP
+from atoll.numerics.kernels import BLOCK, LANES
 
 SIZES = [1, 7, LANES, LANES + 1, 1000, BLOCK, BLOCK + 3, 3 * BLOCK + 5]
 
@@ -172,12 +173,13 @@ def test_sgd_is_its_equation(size: int) -> None:
 REAL_USE = """
 import numpy as np
 from atoll import choices
-from atoll.numerics import codec_kernels, compiled, kernels, merge, outer, codec, screen, fragments, filter, moments
+from atoll.numerics import codec, compiled, deltas, filter, fragments, kernels, merge, moments, outer, screen
 from atoll.protocol.messages import TensorSpec
 from atoll.syncer import versions
 
 INNER = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count"}
 INNER |= {"add_group", "add_members", "square_norm", "absmax_decode_block", "absmax_decode_blocks"}
+INNER |= {"absmax_decode_run", "absmax_reserved", "absmax_lacks_faults", "bf16_value", "bf16_add"}
 # compiled into those that call them
 
 def kinds():
@@ -185,7 +187,7 @@ def kinds():
 
 kernels.warm()
 before = kinds()
-assert set(before.values()) == {1} and len(before) == 25, before
+assert set(before.values()) == {1} and len(before) == 27, before
 fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
 x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
@@ -208,6 +210,7 @@ for by in map(codec.make_codec, choices.CODEC.names()):
     by.encode_delta(codec.Delta(y, received, received, x.copy()), rows, body)
     given = np.frombuffer(body.tobytes(), np.uint8)
     by.check(given, rows), by.decode(given, rows, y)
+    merge.merge(fragment, [deltas.EncodedDelta(by, fragment, one) for one in (body, given)], [1.0, 2], y, "mean")
 codec.round_to_dtype(y, "bfloat16")
 form = moments.NAMES.index("adam")
 body = np.zeros(moments.moments_nbytes(codec.make_codec("int8"), fragment, [form]), np.uint8)
@@ -257,6 +260,9 @@ def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tupl
         (codec_kernels.bf16_decode, (read_only(bits.astype(np.uint16)), y.view(np.uint32), starts)),
         (codec_kernels.bf16_round, (bits,)),
     ]
+    scales, fresh = read_only(draw(GROUP)), seed % 2 == 0
+    words = tuple(read_only((one.view(np.uint32) >> 16).astype(np.uint16)) for one in (x, y, z, rest))
+    found += [(group_kernels.bf16_add_group, (y, words, scales, count, fresh)) for count in (1, 3, GROUP)]
     rng, blocks = np.random.default_rng(seed), -(-size // codec_kernels.ABSMAX_BLOCK)
     noise, other = (rng.integers(0, 256, 4 * size + 200).astype(np.uint8) for _ in range(2))
     for width in (4, 8):
@@ -267,6 +273,10 @@ def calls(size: int, seed: int) -> list[tuple[compiled.Kernel[..., object], tupl
             (codec_kernels.absmax_check, (read_only(other), *head)),
             (codec_kernels.absmax_check, (read_only(other % 8), *head)),
             (codec_kernels.absmax_decode, (read_only(other), y, starts, *head[:3])),
+            (
+                group_kernels.absmax_add_group,
+                (y, (read_only(other), read_only(noise)) * 2, scales, 3, fresh, 0, *head[:3]),
+            ),
             (codec_kernels.absmax_decode, (read_only(other), y[: size // 2 * 2], halves_of(size), *head[:3])),
         ]
     row = (size, 3 * blocks + size, 0.3)
@@ -305,7 +315,8 @@ def test_as_plain_python_a_kernel_gives_the_bits_that_it_gives_compiled(
     made = calls(size, seed)
     outside = {kernel for kernel, _ in made}
     inside = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "topk_count", "add_group"}
-    inside |= {"add_members", "square_norm", "absmax_decode_block", "absmax_decode_blocks"}
+    inside |= {"add_members", "square_norm", "absmax_decode_block", "absmax_decode_blocks", "absmax_decode_run"}
+    inside |= {"absmax_reserved", "absmax_lacks_faults", "bf16_value", "bf16_add"}
     assert {kernel.__name__ for kernel in compiled._KERNELS if kernel not in outside} == inside
     for kernel, arguments in made:
         if any(isinstance(one, np.ndarray) and not one.size for one in arguments[1:2]):
@@ -332,9 +343,9 @@ def test_nothing_but_a_call_of_a_kernel_loads_numba() -> None:
 def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernels.warm()
     files = [kernel.index_file for kernel in compiled._KERNELS]
-    assert len(files) == 36 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
+    assert len(files) == 43 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
     sources, numba, kept = {one.source for one in compiled._KERNELS}, tmp_path / "numba.py", tmp_path / "__pycache__"
-    assert {one.name for one in sources} == {"kernels.py", "codec_kernels.py"}
+    assert {one.name for one in sources} == {"kernels.py", "codec_kernels.py", "group_kernels.py"}
     kept.mkdir()
     copies = [tmp_path / one.name for one in sources]
     for file in (*copies, numba, *(kept / one.name for one in files)):

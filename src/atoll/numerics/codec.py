@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -91,6 +91,25 @@ class Codec(Protocol):
     def decode_runs(self, data: ByteArray, tensor: tuple[int, int], starts: IndexArray, out: FloatArray) -> None:
         """Of one tensor, its rows and their length: as many values from each of `starts` on as fill `out`. It is called
         often, so data and starts are `read_only`."""
+        ...
+
+
+@runtime_checkable
+class AddingCodec(Codec, Protocol):
+    """One whose bodies can be added up without their values in memory."""
+
+    def add_bodies(
+        self,
+        bodies: tuple[ByteArray, ...],
+        scales: FloatArray,
+        count: int,
+        fresh: bool,
+        tensor: tuple[int, int],
+        start: int,
+        out: FloatArray,
+    ) -> None:
+        """out ← out + Σ c Δ over the first `count` of GROUP bodies (group_kernels.py), in order; `fresh` starts with
+        the first. Of as many values of one tensor from `start` on as fill `out`; bodies and scales are `read_only`."""
         ...
 
 

@@ -1,21 +1,23 @@
 """Contributions as a merge, a screen and a filter read them: some runs of values of a piece at a time.
 
 What came encoded stays so until its round is merged. Whoever reads decodes into memory of its own that stays in cache:
-no decoded contribution is written to memory and read again (docs/adr/0036). What has to be there whole (a filter that
+no decoded contribution is written to memory and read again (docs/adr/0036); a mean adds bodies up without that memory
+(`sum_bodies`). What has to be there whole (a filter that
 compares all values, sums of relays) is read whole, by `read_whole`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from atoll.numerics.arrays import ByteArray, FloatArray, IndexArray
-from atoll.numerics.codec import Codec, TensorPlace, body_parts, tensor_places
+from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray, IndexArray
+from atoll.numerics.codec import AddingCodec, Codec, body_parts, tensor_places
 from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Fragment, Piece
+from atoll.numerics.group_kernels import GROUP
 
 
 class ReadableDelta(Protocol):
@@ -42,23 +44,32 @@ class DecodedDelta(NamedTuple):
             out[k * size : (k + 1) * size] = self.values[first + start : first + start + size]
 
 
+class PieceBody(NamedTuple):
+    """What came for one piece."""
+
+    codec: Codec
+    tensor: tuple[int, int]
+    """Its rows and their length."""
+    data: ByteArray
+
+
 class EncodedDelta:
     def __init__(self, codec: Codec, fragment: Fragment, data: ByteArray) -> None:
         """`data`: a body that was checked."""
         self.fragment = fragment
-        self._places: dict[int, tuple[Codec, TensorPlace, ByteArray]] = {}
+        self._bodies: dict[int, PieceBody] = {}
         """By the piece's first value."""
         for part in body_parts(codec, fragment):
             for place in tensor_places(part.codec, part.rows):
-                self._places[part.values.start + place.values.start] = (
-                    part.codec,
-                    place,
-                    read_only(data[part.data][place.data]),
-                )
+                body = PieceBody(part.codec, place.tensor, read_only(data[part.data][place.data]))
+                self._bodies[part.values.start + place.values.start] = body
 
     def read_runs(self, number: int, starts: IndexArray, out: FloatArray) -> None:
-        codec, place, data = self._places[self.fragment.offsets[number]]
-        codec.decode_runs(data, place.tensor, starts, out)
+        codec, tensor, data = self.piece_body(number)
+        codec.decode_runs(data, tensor, starts, out)
+
+    def piece_body(self, number: int) -> PieceBody:
+        return self._bodies[self.fragment.offsets[number]]
 
 
 class ChangedDelta(NamedTuple):
@@ -105,3 +116,44 @@ def read_whole(delta: ReadableDelta, threads: int = 1) -> FloatArray:
 
     in_parts(work, len(runs), 1, threads)
     return out
+
+
+# ---- sums straight from bodies --------------------------------------------------------------------------------------
+
+
+class BodyGroup(NamedTuple):
+    bodies: tuple[ByteArray, ...]
+    """GROUP of them: where there are fewer the first stands for the others."""
+    scales: FloatArray
+    members: int
+
+
+class BodySum(NamedTuple):
+    """Σ c Δ of one piece, of bodies of one codec: the bits of `take_mean` of what they decode to."""
+
+    codec: AddingCodec
+    tensor: tuple[int, int]
+    groups: list[BodyGroup]
+
+    def add_values(self, start: int, out: FloatArray) -> None:
+        """As many of its values from `start` on as fill `out`."""
+        for n, group in enumerate(self.groups):
+            self.codec.add_bodies(*group, n == 0, self.tensor, start, out)
+
+
+def sum_bodies(deltas: Sequence[ReadableDelta], number: int, coefficients: DoubleArray) -> BodySum | None:
+    """Of the piece of this number. None: not all came encoded, or not by one codec, or it cannot add bodies."""
+    bodies = [delta.piece_body(number) for delta in deltas if isinstance(delta, EncodedDelta)]
+    if len(bodies) < len(deltas) or len({one.codec.name for one in bodies}) != 1:
+        return None
+    codec, tensor, _ = bodies[0]
+    if not isinstance(codec, AddingCodec):
+        return None
+    groups = []
+    for first in range(0, len(bodies), GROUP):
+        data = [one.data for one in bodies[first : first + GROUP]]
+        scales = np.zeros(GROUP, np.float32)
+        scales[: len(data)] = coefficients[first : first + GROUP]
+        filled = (*data, *([data[0]] * (GROUP - len(data))))
+        groups.append(BodyGroup(filled, read_only(scales), len(data)))
+    return BodySum(codec, tensor, groups)

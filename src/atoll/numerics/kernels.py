@@ -1,4 +1,5 @@
-"""The compiled loops of norms, merges and outer steps. Those of the codecs are in codec_kernels.py.
+"""The compiled loops of norms, merges and outer steps. Those of the codecs are in codec_kernels.py, sums of
+contributions in group_kernels.py.
 
 Rules they keep:
 - equal inputs give equal bits on every machine: no fastmath; no contraction but of products that are exact
@@ -16,12 +17,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.numerics import codec_kernels, compiled
+from atoll.numerics import codec_kernels, compiled, group_kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import exact_kernel, kernel, read_only
+from atoll.numerics.group_kernels import GROUP, add_group
 
-GROUP = 4
-"""Contributions that are added at once, without a sum in memory in between."""
 BLOCK = 16_384
 """Elements of which one dot product is summed."""
 RUN = 4096
@@ -37,39 +37,6 @@ LANES = 64
 def are_compiled() -> bool:
     """Whether all of them, the codecs' too, lie on disk. If not, `warm` compiles them."""
     return compiled.lie_compiled()
-
-
-@kernel
-def add_group(out: FloatArray, deltas: tuple[FloatArray, ...], scales: FloatArray, count: int, fresh: bool) -> None:
-    """out ← out + Σ c Δ over the first `count` of four, in order; `fresh` starts with the first. Each case is a loop of
-    its own, because a compiled loop has as many instructions as it has terms."""
-    a, b, c, d = deltas
-    p, q, r, s = scales[0], scales[1], scales[2], scales[3]
-    if fresh:
-        if count == 4:
-            for i in range(out.size):
-                out[i] = ((p * a[i] + q * b[i]) + r * c[i]) + s * d[i]
-        elif count == 3:
-            for i in range(out.size):
-                out[i] = (p * a[i] + q * b[i]) + r * c[i]
-        elif count == 2:
-            for i in range(out.size):
-                out[i] = p * a[i] + q * b[i]
-        else:
-            for i in range(out.size):
-                out[i] = p * a[i]
-    elif count == 4:
-        for i in range(out.size):
-            out[i] = (((out[i] + p * a[i]) + q * b[i]) + r * c[i]) + s * d[i]
-    elif count == 3:
-        for i in range(out.size):
-            out[i] = ((out[i] + p * a[i]) + q * b[i]) + r * c[i]
-    elif count == 2:
-        for i in range(out.size):
-            out[i] = (out[i] + p * a[i]) + q * b[i]
-    else:
-        for i in range(out.size):
-            out[i] = out[i] + p * a[i]
 
 
 @kernel
@@ -281,3 +248,4 @@ def warm() -> None:
     nesterov_update(given, given, y, one, one)
     nesterov_advance(z, given, one, one, one)
     codec_kernels.warm()
+    group_kernels.warm()

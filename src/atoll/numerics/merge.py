@@ -25,8 +25,9 @@ from atoll.choices import MERGE
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray, IndexArray
 from atoll.numerics.compiled import PART, in_parts, read_only
-from atoll.numerics.deltas import GivenDelta, ReadableDelta, as_readable
+from atoll.numerics.deltas import BodySum, GivenDelta, ReadableDelta, as_readable, sum_bodies
 from atoll.numerics.fragments import Fragment, Piece
+from atoll.numerics.group_kernels import GROUP
 from atoll.protocol.messages import TensorSpec
 
 ROOM = 1 << 19
@@ -119,9 +120,13 @@ def merge(
         terms = [_terms(readable, weights)] * len(fragment.pieces)
     pairs = [(piece, len(one.deltas) > 1) for piece, one in zip(fragment.pieces, terms, strict=True)]
     by_norms = [several and _merges_by_norms(piece, by) for piece, several in pairs]
+    means = [
+        _find_mean(number, piece, one) if _takes_mean(piece, by) else None
+        for number, (piece, one) in enumerate(zip(fragment.pieces, terms, strict=True))
+    ]
     sums = _sum_by_norms(fragment, by_norms, terms, out, by, room, threads, exchange)
     limits = [
-        PART if number in sums else _most_values(several, piece, terms[number], by)
+        PART if number in sums or means[number] else _most_values(several, piece, terms[number], by)
         for number, (piece, several) in enumerate(pairs)
     ]
     cuts = cut_fragment(fragment, limits)
@@ -130,6 +135,8 @@ def merge(
         for cut in cuts[first:last]:
             if (of := sums.get(cut.number)) is not None:
                 _lengthen_cut(cut, of, terms[cut.number], out[cut.values], by, room)
+            elif (mean := means[cut.number]) is not None:
+                mean.add_values(int(cut.start[0]), out[cut.values])
             else:
                 _merge_cut(cut, terms[cut.number], out[cut.values], by, room)
             if then is not None:
@@ -280,8 +287,16 @@ def rows_of_cut(piece: Piece, limit: int = PART) -> int:
 
 
 def _takes_mean(piece: Piece, by: Any) -> bool:
-    embedding = piece.tensor.embedding and not getattr(by, "MERGES_EMBEDDINGS", False)
-    return bool(embedding or piece.tensor.buffer_rule)
+    if piece.tensor.buffer_rule or (piece.tensor.embedding and not getattr(by, "MERGES_EMBEDDINGS", False)):
+        return True
+    return hasattr(by, "direction_rows") and by.direction_rows(piece) == 0
+
+
+def _find_mean(number: int, piece: Piece, terms: Terms) -> BodySum | None:
+    """The mean straight from the bodies. None: it is taken of what they decode to, or there is none to take."""
+    if len(terms.deltas) < 2 or piece.tensor.buffer_rule == "first" or any(factor != 1 for factor in terms.factors):
+        return None
+    return sum_bodies(terms.deltas, number, terms.shares)
 
 
 def _merges_rows_apart(piece: Piece, by: Any) -> bool:
@@ -366,9 +381,9 @@ def add_scaled(deltas: Sequence[FloatArray] | FloatArray, coefficients: DoubleAr
     """out ← Σ c Δ in the order given; coefficients by contribution, and then by row where rows have their own."""
     by_row = coefficients.reshape(len(deltas), -1).T
     given = [read_only(delta) for delta in deltas]
-    for first in range(0, len(deltas), kernels.GROUP):
-        group = given[first : first + kernels.GROUP]
-        scales = np.zeros((len(by_row), kernels.GROUP), np.float32)
-        scales[:, : len(group)] = by_row[:, first : first + kernels.GROUP]
-        filled = (*group, *([group[0]] * (kernels.GROUP - len(group))))
+    for first in range(0, len(deltas), GROUP):
+        group = given[first : first + GROUP]
+        scales = np.zeros((len(by_row), GROUP), np.float32)
+        scales[:, : len(group)] = by_row[:, first : first + GROUP]
+        filled = (*group, *([group[0]] * (GROUP - len(group))))
         kernels.accumulate(out, filled, read_only(scales), len(group), first == 0)
