@@ -15,9 +15,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.integrations.conftest import EXAMPLES, Run, told_loss
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from atoll.integrations.hf import joined
+from atoll.integrations.hf import check_in_run, joined
 from atoll.learner.model import describe
 
 pytestmark = pytest.mark.integrations
@@ -127,6 +129,32 @@ def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score
     assert json.loads((saved / "config.json").read_text())["model_type"] == "gpt2"
     assert (saved / "tokenizer.json").exists() and not list(saved.glob("checkpoint-*"))
     assert told_loss(run, script, saved) == pytest.approx(summary["validation_loss_end"], rel=1e-4)
+
+
+def test_two_ranks_of_trainer_are_one_learner(run: Run) -> None:
+    script = Path(__file__).parent / "scripts" / "hf_ranks.py"
+    given = ("--learners", "1", "--ranks", "2", "--steps", "24", "--set", "fragments=3", "--set", "sync_every=6")
+    run.train(script, *given).ended()
+    assert "joined run" in run.logs() and "as learner-0, 2 ranks" in run.logs() and "not leased" not in run.logs()
+    seen = [(run.folder / f"seen-learner-0-{rank}").read_text().splitlines() for rank in (0, 1)]
+    steps = len(seen[0])
+    assert len(seen[1]) == steps and run.summary["tokens"]["computed"] == steps * 2 * 4 * 8
+    samples = [number for lines in seen for line in lines for number in line.split()]
+    assert len(set(samples)) == len(samples) == steps * 2 * 4, "no sample came to both ranks, or twice"
+    assert run.logs().count("saved the global model to saved") == 1
+    assert GPT2LMHeadModel.from_pretrained(run.folder / "saved").config.n_embd == 16
+
+
+def test_ranks_that_trainer_does_not_know_of_are_refused(tmp_path: Path) -> None:
+    """As without a GPU and without use_cpu: each would train a copy of its own."""
+    trainer = make_trainer(tmp_path)
+    check_in_run(trainer.args, trainer.state)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ValueError, match=r"2 processes were started as one learner.*use_cpu=True"):
+            check_in_run(trainer.args, trainer.state)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_lora_on_a_stream_ends_with_the_run_and_so_does_its_learning_rate(run: Run) -> None:

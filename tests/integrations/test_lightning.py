@@ -6,17 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from tests.integrations.conftest import EXAMPLES, Run, told_loss
 from tests.system.conftest import members
+from tests.system.test_ranks import find_rank
 from torch import nn
 from torch.utils.data import DataLoader
 
-from atoll.integrations.lightning import AtollCallback
+from atoll.integrations.lightning import AtollCallback, check_in_run
 
 pytestmark = [
     pytest.mark.integrations,
@@ -123,6 +126,26 @@ def test_a_learner_that_is_taken_away_leaves_in_good_order(run: Run) -> None:
     run.ended()
     [left] = [event for event in run.events("left") if event["learner"] == "learner-1"]
     assert "SIGTERM" in left["reason"] and "its state is saved" in left["reason"]
+
+
+def test_ranks_under_ddp_are_one_learner_that_comes_back_when_one_is_killed(run: Run) -> None:
+    script = Path(__file__).parent / "scripts" / "lightning_ranks.py"
+    given = ("--learners", "1", "--ranks", "2", "--steps", "120", "--set", "fragments=3", "--set", "sync_every=6")
+    run.train(script, *given)
+    run.until(lambda events: sum(event["kind"] == "round" for event in events) >= 6)
+    os.kill(find_rank(run, "learner-0", 1), signal.SIGKILL)
+    run.ended()
+    assert run.summary["restarts"] == 1 and "as learner-0, 2 ranks" in run.logs() and "not leased" not in run.logs()
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+    assert run.summary["tokens"]["computed"] % 16 == 0, "8 samples of each rank in every step"
+    ends = [line.split()[-1] for line in run.logs().splitlines() if line.startswith("rank ")]
+    assert len(ends) == 2 and ends[0] == ends[1] and (run.folder / "saved.ckpt").exists()
+
+
+def test_other_strategies_of_several_processes_are_refused() -> None:
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(), logger=False)
+    with pytest.raises(ValueError, match=r'ModelParallelStrategy here.*strategy="ddp"'):
+        check_in_run(trainer)
 
 
 def test_without_the_library_one_line_says_what_to_install() -> None:

@@ -192,7 +192,7 @@ def test_a_torchrun_of_several_ranks_that_made_no_process_group(
         Learner(model(), syncer="http://127.0.0.1:9")
     assert ended.value.code == 2 and isinstance(ended.value.__cause__, ConfigError)
     said = capsys.readouterr().err
-    assert said.startswith("atoll: torchrun started 2 ranks") and said.count("\n") == 1
+    assert said.startswith("atoll: 2 ranks were started, and there is no process group") and said.count("\n") == 1
 
 
 def test_a_process_group_that_came_after_the_learner(group: None, monkeypatch: pytest.MonkeyPatch) -> None:

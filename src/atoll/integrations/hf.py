@@ -9,6 +9,9 @@ Trainer when the run is done, and leaves when training ends; then `trainer.model
 Alone, without a run, Trainer trains as it always does.
 
 Tokens are those that Trainer counts. A step that a GradScaler leaves out is none, and its tokens are not counted.
+
+Started by torchrun, or by `atoll train --ranks`, all processes of a Trainer are one learner of several ranks, which
+share the model by DDP. Trainer counts the tokens of all ranks on each of them, so rank 0 says them for all.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from atoll.extras import explained
 
 with explained(__name__, "hf"):
     import torch
+    from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
     from atoll.integrations.loaders import follow_run, lease_samples
+    from atoll.learner.ranks import count_ranks
     from atoll.learner.script import find_syncer, say
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
@@ -103,7 +108,7 @@ class AtollCallback(TrainerCallback):  # type: ignore[misc]
                     "Trainer counted no tokens in this step: the batches have no column that is named as "
                     "model.main_input_name says"
                 )
-            self.learner.step(tokens=tokens, loss=loss)
+            self.learner.step(tokens=tokens if args.process_index == 0 else 0, loss=loss)
         if self.learner.has_budget:
             state.max_steps = max(state.max_steps, state.global_step + 2)  # Trainer ends when it gets there
         if self.learner.done:
@@ -146,10 +151,16 @@ def check_counting(args: TrainingArguments) -> None:
 
 def check_in_run(args: TrainingArguments, state: TrainerState) -> None:
     """ValueError: what is asked of Trainer cannot be had in a run."""
-    if args.world_size > 1 or args.deepspeed:
+    if args.world_size != (ranks := count_ranks()):
         raise ValueError(
-            f"one learner has {args.world_size} processes of Trainer here, which is not supported yet: start each as "
-            "a learner of its own (atoll train --learners), or write the loop yourself (docs/ranks.md)"
+            f"{ranks} processes were started as one learner, and Trainer takes each of them for all there is; without "
+            "a GPU it needs TrainingArguments(use_cpu=True)"
+        )
+    kind = AcceleratorState().distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise ValueError(
+            f"Trainer shares the model by {kind} here; a learner of Trainer's has one process or several under DDP: "
+            "leave it out, or write the loop yourself with FSDP2 (docs/ranks.md)"
         )
     if args.load_best_model_at_end:
         raise ValueError(
@@ -237,7 +248,7 @@ def save_global_model(trainer: Trainer, learner: atoll.Learner, folder: Path) ->
     if not learner.alone and not learner.finished:
         say(f"nothing is saved to {folder}: the run goes on without this learner")
         return
-    if learner.index != 0:
+    if learner.index != 0 or not trainer.is_world_process_zero():
         return
     trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
     if trainer.processing_class is not None:

@@ -5,6 +5,8 @@ batches are one step, and so are the steps of several optimizers on one batch), 
 and leaves when training ends: then the module holds the global model. In a run samples come from the run's leases
 through the module's own dataloader, schedules that are a LambdaLR stepped by steps follow `learner.progress`, and a run
 with a budget ends by it, whatever `max_epochs` and `max_steps` say. Alone the Trainer trains as it always does.
+
+With `strategy="ddp"` all processes of a Trainer are one learner of several ranks; each counts its own batches.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from atoll.extras import explained
 with explained(__name__, "lightning"):
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from atoll.integrations.loaders import follow_run, lease_samples
@@ -99,10 +102,10 @@ class AtollCallback(Callback):  # type: ignore[misc]
 
 def check_in_run(trainer: Trainer) -> None:
     """ValueError: what is asked of the Trainer cannot be had in a run."""
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and type(trainer.strategy) is not DDPStrategy:  # DeepSpeed's is derived from it
         raise ValueError(
-            f"one learner has {trainer.world_size} processes of Lightning here, which is not supported yet: use "
-            "Trainer(devices=1) and a learner for each (atoll train --learners), or write the loop (docs/ranks.md)"
+            f"Lightning shares the model by {type(trainer.strategy).__name__} here; several processes of Lightning "
+            'are one learner under strategy="ddp": use that, or write the loop yourself with FSDP2 (docs/ranks.md)'
         )
     if trainer.global_step > 0:
         raise ValueError("a run restores its learners itself: call trainer.fit() without ckpt_path")

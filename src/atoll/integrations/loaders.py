@@ -18,9 +18,10 @@ from atoll.learner.learner import Learner
 class LeasedIndices(Sampler[int]):
     """The samples that the run leases to this learner, one by one, for a BatchSampler of the same batch size."""
 
-    def __init__(self, learner: Learner, dataset: Any, batch_size: int) -> None:
+    def __init__(self, learner: Learner, dataset: Any, batch_size: int, ranks: int = 1) -> None:
+        """Of a learner of several ranks: `batch_size` is of this one."""
         self._batches = learner.sampler(dataset, batch_size)
-        self._length = len(dataset)
+        self._length = -(-len(dataset) // ranks)
 
     def __len__(self) -> int:
         """Of one pass, as other libraries count their epochs; the leases themselves go on until the run is done."""
@@ -33,11 +34,23 @@ class LeasedIndices(Sampler[int]):
 
 def lease_samples(loader: Any, learner: Learner) -> bool:
     """Let a dataloader load what the run leases; False: its data has no length or makes its own batches."""
-    batches = getattr(loader, "batch_sampler", None)
-    if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if isinstance(loader.dataset, IterableDataset):
         return False
-    batches.sampler = LeasedIndices(learner, loader.dataset, batches.batch_size)
+    if type(batches).__name__ == "BatchSamplerShard" and not batches.split_batches:  # Accelerate's, of several ranks
+        ranks, batches = batches.num_processes, _whole(batches)
+    else:
+        ranks = getattr(getattr(batches, "sampler", None), "num_replicas", 1)  # a DistributedSampler, as Lightning's
+    if type(batches) is not BatchSampler:
+        return False
+    batches.sampler = LeasedIndices(learner, loader.dataset, batches.batch_size, ranks)
     return True
+
+
+def _whole(shard: Any) -> Any:
+    """What a rank's shard takes its part of: leases are parted already, so the shard is to take all."""
+    shard.num_processes, shard.process_index = 1, 0
+    return shard.batch_sampler
 
 
 def follow_run(schedule: object, learner: Learner, steps: int) -> bool:

@@ -138,10 +138,11 @@ def find_ranks() -> RankGroup | None:
     if dist.is_available() and dist.is_initialized():
         return None
     size = os.environ.get("WORLD_SIZE", "")
-    if "TORCHELASTIC_RUN_ID" in os.environ and size.isdecimal() and int(size) > 1:
+    started = "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_WORLD_SIZE" in os.environ  # torchrun; atoll train --ranks
+    if started and size.isdecimal() and int(size) > 1:
         raise ConfigError(
-            f"torchrun started {size} ranks, and there is no process group: call torch.distributed.init_process_group "
-            "before atoll.Learner(...)"
+            f"{size} ranks were started, and there is no process group: call torch.distributed.init_process_group "
+            'before atoll.Learner(...), or Lightning with Trainer(devices=..., strategy="ddp")'
         )
     return None
 
