@@ -219,15 +219,20 @@ class Stream(IterableDataset[int]):
     [
         (DataLoader(TensorDataset(torch.zeros(4))), r"a dataset, not a DataLoader: hand over loader.dataset"),
         ({"text": DataLoader(TensorDataset(torch.zeros(4)))}, "not a DataLoader"),
-        (Stream(), "which a Stream has not: make a list of it, or loop over it yourself until learner.done"),
-        (iter([1, 2]), "which a list_iterator has not"),
-        ((n for n in range(3)), "which a generator has not"),
+        (3, "which a int has not: make a list of it"),
+        ({"text": Stream()}, "which a Stream has not: make a list of it"),
     ],
 )
-def test_a_loader_or_a_stream_is_told_what_to_do_at_the_call(call: str, given: Any, told: str) -> None:
+def test_a_loader_or_no_dataset_is_told_what_to_do_at_the_call(call: str, given: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told) as caught:
         getattr(Learner(small()), call)(given, 2)
     assert "\n" not in str(caught.value)
+
+
+def test_a_sampler_has_no_use_for_a_stream() -> None:
+    for stream in (Stream(), iter([1, 2])):
+        with pytest.raises(TypeError, match=r"has not: make a list of it; learner.batches and learner.stream take"):
+            Learner(small()).sampler(stream, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("option", ["shuffle", "sampler", "batch_sampler", "drop_last"])

@@ -31,7 +31,7 @@ with explained(__name__, "hf"):
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
-    from atoll.integrations.loaders import follow_run, lease_samples
+    from atoll.integrations.loaders import follow_run, lease_samples, share_stream
     from atoll.learner.ranks import count_ranks
     from atoll.learner.script import find_syncer, say
 
@@ -88,8 +88,8 @@ class AtollCallback(TrainerCallback):  # type: ignore[misc]
         if (scaler := getattr(optimizer, "scaler", None)) is not None:
             learner.register("scaler", scaler)
         learner.__enter__()
-        if not lease_samples(train_dataloader, learner):
-            say("Trainer's data has no length or makes its own batches: counted but not leased (docs/huggingface.md)")
+        if not (lease_samples(train_dataloader, learner) or share_stream(train_dataloader, learner)):
+            say("Trainer's data makes its own batches: counted but not leased (docs/huggingface.md)")
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
         if learner.has_budget and not follow_run(schedule, learner, state.max_steps):
             say("the learning rate follows this learner's own steps: its schedule is no LambdaLR")

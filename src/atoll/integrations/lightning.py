@@ -26,7 +26,7 @@ with explained(__name__, "lightning"):
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    from atoll.integrations.loaders import follow_run, lease_samples
+    from atoll.integrations.loaders import follow_run, lease_samples, share_stream
     from atoll.learner.script import say
 
 
@@ -59,10 +59,11 @@ class AtollCallback(Callback):  # type: ignore[misc]
             learner.register(f"schedule-{number}", schedule, from_peers=True)
         free_sigterm(trainer)
         learner.__enter__()
-        if lease_samples(trainer.train_dataloader, learner):
+        loader = trainer.train_dataloader
+        if lease_samples(loader, learner) or share_stream(loader, learner):
             iter(trainer.fit_loop._data_fetcher)  # workers have begun to load what the loader itself would choose
         else:
-            say("Lightning's data has no length or makes its own batches: counted but not leased (docs/lightning.md)")
+            say("Lightning's data makes its own batches: counted but not leased (docs/lightning.md)")
         if learner.has_budget:
             self._follow(trainer, learner)
 

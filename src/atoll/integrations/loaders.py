@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import BatchSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from atoll.learner.learner import Learner
 
@@ -44,6 +44,23 @@ def lease_samples(loader: Any, learner: Learner) -> bool:
     if type(batches) is not BatchSampler:
         return False
     batches.sampler = LeasedIndices(learner, loader.dataset, batches.batch_size, ranks)
+    return True
+
+
+def share_stream(loader: Any, learner: Learner) -> bool:
+    """Let a dataloader of a stream read this learner's share of it; False: it is something else."""
+    inner = getattr(loader, "base_dataloader", loader)  # Accelerate wraps it
+    if not isinstance(inner, DataLoader) or not isinstance(inner.dataset, IterableDataset) or not inner.batch_size:
+        return False
+    dataset: Any = inner.dataset
+    if type(dataset).__name__ == "IterableDatasetShard":  # each rank reads all, and takes its part of every batch
+        of_all = dataset.batch_size * (1 if dataset.split_batches else dataset.num_processes)
+        dataset.dataset = learner._make_stream_dataset(dataset.dataset, of_all, by_rank=False)
+        return True
+    dispatches = type(loader).__name__ == "DataLoaderDispatcher"  # rank 0 reads for all, batch by batch
+    of_all = inner.batch_size * (1 if not dispatches or loader.split_batches else loader.state.num_processes)
+    shared = learner._make_stream_dataset(dataset, of_all, by_rank=not dispatches)
+    inner.__dict__["dataset"] = shared  # torch refuses to be told by assignment; nothing has been read yet
     return True
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from atoll.learner.script import say
+from atoll.learner.streams import Stream, StreamShare
 from atoll.numerics.permutation import permuted
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.learner.effects import Registered
@@ -252,7 +253,11 @@ class Feed:
         self._own_batches = self._own_done = 0
         """Alone: batches of the pass, and those whose steps are made."""
         self._leased: LeasedSamples | None = None
+        self._stream: Stream | None = None
         self._saved: dict[str, Any] | None = None
+        self._saved_stream: dict[str, Any] = {}
+        self.find_earlier: Callable[[], dict[str, Any]] = dict
+        """Reads what an earlier life saved of its feed, where all else begins anew."""
         self._used: Callable[[], int] | None = None
         """Of how many of the batches drawn the step just made was; None: of all of them."""
         self._said = False
@@ -264,6 +269,8 @@ class Feed:
 
     def stepped(self) -> None:
         used = self._used() if self._used is not None else None
+        if self._stream is not None:
+            self._stream.stepped(used)
         if self._leased is not None:
             self._leased.stepped(used)
         elif self._own_batches:
@@ -289,6 +296,16 @@ class Feed:
         for source in found:
             check_batch(len(source.samples), batch_size)
         return found
+
+    def open_stream(self, source: Any, batch_size: int | None, share: StreamShare) -> Stream:
+        """Its position is kept from now on, and is that of an earlier life to begin with."""
+        self._stream = stream = Stream(source, batch_size, share)
+        if not self._saved_stream:
+            self.load_stream(self.find_earlier())
+        if self._saved_stream:
+            stream.load(self._saved_stream)
+        self._saved_stream, self.find_earlier = {}, dict
+        return stream
 
     def ask(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, seed: int) -> Registered:
         """Take leases from now on; what the syncer is to be told. A second loop goes on where the first was left."""
@@ -374,8 +391,15 @@ class Feed:
     # ---- as a cut carries it ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {} if self._leased is None else self._leased.state()
+        leases = {} if self._leased is None else self._leased.state()
+        at = {} if self._stream is None else self._stream.state()
+        return {**leases, "stream": at} if at else leases
 
     def load(self, state: dict[str, Any]) -> None:
         """Taken up when the batches are asked for."""
-        self._saved = state or None
+        self.load_stream(state)
+        self._saved = {name: value for name, value in state.items() if name != "stream"} or None
+
+    def load_stream(self, state: dict[str, Any]) -> None:
+        """The position of the stream alone: leases of an earlier life go to whoever gets them next."""
+        self._saved_stream = state.get("stream", {})

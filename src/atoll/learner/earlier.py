@@ -3,6 +3,8 @@
 Rules:
 - exactly (the run resumes from the same snapshot): everything is as it was, and the same incarnation goes on;
 - otherwise the parameters are the run's, and the rest is restored;
+- where a stream was read to is taken from the newest part also by a learner that takes all else from a peer, as one
+  does that was killed: a peer reads another share;
 - random states are restored last, once the learner has joined: joining may use them;
 - what was saved on leaving comes before a snapshot's part;
 - a supervisor names the part to continue from, or none (ATOLL_STATE). Without it a learner continues from the newest
@@ -20,11 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from atoll.learner.folder import read_run
+from atoll.learner.packing import Unpacking
 from atoll.learner.ranks import RankGroup
-from atoll.learner.resharding import make_whole_boxes, part_of_rank, refit, saved_boxes
+from atoll.learner.resharding import PLACE, make_whole_boxes, part_of_rank, refit, saved_boxes
 from atoll.learner.saved_state import list_parts
 from atoll.learner.script import FILE, say
 from atoll.learner.snapshot import Snapshot, read
@@ -122,6 +125,23 @@ def find_part_of_ranks(ranks: RankGroup, folder: Path | None, run: str, fit: Fit
     if reason and ranks.rank == 0:
         say(f"{file} in {root} is not used, the inner optimizer begins afresh: {reason}")
     return None if reason else part
+
+
+def remember_feed(folder: Path, run: Callable[[], str]) -> Callable[[], dict[str, Any]]:
+    """Reads where the data was in the part that is the newest now, once somebody asks; empty: there is none of this
+    run."""
+    part, of = next(iter(reversed(list_parts(folder))), None), read_run(folder)
+
+    def read_feed() -> dict[str, Any]:
+        if part is None or (of and of != run()):
+            return {}
+        with suppress(AtollError, OSError, KeyError):
+            snapshot = read(part)
+            found: dict[str, Any] = Unpacking(snapshot.tensors).unpack(snapshot.states[PLACE])["feed"]
+            return found
+        return {}
+
+    return read_feed
 
 
 def _take_left_state(path: Path) -> Snapshot | None:

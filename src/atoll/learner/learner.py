@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, default_collate
 
 from atoll.fabric.address import without_secrets
 from atoll.learner.capture import Stateful
@@ -31,6 +32,7 @@ from atoll.learner.loading import (
     UsedBatches,
     check_dataset,
     check_options,
+    check_stream,
     checked_batch_size,
     load,
     seed_of,
@@ -42,6 +44,7 @@ from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find
 from atoll.learner.session import RunSession
 from atoll.learner.state import Optimizers, check_kept, check_trained
 from atoll.learner.step_stats import StepCounter
+from atoll.learner.streams import Stream, StreamDataset, StreamShare, is_stream
 from atoll.learner.trained_model import TorchModel, TrainedModel, as_torch
 from atoll.learner.unmerged import FrozenRule
 from atoll.protocol.errors import AtollError, ConfigError
@@ -240,7 +243,7 @@ class BaseLearner:
 
     def batches(
         self,
-        dataset: Datasets,
+        dataset: Datasets | Iterable[Any],
         batch_size: int | None = None,
         *,
         weights: Mapping[str, float] | None = None,
@@ -253,7 +256,23 @@ class BaseLearner:
         many passes the run makes over them; 0: no end. Alone, without a syncer, it is one pass in a seeded order.
         `loader`: what torch's DataLoader takes and does not change the order (num_workers, collate_fn, pin_memory,
         prefetch_factor, ...); with any of these, batches come through a DataLoader.
+        A dataset without a length is a stream: each learner reads a share of it in the stream's own order, and goes on
+        where it was if the stream has state_dict() and load_state_dict(). So is a StatefulDataLoader, without
+        `batch_size`: it is read as it is.
         """
+        if is_stream(dataset):
+            check_stream(batch_size, weights, loader, is_loader=isinstance(dataset, DataLoader))
+            return self._load_stream(dataset, batch_size, epochs, loader.get("collate_fn", default_collate))
+        return self._load_leased(dataset, batch_size, weights, epochs, loader)  # type: ignore[arg-type]
+
+    def _load_leased(
+        self,
+        dataset: Datasets,
+        batch_size: int | None,
+        weights: Mapping[str, float] | None,
+        epochs: int,
+        loader: dict[str, Any],
+    ) -> Iterator[Any]:
         check_dataset(dataset, "batches")
         check_options(loader)
         batch_size = checked_batch_size(batch_size, "batches")
@@ -278,6 +297,50 @@ class BaseLearner:
             return iter(ahead)
 
         return LeasedSampler(begin)
+
+    def stream(self, dataset: Iterable[Any], batch_size: int) -> StreamDataset:
+        """The same of a stream, for a DataLoader of the script's own: `DataLoader(learner.stream(data, 8), 8)`, a pass
+        for each loop over it. With workers the stream's position is not known."""
+        if not is_stream(dataset) or isinstance(dataset, DataLoader):
+            raise TypeError("learner.stream takes a dataset without a length: others go to learner.sampler")
+        return self._make_stream_dataset(dataset, batch_size, by_rank=True)
+
+    def _make_stream_dataset(self, dataset: Any, batch_size: int, *, by_rank: bool) -> StreamDataset:
+        """`by_rank`: the loader does not deal it out to the ranks of a learner itself."""
+        stream = self._open_stream(dataset, batch_size, by_rank=by_rank)
+
+        def watch(batches: Iterator[Any]) -> Iterator[Any]:
+            ahead = DrawCounter(batches)
+            self._feed.count_by(ahead.count_step)
+            return iter(ahead)
+
+        return StreamDataset(stream, watch)
+
+    def _open_stream(self, source: Any, batch_size: int | None, *, by_rank: bool = True) -> Stream:
+        if not self._inside:
+            raise RuntimeError("a stream is read inside of 'with atoll.Learner(...) as learner:'")
+        session = self._session
+        share, ranks = StreamShare(), self._share if session is None else session.data_share
+        learners = 1 if session is None else session.learners
+        if learners == 0:
+            say("the stream is read whole, as the run was not heard of: other learners may read the same samples")
+        elif by_rank:
+            share = StreamShare(self.index % learners * ranks.parts + ranks.part, learners * ranks.parts)
+        else:
+            share = StreamShare(self.index % learners, learners)
+        stream = self._feed.open_stream(source, batch_size, share)
+        if session is not None and not stream.is_positioned:
+            say("the stream does not say where it is (state_dict), so it begins again whenever this learner does")
+        return stream
+
+    def _load_stream(self, source: Any, batch_size: int | None, epochs: int, collate: Any) -> Iterator[Any]:
+        stream, counted = self._open_stream(source, batch_size), UsedBatches()
+        self._feed.count_by(counted.count_step)
+        for batch in stream.read(1 if self.alone else epochs or None):
+            if self.done:
+                return
+            counted.count()
+            yield batch if batch_size is None else collate(batch)
 
     def _load(
         self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, loader: Mapping[str, Any]

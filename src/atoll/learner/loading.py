@@ -46,7 +46,7 @@ class DrawCounter:
     nothing is drawn any more, and steps are on as many batches as before.
     """
 
-    def __init__(self, draws: Iterator[Drawn]) -> None:
+    def __init__(self, draws: Iterator[Any]) -> None:
         self._draws = draws
         self._drawn = self._seen = self._used = 0
         """Batches drawn, drawn by the last step, and trained on."""
@@ -57,7 +57,7 @@ class DrawCounter:
         self._usual = 1
         self._over = False
 
-    def __iter__(self) -> Iterator[Drawn]:
+    def __iter__(self) -> Iterator[Any]:
         for drawn in self._draws:
             self._drawn += 1
             yield drawn
@@ -131,6 +131,20 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"learner.batches takes no {name!r}; of DataLoader's options it takes {', '.join(OPTIONS)}")
 
 
+def check_stream(batch_size: int | None, weights: object, options: Mapping[str, Any], *, is_loader: bool) -> None:
+    """TypeError says what a stream cannot be read with."""
+    if weights is not None:
+        raise TypeError("learner.batches takes weights with datasets that have a length: mix the streams yourself")
+    if is_loader and batch_size is not None:
+        raise TypeError("learner.batches takes no batch_size with a loader, which makes the batches: leave it out")
+    for name in options:
+        if is_loader or name != "collate_fn":
+            raise TypeError(
+                f"learner.batches takes no {name} with a stream, which is read in this process: make a loader with its "
+                "options yourself, of torchdata's StatefulDataLoader, and hand that over"
+            )
+
+
 def check_dataset(data: object, call: str) -> None:
     """TypeError says in one line what to hand over instead of a loader or a stream."""
     if isinstance(data, Mapping):
@@ -140,13 +154,12 @@ def check_dataset(data: object, call: str) -> None:
         raise TypeError(
             f"learner.{call} takes a dataset, not a DataLoader: hand over loader.dataset with batch_size and, for "
             "learner.batches, num_workers, collate_fn and so on; or make the DataLoader with "
-            "batch_sampler=learner.sampler(dataset, batch_size)"
+            "batch_sampler=learner.sampler(dataset, batch_size); of a stream, DataLoader(learner.stream(dataset, 8), 8)"
         )
     elif isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise TypeError(
             f"learner.{call} takes a dataset with a length and an index, which a {type(data).__name__} has not: make a "
-            "list of it, or loop over it yourself until learner.done, with learner.index and learner.seed so that "
-            "every learner sees other samples"
+            "list of it; learner.batches and learner.stream take what can only be iterated"
         )
 
 

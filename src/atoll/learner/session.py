@@ -21,7 +21,7 @@ from atoll.learner.boundary import SharedMailbox
 from atoll.learner.capture import BegunSnapshot, Stateful
 from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe_machine
 from atoll.learner.data import Feed, NamedDataset
-from atoll.learner.earlier import SavedPart, find_earlier_state
+from atoll.learner.earlier import SavedPart, find_earlier_state, remember_feed
 from atoll.learner.folder import LearnerFolder
 from atoll.learner.joining import JoinRequest, JoinWait
 from atoll.learner.meeting import AgreedFacts, RankExchange
@@ -117,6 +117,11 @@ class RunSession:
         return boundary is not None and (boundary.settings.steps > 0 or boundary.settings.tokens > 0)
 
     @property
+    def learners(self) -> int:
+        """That the run was begun with; 0 until it is heard of."""
+        return 0 if self.shared.boundary is None else self.shared.boundary.settings.learners
+
+    @property
     def progress(self) -> float:
         """How much of the run's budget is spent; 0 until the run is heard of."""
         return min(1.0, self._known.progress)
@@ -138,6 +143,8 @@ class RunSession:
         self._use_folder_of(run)
         earlier = find_earlier_state(self._folder, run, self.shared.tensors, self._ranks, self.shared.boxes)
         self._restored = earlier is not None
+        if earlier is None and self._folder is not None:
+            self._feed.find_earlier = remember_feed(self._folder, lambda: self._run)
         if earlier is not None:
             self._saver.note_life(earlier.file)
         if earlier is not None and self._folder is not None:
@@ -171,6 +178,7 @@ class RunSession:
                 raise
             say(f"{earlier.file} in {self._folder} does not fit, the inner optimizer begins afresh: {error}")
             return
+        self._feed.load_stream(place["feed"])
         if self._leads:
             say(f"goes on with the inner optimizer, schedules and random states of step {place['t']}")
 
