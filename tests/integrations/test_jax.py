@@ -27,6 +27,7 @@ def kill_and_see_back(run: Run, learner: str) -> None:
 
 def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score(run: Run) -> None:
     script = EXAMPLES / "jax_optax.py"
+    assert len(script.read_text().splitlines()) <= 40
     run.train(script, "--learners", "2", "--steps", "100000", "--set", "sync_every=8", "--set", "cut_every=20")
     run.until(lambda events: any(event["kind"] == "cut" for event in events) and "learner-1" in dict(members(events)))
     kill_and_see_back(run, "learner-1")

@@ -348,6 +348,18 @@ def test_alone_it_trains_as_it_does_without(capsys: pytest.CaptureFixture[str]) 
     assert "alone" in capsys.readouterr().err
 
 
+def test_a_learner_with_the_optimizer_makes_the_scripts_steps_itself() -> None:
+    params, opt_state = tree(), OPTIMIZER.init(tree())
+    with Learner(tree(), OPTIMIZER) as learner:
+        for _ in range(3):
+            params, opt_state = jax.jit(step)(params, opt_state)
+            learner.update(jax.tree.map(jnp.ones_like, learner.params), tokens=1)
+    assert learner.steps == 3 and equal(learner.params, params) and equal(learner.opt_state, opt_state)
+    assert learner._apply._cache_size() == 1
+    with Learner(tree(), opt_state) as learner, pytest.raises(TypeError, match=r"Learner\(params, optimizer\)"):
+        learner.update(tree(), tokens=1)
+
+
 def test_a_flax_module_trains(capsys: pytest.CaptureFixture[str]) -> None:
     graph, params = nnx.split(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), nnx.Param)
     optimizer = optax.sgd(0.5, momentum=0.9)

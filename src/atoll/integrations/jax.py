@@ -9,12 +9,15 @@
             params, opt_state = learner.step(params, opt_state, tokens=batch.size, loss=loss)
     params = learner.params                                       # the final model
 
+Or the learner keeps both trees and makes the steps: `Learner(params, optimizer)`, then `learner.update(gradients, ...)`
+with gradients at `learner.params`.
+
 What a learner of torch's and one of JAX's call by the same name, shape and type, they train together (docs/jax.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +25,7 @@ from atoll.extras import explained
 
 with explained(__name__, "jax"):
     import jax
+    import optax
     import torch
 
     from atoll.integrations.jax_arrays import Chosen, JaxModel
@@ -35,7 +39,14 @@ with explained(__name__, "jax"):
     from atoll.protocol.limits import Direction
     from atoll.protocol.messages import TensorSpec
 
-__all__ = ["Learner", "evaluate", "load"]
+__all__ = ["AS_TORCH", "Learner", "evaluate", "load"]
+
+AS_TORCH: Mapping[str, Any] = {
+    "names": lambda path: path.replace("kernel", "weight"),
+    "transposed": lambda name: name.endswith("weight"),
+}
+"""For `Learner`, `evaluate` and `load`, of dense layers: the run calls and keeps each tensor as torch's Linear does,
+`weight`, with a row for each output."""
 
 
 class Learner(BaseLearner):
@@ -44,7 +55,7 @@ class Learner(BaseLearner):
     `params` is the pytree that is trained: every leaf an array of float32, bfloat16 or float16, all on one device.
     `opt_state` is what the optimizer keeps: saved with snapshots, and taken from a peer by a newcomer. On entering,
     both are committed to their device and `params` replaced by the run's: go on with `learner.params` and
-    `learner.opt_state`.
+    `learner.opt_state`. An optax optimizer in its place begins with its `init(params)`; `update` makes its steps.
     `names` gives a tensor's name in the run for its path, 'layers.0.kernel', which is its name otherwise. `transposed`
     says of which tensors the run has the transposed matrix, as torch's Linear has its weights; `embeddings` which are
     embeddings (otherwise those called 'embedding'): both by names in the run, as a collection or a function.
@@ -69,6 +80,10 @@ class Learner(BaseLearner):
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         refuse_evaluator()
+        self._optimizer = opt_state if isinstance(opt_state, optax.GradientTransformation) else None
+        if self._optimizer is not None:
+            opt_state = self._optimizer.init(params)
+            self._apply = jax.jit(self._apply_gradients, donate_argnums=1)
         self._arrays = _make_model(params, opt_state, names, transposed, embeddings)
         self._losses = JaxLosses()
         super().__init__(
@@ -109,9 +124,22 @@ class Learner(BaseLearner):
         self._step(tokens, self._losses.read(loss))
         return self._arrays.hand_over()
 
+    def update(self, gradients: Any, *, tokens: int, loss: Any = None) -> None:
+        """Let the optimizer that this learner was given make a step, by gradients at `learner.params`, which are others
+        then."""
+        if self._optimizer is None:
+            raise TypeError("learner.update makes the steps of an optax optimizer: Learner(params, optimizer)")
+        params, opt_state = self._arrays.hand_over()
+        self.step(*self._apply(gradients, opt_state, params), tokens=tokens, loss=loss)
+
+    def _apply_gradients(self, gradients: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        assert self._optimizer is not None
+        updates, opt_state = self._optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     def batches(
         self,
-        dataset: Datasets,
+        dataset: Datasets | Iterable[Any],
         batch_size: int | None = None,
         *,
         weights: Mapping[str, float] | None = None,
