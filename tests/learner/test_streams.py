@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from atoll.learner.learner import Learner
-from atoll.learner.streams import Stream, StreamShare, is_stream
+from atoll.learner.streams import DataStream, StreamShare, is_stream
 from atoll.protocol.errors import ConfigError
 
 
@@ -60,28 +60,28 @@ def test_what_counts_as_a_stream() -> None:
 
 
 def test_shares_are_disjoint_and_each_is_read_in_order() -> None:
-    shares = [list(Stream(Plain(10), 2, StreamShare(part, 3)).read(1)) for part in range(3)]
+    shares = [list(DataStream(Plain(10), 2, StreamShare(part, 3)).read(1)) for part in range(3)]
     assert shares == [[[0, 3], [6]], [[1, 4], [7]], [[2, 5], [8]]], "the rest that gives no turn is left out"
 
 
 def test_passes_follow_one_another_and_know_their_number() -> None:
-    assert list(Stream(Plain(4), 2, StreamShare()).read(2)) == [[0, 1], [2, 3], [100, 101], [102, 103]]
-    assert list(Stream(iter(range(3)), 2, StreamShare()).read(None)) == [[0, 1], [2]], "an iterator has one pass"
+    assert list(DataStream(Plain(4), 2, StreamShare()).read(2)) == [[0, 1], [2, 3], [100, 101], [102, 103]]
+    assert list(DataStream(iter(range(3)), 2, StreamShare()).read(None)) == [[0, 1], [2]], "an iterator has one pass"
     with pytest.raises(ConfigError, match="no samples for this learner: it reads share 4 of 5"):
-        list(Stream(Plain(4), 2, StreamShare(4, 5)).read(None))
+        list(DataStream(Plain(4), 2, StreamShare(4, 5)).read(None))
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 6])
 def test_it_goes_on_behind_the_last_batch_that_was_stepped_on(steps: int) -> None:
     share = StreamShare(1, 3)
-    whole = [batch for _, batch in zip(range(10), Stream(Positioned(), 2, share).read(None), strict=False)]
-    first, seen = Stream(Positioned(), 2, share), []
+    whole = [batch for _, batch in zip(range(10), DataStream(Positioned(), 2, share).read(None), strict=False)]
+    first, seen = DataStream(Positioned(), 2, share), []
     batches = first.read(None)
     for _ in range(steps):
         seen.append(next(batches))
         first.stepped(1)
     next(batches), next(batches)  # read ahead
-    second = Stream(Positioned(), 2, share)
+    second = DataStream(Positioned(), 2, share)
     second.load(first.state())
     assert second.state() == first.state()
     seen += [batch for _, batch in zip(range(10 - steps), second.read(None), strict=False)]
@@ -89,14 +89,14 @@ def test_it_goes_on_behind_the_last_batch_that_was_stepped_on(steps: int) -> Non
 
 
 def test_another_share_or_a_stream_that_says_nothing_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
-    first = Stream(Positioned(), 2, StreamShare(0, 2))
+    first = DataStream(Positioned(), 2, StreamShare(0, 2))
     next(first.read(None))
     first.stepped(None)
     for source, share in ((Positioned(), StreamShare(0, 3)), (Plain(), StreamShare(0, 2))):
-        second = Stream(source, 2, share)
+        second = DataStream(source, 2, share)
         second.load(first.state())
         assert next(second.read(None))[0] == 0 and "begins again" in capsys.readouterr().err
-    assert Stream(Plain(), 2, StreamShare()).state() == {}
+    assert DataStream(Plain(), 2, StreamShare()).state() == {}
 
 
 def test_a_learner_reads_it_in_batches_and_keeps_its_position() -> None:

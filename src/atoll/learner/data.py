@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from atoll.learner.script import say
-from atoll.learner.streams import Stream, StreamShare
+from atoll.learner.streams import DataStream, StreamShare
 from atoll.numerics.permutation import permuted
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.learner.effects import Registered
@@ -253,7 +253,7 @@ class Feed:
         self._own_batches = self._own_done = 0
         """Alone: batches of the pass, and those whose steps are made."""
         self._leased: LeasedSamples | None = None
-        self._stream: Stream | None = None
+        self._stream: DataStream | None = None
         self._saved: dict[str, Any] | None = None
         self._saved_stream: dict[str, Any] = {}
         self.find_earlier: Callable[[], dict[str, Any]] = dict
@@ -297,9 +297,9 @@ class Feed:
             check_batch(len(source.samples), batch_size)
         return found
 
-    def open_stream(self, source: Any, batch_size: int | None, share: StreamShare) -> Stream:
+    def open_stream(self, source: Any, batch_size: int | None, share: StreamShare) -> DataStream:
         """Its position is kept from now on, and is that of an earlier life to begin with."""
-        self._stream = stream = Stream(source, batch_size, share)
+        self._stream = stream = DataStream(source, batch_size, share)
         if not self._saved_stream:
             self.load_stream(self.find_earlier())
         if self._saved_stream:

@@ -44,7 +44,7 @@ from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find
 from atoll.learner.session import RunSession
 from atoll.learner.state import Optimizers, check_kept, check_trained
 from atoll.learner.step_stats import StepCounter
-from atoll.learner.streams import Stream, StreamDataset, StreamShare, is_stream
+from atoll.learner.streams import DataStream, StreamDataset, StreamShare, is_stream
 from atoll.learner.trained_model import TorchModel, TrainedModel, as_torch
 from atoll.learner.unmerged import FrozenRule
 from atoll.protocol.errors import AtollError, ConfigError
@@ -316,7 +316,7 @@ class BaseLearner:
 
         return StreamDataset(stream, watch)
 
-    def _open_stream(self, source: Any, batch_size: int | None, *, by_rank: bool = True) -> Stream:
+    def _open_stream(self, source: Any, batch_size: int | None, *, by_rank: bool = True) -> DataStream:
         if not self._inside:
             raise RuntimeError("a stream is read inside of 'with atoll.Learner(...) as learner:'")
         session = self._session

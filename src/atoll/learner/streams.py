@@ -48,7 +48,7 @@ class StreamShare:
     parts: int = 1
 
 
-class Stream:
+class DataStream:
     """A share of a stream, read batch by batch, and its position as of the last step.
 
     Batches may be read ahead of the steps on them: behind each the position is noted, and it counts when the step is
@@ -165,7 +165,7 @@ def _deal_out(source: Any, share: StreamShare) -> tuple[Any, bool]:
 class StreamDataset(IterableDataset[Any]):
     """For a DataLoader of the script's own: the samples of this learner's share, a pass for each loop."""
 
-    def __init__(self, stream: Stream, watch: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    def __init__(self, stream: DataStream, watch: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
         """`watch` counts what is read; in a loader's worker nobody does, so the position is not known there."""
         self._stream, self._watch = stream, watch
 
