@@ -75,7 +75,7 @@ async def test_the_inner_optimizer_of_a_peer_arrives_bit_for_bit(stage: Stage, d
     helped = await run.until_said("helped")
     assert (helped["learner"], helped["peer"]) == ("learner-1", "learner-0") and 0 < helped["peer_t"] <= peer.t
     assert helped["bytes"] > 2 * 4 * 15
-    relayed = run.service.server._relay.bytes_in
+    relayed = run.service.server._states.bytes_in
     assert (relayed == 0) is direct, f"{relayed} bytes went through the syncer"
     assert not run.said("fresh")
 
@@ -203,12 +203,12 @@ async def test_a_new_courier_of_a_newcomer_asks_again(stage: Stage) -> None:
 async def test_only_the_two_of_a_ticket_get_at_the_relay(stage: Stage) -> None:
     run, _ = await running(stage)
     with pytest.raises(PeerError, match="no recovery of learner-0 under way"):
-        run.service.relay_wanted("made-up", "learner-0", 0)
+        run.service.forwarding_wanted("made-up", "learner-0", 0)
     with pytest.raises(PeerError, match="learner-0 is not asked for its state"):
-        run.service.relay_allowed("made-up", "learner-0")
+        run.service.forwarding_allowed("made-up", "learner-0")
     empty = await stage.run()
     with pytest.raises(PeerError, match="has not begun"):
-        empty.service.relay_wanted("made-up", "learner-0", 0)
+        empty.service.forwarding_wanted("made-up", "learner-0", 0)
 
 
 class TestAlone:

@@ -17,8 +17,8 @@ from atoll.fabric.client import SyncerConnection
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.host import StateHost
-from atoll.fabric.relay import RelayLimits, StateRelay
 from atoll.fabric.server import Server
+from atoll.fabric.state_forwarding import ForwardingLimits, StateForwarder
 from atoll.fabric.wire import FabricLimits, ScoreReport
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Started
@@ -119,12 +119,12 @@ class MemoryDesk:
         self.held -= 1
         self.note("released")
 
-    def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
+    def forwarding_wanted(self, ticket: str, learner: str, start: int) -> None:
         if self.tickets.get(ticket, ("", ""))[0] != learner:
             raise PeerError(f"{ticket} is no ticket of {learner}")
         self.note("wanted", ticket, learner, start)
 
-    def relay_allowed(self, ticket: str, learner: str) -> None:
+    def forwarding_allowed(self, ticket: str, learner: str) -> None:
         if self.tickets.get(ticket, ("", ""))[1] != learner:
             raise PeerError(f"{learner} is not the peer of {ticket}")
 
@@ -183,18 +183,18 @@ class Place:
         return self._server
 
     @property
-    def relay(self) -> StateRelay:
-        return self.server._relay
+    def states(self) -> StateForwarder:
+        return self.server._states
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.port}"
 
     async def open(
-        self, limits: FabricLimits | None = None, port: int = 0, relay_limits: RelayLimits | None = None
+        self, limits: FabricLimits | None = None, port: int = 0, forwarding: ForwardingLimits | None = None
     ) -> None:
         self.limits = limits or FabricLimits()
-        self._server = Server(self.handlers, host="127.0.0.1", port=port, limits=self.limits, relay_limits=relay_limits)
+        self._server = Server(self.handlers, host="127.0.0.1", port=port, limits=self.limits, forwarding=forwarding)
         await self._server.start()
         self._stack.push_async_callback(self._server.stop)
 

@@ -209,7 +209,7 @@ async def test_a_peer_that_can_be_reached_gives_its_state_past_the_syncer(place:
     offer(host)
     assert await newcomer.fetch(host.url) == compute_digest(STATE)
     assert newcomer.data == STATE and newcomer.sizes == [len(STATE)]
-    assert place.handlers.told("wanted") == [] and place.relay.bytes_in == 0
+    assert place.handlers.told("wanted") == [] and place.states.bytes_in == 0
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ async def test_what_is_withdrawn_in_the_middle_comes_through_the_syncer_from_the
         await place.until(lambda: host.bytes_out >= 4 * MIB)
         host.withdraw("t-1")
         start = await newcomer.relayed(state)
-    assert 0 < start < len(state) and place.relay.bytes_in == len(state) - start
+    assert 0 < start < len(state) and place.states.bytes_in == len(state) - start
     assert newcomer.data == state and newcomer.sizes == [len(state)]
 
 

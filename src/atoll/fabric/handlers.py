@@ -81,13 +81,13 @@ class Handlers(Protocol):
         """The averaged moments that were adopted with this version of a fragment; PeerError: they are not here."""
         ...
 
-    def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
+    def forwarding_wanted(self, ticket: str, learner: str, start: int) -> None:
         """A newcomer waits for its peer's state from this byte on: ask the peer for it; PeerError if it may not.
 
         Called again, with a later byte, after a break; another peer may be asked then.
         """
 
-    def relay_allowed(self, ticket: str, learner: str) -> None:
+    def forwarding_allowed(self, ticket: str, learner: str) -> None:
         """PeerError unless this learner is the peer of that ticket."""
 
     def status(self) -> bytes: ...

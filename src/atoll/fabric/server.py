@@ -11,7 +11,7 @@
     GET  /v1/fragments/{fragment}?learner=…&rank=…     that rank's part, and its digest; never as steps
     GET  /v1/shard                                     WebSocket of another shard of this syncer (see `shard_channel`)
     GET  /v1/moments/{fragment}/{version}              a body: averaged moments, with the same headers
-    GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
+    GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `state_forwarding`)
     /v1/relays, /v1/held, /v1/sums                     relays of regions (see `relay_channel`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
     POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `authorizer`)
@@ -57,10 +57,10 @@ from atoll.fabric.host import error_response, range_start
 from atoll.fabric.intake import Probe
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import Tls
-from atoll.fabric.relay import RelayLimits, StateRelay
 from atoll.fabric.relay_channel import RelayHandlers, RelayServer
 from atoll.fabric.shard_channel import SHARD_PATH, ShardChannels, ShardHandlers
 from atoll.fabric.state import LEARNER_HEADER, TICKET
+from atoll.fabric.state_forwarding import ForwardingLimits, StateForwarder
 from atoll.fabric.wire import (
     SESSION_HEADER,
     FabricLimits,
@@ -85,7 +85,7 @@ class Server(BodyPort):
         host: str,
         port: int,
         limits: FabricLimits | None = None,
-        relay_limits: RelayLimits | None = None,
+        forwarding: ForwardingLimits | None = None,
         pages: ServedPages | None = None,
         authorizer: Authorizer | None = None,
         tls: Tls | None = None,
@@ -104,7 +104,7 @@ class Server(BodyPort):
         if relays is not None:
             self._relays = RelayServer(relays, self._limits, self._authorizer, self._intake, self._control)
             self._control.relays = self._relays
-        self._relay = StateRelay(handlers, self._limits, relay_limits or RelayLimits())
+        self._states = StateForwarder(handlers, self._limits, forwarding or ForwardingLimits())
         self._shards = ShardChannels(shards, self._limits) if shards is not None else None
         self._probe = Probe(self._limits)
         self._scores = Budgets(self._limits.score_bytes, self._limits.score_rate)
@@ -113,11 +113,11 @@ class Server(BodyPort):
     @property
     def bytes_in(self) -> int:
         """Of bodies and control messages."""
-        return self._intake.bytes_in + self._control.bytes_in + self._relay.bytes_in
+        return self._intake.bytes_in + self._control.bytes_in + self._states.bytes_in
 
     @property
     def bytes_out(self) -> int:
-        return self._bodies_out + self._control.bytes_out + self._relay.bytes_out
+        return self._bodies_out + self._control.bytes_out + self._states.bytes_out
 
     @property
     def bad_frames(self) -> int:
@@ -132,8 +132,8 @@ class Server(BodyPort):
                 web.put(f"/v1/initial/{{learner}}/{{fragment:{_NUMBER}}}", self._initial),
                 web.get(f"/v1/fragments/{{fragment:{_NUMBER}}}", self._fragment, allow_head=False),
                 web.get(f"/v1/moments/{{fragment:{_NUMBER}}}/{{version:{_NUMBER}}}", self._moments, allow_head=False),
-                web.get(f"/v1/relay/{{ticket:{TICKET}}}", self._relay_get, allow_head=False),
-                web.put(f"/v1/relay/{{ticket:{TICKET}}}", self._relay_put),
+                web.get(f"/v1/relay/{{ticket:{TICKET}}}", self._fetch_state, allow_head=False),
+                web.put(f"/v1/relay/{{ticket:{TICKET}}}", self._send_state),
                 web.get("/v1/status", self._status),
                 web.get("/v1/manifest", self._manifest),
                 web.post("/v1/scores", self._score),
@@ -168,7 +168,7 @@ class Server(BodyPort):
             self._shards.close()
         if self._relays is not None:
             self._relays.close()
-        self._relay.close("the syncer is stopping")
+        self._states.close("the syncer is stopping")
         if self._pages is not None:
             self._pages.close()
         await self._close()
@@ -263,11 +263,11 @@ class Server(BodyPort):
         finally:
             served.release()
 
-    async def _relay_get(self, request: web.Request) -> web.StreamResponse:
-        return await self._relay.fetch(request, self._member(request).learner)
+    async def _fetch_state(self, request: web.Request) -> web.StreamResponse:
+        return await self._states.fetch(request, self._member(request).learner)
 
-    async def _relay_put(self, request: web.Request) -> web.Response:
-        return await self._relay.send(request, self._member(request).learner)
+    async def _send_state(self, request: web.Request) -> web.Response:
+        return await self._states.send(request, self._member(request).learner)
 
     # ---- browsers -------------------------------------------------------------------------------------------------
 

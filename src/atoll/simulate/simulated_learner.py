@@ -406,7 +406,7 @@ def fetch_state(learner: SimulatedLearner, ticket: str, direct: str) -> None:
     if wrong is not None:
         world.queue.call_later(0.0, learner.handle_event, learner_fx.StateFailed(ticket, wrong))
     else:
-        world.network.send_up(learner, syncer_fx.RelayWanted(ticket, 0), "relay")
+        world.network.send_up(learner, syncer_fx.ForwardingWanted(ticket, 0), "relay")
 
 
 def pass_on_state(learner: SimulatedLearner, ticket: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from atoll.config import Config
-from atoll.fabric.relay import RelayLimits
+from atoll.fabric.state_forwarding import ForwardingLimits
 from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.numerics.agreement import BUCKETS, GRADIENT_BUCKETS
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
@@ -152,7 +152,7 @@ def memory_bound(
     settings: Settings,
     slots: int,
     limits: FabricLimits | None = None,
-    relay: RelayLimits | None = None,
+    forwarding: ForwardingLimits | None = None,
     *,
     round_memory: int = 0,
     tail_average: bool = False,
@@ -176,13 +176,13 @@ def memory_bound(
     | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
     | one learner of several ranks, besides | the ranks' plans; `PARTS` parts of versions that are sent to them |
     | the same, for each pull | what ranks' bodies take more than a whole one; their delta; a part while it is decoded |
-    | relayed states | as many streams, and as much of each, as the relay allows |
+    | forwarded states | as many streams, and as much of each, as `ForwardingLimits` allows |
     | connections | as many as are allowed, whoever holds them; large answers that are not taken yet |
     | the filter | of as many learners as may be there, for every fragment the direction of the last contribution |
     | autocorrelation | for every fragment a sketch of its last merged gradient |
     | one name | kept of a learner for good, also after it left; a join token brings so many (`JoinToken.names`) |
     """
-    limits, relay = limits or FabricLimits(), relay or RelayLimits()
+    limits, forwarding = limits or FabricLimits(), forwarding or ForwardingLimits()
     model, largest = 4 * plan.size, 4 * plan.largest
     fixed = PROGRAM + COPIES * model + 2 * slots * model + 3 * largest
     feedback = 0
@@ -196,7 +196,7 @@ def memory_bound(
         fixed += 2 * (1 + slots) * model + model + feedback + largest
     if tail_average:
         fixed += (1 + slots) * model + feedback + 2 * model + model
-    fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION + limits.answer_bytes
+    fixed += forwarding.streams * forwarding.window_bytes + limits.connections * CONNECTION + limits.answer_bytes
     fixed += settings.fragments * (NAMES * BUCKETS + GRADIENT_BUCKETS) * 8
     least, most = (max(map(count, settings.in_all_phases)) for count in (schedule.least_flights, schedule.most_flights))
     each = contribution_bytes(plan, settings)

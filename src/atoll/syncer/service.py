@@ -405,12 +405,12 @@ class SyncerService:
         self._begun()
         return self._parameters.serve_moments(index, version)
 
-    def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
+    def forwarding_wanted(self, ticket: str, learner: str, start: int) -> None:
         if (wrong := self._begun().peers.wrong_newcomer(ticket, learner)) is not None:
             raise PeerError(wrong)
-        self._handle(fx.RelayWanted(ticket, start))
+        self._handle(fx.ForwardingWanted(ticket, start))
 
-    def relay_allowed(self, ticket: str, learner: str) -> None:
+    def forwarding_allowed(self, ticket: str, learner: str) -> None:
         if (wrong := self._begun().peers.wrong_peer(ticket, learner)) is not None:
             raise PeerError(wrong)
 

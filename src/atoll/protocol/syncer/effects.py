@@ -167,8 +167,8 @@ class StoodStill(Fact, frozen=True):
     seconds: float
 
 
-class RelayWanted(Fact, frozen=True):
-    """Event: a newcomer waits at the relay for its peer's state, from this byte on."""
+class ForwardingWanted(Fact, frozen=True):
+    """Event: a newcomer waits at the syncer for its peer's state, from this byte on."""
 
     ticket: str
     offset: int
@@ -321,7 +321,7 @@ SyncerEvent = (
     | Unrestorable
     | CutKept
     | CutWritten
-    | RelayWanted
+    | ForwardingWanted
     | ChangeAsked
     | DrainAsked
     | EndAsked

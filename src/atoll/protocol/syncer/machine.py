@@ -176,7 +176,7 @@ class Syncer:
                 self.cuts.note_syncer_part(cut, reason)
             case fx.CutWritten(cut, manifest):
                 self.cuts.note_written(now, cut, manifest)
-            case fx.RelayWanted(ticket, offset):
+            case fx.ForwardingWanted(ticket, offset):
                 self.peers.ask_for_stream(ticket, offset)
             case fx.ChangeAsked():
                 self._asked = event.behind(self._asked)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from atoll.digests import compute_digest
 from atoll.fabric.authorizer import Rejected
 from atoll.fabric.host import BodyPace
-from atoll.fabric.relay import RelayLimits, RelayStream
+from atoll.fabric.state_forwarding import ForwardedStream, ForwardingLimits
 from atoll.fabric.transfer import pieces
 from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
@@ -45,10 +45,10 @@ class Buffers:
 
 
 async def recovery(
-    place: Place, limits: FabricLimits | None = None, relay_limits: RelayLimits | None = None
+    place: Place, limits: FabricLimits | None = None, forwarding: ForwardingLimits | None = None
 ) -> tuple[Learner, Learner]:
     """A newcomer and its peer, under ticket t-1."""
-    await place.open(limits or QUICK, relay_limits=relay_limits)
+    await place.open(limits or QUICK, forwarding=forwarding)
     place.handlers.tickets["t-1"] = ("newcomer", "peer")
     return await place.joined("newcomer", "n0"), await place.joined("peer", "p0")
 
@@ -93,10 +93,10 @@ def put_head(offset: int, size: int = len(STATE), name: str = compute_digest(STA
 
 async def begun_put(place: Place, sent: bytes, offset: int = 0) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A peer that stops after these bytes, once the syncer has them."""
-    before = place.relay.bytes_in
+    before = place.states.bytes_in
     reader, writer = await place.raw()
     writer.write(put_head(offset) + sent)
-    await place.until(lambda: place.relay.bytes_in == before + len(sent))
+    await place.until(lambda: place.states.bytes_in == before + len(sent))
     return reader, writer
 
 
@@ -128,7 +128,7 @@ async def test_a_state_passes_through_the_syncer_bit_for_bit(place: Place) -> No
         await send(peer, STATE, 0)
     assert got.result() == compute_digest(STATE) and into.data == STATE and into.sizes == [len(STATE)]
     assert (server.bytes_in - bytes_in, server.bytes_out - bytes_out) == (len(STATE), len(STATE))
-    assert place.relay._streams == {}
+    assert place.states._streams == {}
 
 
 async def test_one_ticket_after_another_goes_over_the_same_connections(place: Place) -> None:
@@ -153,7 +153,7 @@ async def test_a_peer_that_breaks_off_is_resumed_and_no_byte_passes_twice(place:
             assert start(await place.handlers.until("wanted", number)) == stop
         await send(peer, STATE, 3 * MIB)
     assert into.data == STATE and into.sizes == [len(STATE)]
-    assert newcomer.link.bytes_in - received == place.relay.bytes_in == place.relay.bytes_out == len(STATE)
+    assert newcomer.link.bytes_in - received == place.states.bytes_in == place.states.bytes_out == len(STATE)
 
 
 async def test_a_peer_with_another_state_makes_the_newcomer_start_over(place: Place) -> None:
@@ -212,10 +212,10 @@ async def test_a_state_above_the_limit_is_a_peer_error_before_anything_is_alloca
 
 
 async def test_a_newcomer_whose_peer_never_comes_gives_up_after_five_tries(place: Place) -> None:
-    newcomer, _ = await recovery(place, relay_limits=RelayLimits(peer_s=0.01))
+    newcomer, _ = await recovery(place, forwarding=ForwardingLimits(peer_s=0.01))
     with pytest.raises(Unreachable, match=r"no peer sent its state within 0\.01 s"):
         await fetch(newcomer, Buffers())
-    assert len(place.handlers.told("wanted")) == 5 and place.relay._streams == {}
+    assert len(place.handlers.told("wanted")) == 5 and place.states._streams == {}
 
 
 async def test_a_deadline_covers_every_try_and_says_how_far_it_came(place: Place) -> None:
@@ -232,19 +232,19 @@ async def test_a_newcomer_that_goes_frees_its_peer(place: Place) -> None:
     _, peer = await recovery(place)
     _, writer = await begun_get(place)
     sending = asyncio.create_task(send(peer, bytes(64 * MIB), 0))
-    await place.until(lambda: place.relay.bytes_out > 0)
+    await place.until(lambda: place.states.bytes_out > 0)
     writer.close()
     with pytest.raises(PeerError, match="the newcomer is gone"):
         async with asyncio.timeout(WAIT_S):
             await sending
-    assert place.relay._streams == {} and place.relay.bytes_in < 64 * MIB
+    assert place.states._streams == {} and place.states.bytes_in < 64 * MIB
 
 
 async def test_a_newcomer_that_went_before_its_peer_came_is_not_waited_for(place: Place) -> None:
     _, peer = await recovery(place)
     _, writer = await begun_get(place)
     writer.close()
-    await place.until(lambda: not place.relay._streams["t-1"].listening())
+    await place.until(lambda: not place.states._streams["t-1"].listening())
     with pytest.raises(PeerError, match="nobody waits for this state"):
         await send(peer, STATE, 0)
 
@@ -259,21 +259,21 @@ async def test_a_newcomer_that_stops_reading_is_cut_off_and_frees_its_peer(place
 
 async def test_a_slow_newcomer_costs_the_syncer_no_more_than_its_window(place: Place) -> None:
     window = MIB
-    _, peer = await recovery(place, relay_limits=RelayLimits(window_bytes=window))
+    _, peer = await recovery(place, forwarding=ForwardingLimits(window_bytes=window))
     reader, writer = await begun_get(place)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     state = bytes(64 * MIB)
     sending = asyncio.create_task(send(peer, state, 0))
-    await place.until(lambda: any(one.most_bytes > window - 256 * KIB for one in place.relay._streams.values()))
+    await place.until(lambda: any(one.most_bytes > window - 256 * KIB for one in place.states._streams.values()))
     for _ in range(50):  # turns of the syncer's loop in which it could take in more
         await place.request("GET", "/v1/status")
-    stuck = place.relay.bytes_in - place.relay.bytes_out
+    stuck = place.states.bytes_in - place.states.bytes_out
     writer.transport.resume_reading()  # type: ignore[attr-defined]
     async with asyncio.timeout(WAIT_S):
         head = await reader.readuntil(b"\r\n\r\n")
         assert await reader.readexactly(len(state)) == state
         await sending
-    assert b" 200 " in head and window - 256 * KIB < place.relay.most_bytes <= window
+    assert b" 200 " in head and window - 256 * KIB < place.states.most_bytes <= window
     assert stuck <= window + 512 * KIB  # and a chunk in either hand
 
 
@@ -345,7 +345,7 @@ async def test_a_newcomer_without_the_right_to_a_state_is_refused(
     await recovery(place)
     found, text = await place.request("GET", path, headers=headers)
     assert (found, says in error(text)) == (status, True)
-    assert place.handlers.told("wanted") == [] and place.relay._streams == {}
+    assert place.handlers.told("wanted") == [] and place.states._streams == {}
 
 
 SMALL = STATE[:100]
@@ -382,7 +382,7 @@ async def test_a_state_nobody_waits_for_is_refused(place: Place) -> None:
     _, peer = await recovery(place)
     with pytest.raises(PeerError, match="nobody waits for this state now"):
         await send(peer, STATE, 0)
-    assert place.relay.bytes_in == 0
+    assert place.states.bytes_in == 0
 
 
 async def test_a_second_peer_at_the_same_time_is_refused(place: Place) -> None:
@@ -394,24 +394,24 @@ async def test_a_second_peer_at_the_same_time_is_refused(place: Place) -> None:
 
 
 async def test_streams_are_bounded_and_those_whose_newcomer_is_gone_do_not_count(place: Place) -> None:
-    await recovery(place, relay_limits=RelayLimits(streams=1))
+    await recovery(place, forwarding=ForwardingLimits(streams=1))
     place.handlers.tickets["t-2"] = ("newcomer", "peer")
     _, writer = await begun_get(place)
     status, text = await place.request("GET", "/v1/relay/t-2", headers=NEWCOMER)
     assert status == 429 and "1 states are being passed on already" in error(text)
     assert len(place.handlers.told("wanted")) == 1
     writer.close()
-    await place.until(lambda: not place.relay._streams["t-1"].listening())
+    await place.until(lambda: not place.states._streams["t-1"].listening())
     waiting = asyncio.create_task(place.request("GET", "/v1/relay/t-2", headers=NEWCOMER))
     await place.handlers.until("wanted", 2)
-    await place.until(lambda: list(place.relay._streams) == ["t-2"])
-    place.relay.close("over")
+    await place.until(lambda: list(place.states._streams) == ["t-2"])
+    place.states.close("over")
     assert (await waiting)[0] == 503
 
 
 def test_limits_that_allow_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="streams = 0 must be above 0"):
-        RelayLimits(streams=0)
+        ForwardingLimits(streams=0)
 
 
 # ---- the pieces ---------------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_parts_are_one_run_of_bytes_from_any_byte_on(parts: list[bytes], start: 
 
 
 async def test_a_full_stream_makes_the_giver_wait_and_one_large_chunk_always_fits() -> None:
-    stream = RelayStream(0, 10, lambda: True)
+    stream = ForwardedStream(0, 10, lambda: True)
     await stream.give(b"x" * 8)
     second = asyncio.create_task(stream.give(b"y" * 12))
     await asyncio.sleep(0)
@@ -436,7 +436,7 @@ async def test_a_full_stream_makes_the_giver_wait_and_one_large_chunk_always_fit
 
 
 async def test_what_lies_in_a_stream_goes_on_after_the_peer_and_not_after_the_newcomer() -> None:
-    stream = RelayStream(0, 10, lambda: True)
+    stream = ForwardedStream(0, 10, lambda: True)
     await stream.give(b"x")
     stream.close(whole=False)
     assert (await stream.take_chunk(), await stream.take_chunk(), stream.whole) == (b"x", b"", False)

@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
-class RelayLimits(msgspec.Struct, frozen=True, kw_only=True):
+class ForwardingLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What recoveries may cost a syncer, beside what bodies may (`wire.FabricLimits`)."""
 
     streams: int = 16
@@ -52,7 +52,7 @@ class RelayLimits(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} = {getattr(self, name)} must be above 0")
 
 
-class RelayStream:
+class ForwardedStream:
     """A newcomer that waits and, once it comes, the peer that sends; the chunks between them, within a limit."""
 
     def __init__(self, start: int, limit_bytes: int, listening: Callable[[], bool]) -> None:
@@ -126,16 +126,16 @@ class RelayStream:
             raise Rejected(self._end.status, str(self._end))
 
 
-class StateRelay:
+class StateForwarder:
     """Every stream of a syncer, by ticket. Who may ask and who may send, the service decides."""
 
-    def __init__(self, handlers: Handlers, limits: FabricLimits, relay_limits: RelayLimits) -> None:
+    def __init__(self, handlers: Handlers, limits: FabricLimits, forwarding: ForwardingLimits) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
         self.most_bytes = 0
         """The most that ever lay in one stream."""
-        self._handlers, self._limits, self._relay_limits = handlers, limits, relay_limits
-        self._streams: dict[str, RelayStream] = {}
+        self._handlers, self._limits, self._forwarding = handlers, limits, forwarding
+        self._streams: dict[str, ForwardedStream] = {}
 
     def close(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -154,28 +154,28 @@ class StateRelay:
             if self._streams.get(ticket) is stream:
                 del self._streams[ticket]
 
-    def _expect(self, ticket: str, learner: str, request: web.Request) -> RelayStream:
-        start, limits = range_start(request), self._relay_limits
+    def _expect(self, ticket: str, learner: str, request: web.Request) -> ForwardedStream:
+        start, limits = range_start(request), self._forwarding
         for stream in self._streams.values():
             if not stream.listening():
                 stream.end(409, "the newcomer is gone")
         others = sum(stream.listening() for key, stream in self._streams.items() if key != ticket)
         if others >= limits.streams:
             raise Rejected(429, f"{others} states are being passed on already: try again later")
-        self._handlers.relay_wanted(ticket, learner, start)
+        self._handlers.forwarding_wanted(ticket, learner, start)
         if (older := self._streams.get(ticket)) is not None:
             older.end(409, "replaced by a newer request for the same state")
-        self._streams[ticket] = RelayStream(start, limits.window_bytes, lambda: _connected(request))
+        self._streams[ticket] = ForwardedStream(start, limits.window_bytes, lambda: _connected(request))
         return self._streams[ticket]
 
-    async def _peer(self, stream: RelayStream) -> StateHead:
+    async def _peer(self, stream: ForwardedStream) -> StateHead:
         try:
-            async with asyncio.timeout(self._relay_limits.peer_s):
+            async with asyncio.timeout(self._forwarding.peer_s):
                 return await stream.opened()
         except TimeoutError:
-            raise Rejected(504, f"no peer sent its state within {self._relay_limits.peer_s:g} s") from None
+            raise Rejected(504, f"no peer sent its state within {self._forwarding.peer_s:g} s") from None
 
-    async def _pass_on(self, request: web.Request, stream: RelayStream, state: StateHead) -> web.StreamResponse:
+    async def _pass_on(self, request: web.Request, stream: ForwardedStream, state: StateHead) -> web.StreamResponse:
         response, pace = state_response(state), BodyPace(self._limits)
         try:
             await response.prepare(request)
@@ -198,7 +198,7 @@ class StateRelay:
 
     async def send(self, request: web.Request, learner: str) -> web.Response:
         ticket, state = request.match_info["ticket"], _described(request)
-        self._handlers.relay_allowed(ticket, learner)
+        self._handlers.forwarding_allowed(ticket, learner)
         stream = self._waiting(ticket, state)
         stream.open(state)
         try:
@@ -210,7 +210,7 @@ class StateRelay:
             self.most_bytes = max(self.most_bytes, stream.most_bytes)
         return web.Response(status=204)
 
-    def _waiting(self, ticket: str, state: StateHead) -> RelayStream:
+    def _waiting(self, ticket: str, state: StateHead) -> ForwardedStream:
         stream = self._streams.get(ticket)
         if stream is None or not stream.listening():
             raise Rejected(409, "nobody waits for this state now")
@@ -220,7 +220,7 @@ class StateRelay:
             raise Rejected(409, f"byte {stream.start} is waited for, this begins with byte {state.offset}")
         return stream
 
-    async def _receive(self, request: web.Request, stream: RelayStream, length: int) -> None:
+    async def _receive(self, request: web.Request, stream: ForwardedStream, length: int) -> None:
         pace = BodyPace(self._limits)
         try:
             while pace.bytes < length:
