@@ -15,6 +15,7 @@ import pytest
 from tests.integrations.test_same_script import ASKED, SCRIPT, by_train, fields
 from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.ray_cluster import RayCluster, find_actor, opened_cluster, until_no_process
+from tests.system.test_two_at_once import start_both
 
 pytest.importorskip("ray", reason="needs Ray (pip install 'atoll[ray]')")
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(600)]
@@ -42,6 +43,14 @@ def test_the_same_script_gives_the_same_fields(run: Run, cluster: RayCluster, tm
     run.train(SCRIPT, *ASKED, "--on", "ray").ended()
     assert set(fields(run.summary)) == usual
     assert run.summary["failure"] is None and sorted(run.summary["per_learner"]) == ["learner-0", "learner-1"]
+
+
+def test_of_two_controllers_that_start_at_once_one_is_refused(run: Run, cluster: RayCluster) -> None:
+    words = ("train", *LINE, "--learners", "1", "--steps", "60", "--out", run.out)
+    (_, _, _), (code, _, complaint) = start_both(run, words, words)
+    assert code == 2 and "is alive on this cluster" in complaint and complaint.count("\n") == 1, complaint
+    until_no_process(run.out, 30)
+    assert run.summary["failure"] is None and run.ask("verify", run.out).returncode == 0
 
 
 def test_a_run_goes_on_without_a_terminal_and_without_its_controller(run: Run, cluster: RayCluster) -> None:
