@@ -7,7 +7,7 @@ import pytest
 from tests.system.conftest import Run
 from tests.system.stores import BUCKET, LocalS3, possible
 from tests.system.stores import s3 as s3
-from tests.system.test_stores import committed, go_on, lose_disk
+from tests.system.test_stores import FEW, committed, go_on, lose_disk
 
 from atoll.bucket.client import open_bucket
 from atoll.bucket.layout import SHARDS, read_listing
@@ -19,22 +19,7 @@ pytestmark = [
 ]
 
 URL = f"s3://{BUCKET}/run"
-SHAPE = (
-    "--learners",
-    "2",
-    "--set",
-    "evaluate_every=0",
-    "--set",
-    "fragments=4",
-    "--set",
-    "sync_every=4",
-    "--set",
-    "cut_every=10",
-    "--store",
-    URL,
-    "--syncer-shards",
-    "2",
-)
+SHAPE = ("--learners", "2", "--set", "evaluate_every=0", *FEW, "--store", URL, "--syncer-shards", "2")
 
 
 def check_verified(run: Run) -> None:

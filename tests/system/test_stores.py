@@ -25,7 +25,9 @@ pytestmark = [
 ]
 
 URL = f"s3://{BUCKET}/run"
-SHAPE = ("--learners", "2", "--set", "evaluate_every=0", "--set", "cut_every=30", "--store", URL)
+FEW = ("--set", "fragments=4", "--set", "sync_every=4", "--set", "cut_every=10")
+"""Every file of a cut is an object."""
+SHAPE = ("--learners", "2", "--set", "evaluate_every=0", *FEW, "--store", URL)
 
 
 def committed(events: list[Event]) -> int:
@@ -53,9 +55,9 @@ def go_on(run: Run, folder: Path, *words: str) -> Run:
 
 def test_with_durability_store_a_lost_disk_costs_nothing(run: Run, s3: LocalS3) -> None:
     run.train("--steps", "100000", *SHAPE, "--set", "durability=store", replayed=False)
-    run.until(lambda events: committed(events) > 70)
+    run.until(lambda events: committed(events) > 25)
     told = lose_disk(run)
-    again = go_on(run, run.folder / "again", "--store", URL, "--steps", "120")
+    again = go_on(run, run.folder / "again", "--store", URL, "--steps", "80")
     (back,) = again.events("reigned")[-1:]
     assert back["round"] >= told, "a round that was told is not there"
     assert back["run"] == again.events("run")[0]["run"], "it is the same run"
@@ -65,7 +67,7 @@ def test_with_durability_store_a_lost_disk_costs_nothing(run: Run, s3: LocalS3) 
 
 def test_with_durability_round_a_lost_disk_needs_the_operators_word_and_begins_a_new_run(run: Run, s3: LocalS3) -> None:
     run.train("--steps", "100000", *SHAPE, replayed=False)
-    run.until(lambda events: committed(events) > 70)
+    run.until(lambda events: committed(events) > 45)
     old = run.events("run")[0]["run"]
     told = lose_disk(run)
     again = run.folder / "again"
@@ -76,20 +78,20 @@ def test_with_durability_round_a_lost_disk_needs_the_operators_word_and_begins_a
     assert restored.returncode == 0, restored.stderr
     assert f"run {old} was not released" in restored.stdout
     assert "lost, and those that it told of after" in restored.stdout
-    after = go_on(run, again, "--steps", "120")
+    after = go_on(run, again, "--steps", "80")
     (back,) = after.events("reigned")[-1:]
     assert back["run"] != old and told - 30 < back["round"] <= told, "a second's rounds may be lost, not a cut's"
     verified = after.command("verify", again)
     assert verified.returncode == 0 and "all is well" in verified.stdout, verified.stdout
     # It ended in good order, so anybody may go on with it, as the same run.
     shutil.rmtree(again)
-    third = go_on(run, run.folder / "third", "--store", URL, "--steps", "150")
+    third = go_on(run, run.folder / "third", "--store", URL, "--steps", "100")
     assert third.events("reigned")[-1]["run"] == back["run"]
 
 
 def test_the_old_machine_cannot_go_on_once_another_has_claimed_the_run(run: Run, s3: LocalS3) -> None:
     run.train("--steps", "100000", *SHAPE, replayed=False)
-    run.until(lambda events: committed(events) > 40)
+    run.until(lambda events: committed(events) > 20)
     restored = run.command("restore", URL, run.folder / "again", "--take-over")
     assert restored.returncode == 0, restored.stderr
     run.ended(code=1)

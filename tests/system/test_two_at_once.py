@@ -10,6 +10,7 @@ import pytest
 from tests.system.conftest import WAIT_S, Run, heed_interrupts
 from tests.system.stores import BUCKET, LocalS3, possible
 from tests.system.stores import s3 as s3
+from tests.system.test_stores import FEW
 
 from atoll.bucket.claims import newest_term, read_claim
 from atoll.bucket.client import open_bucket
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.system, pytest.mark.faults]
 with_bucket = pytest.mark.skipif(not possible(), reason="needs obstore and moto: make integrations")
 
 URL = f"s3://{BUCKET}/run"
-SHAPE = ("--learners", "1", "--set", "evaluate_every=0", "--steps", "60")
+SHAPE = ("--learners", "1", "--set", "evaluate_every=0", *FEW, "--steps", "20")
 
 
 def start_both(run: Run, *commands: tuple[str | Path, ...]) -> list[tuple[int, str, str]]:
@@ -82,7 +83,7 @@ def test_of_two_in_two_folders_with_one_bucket_one_has_it(run: Run, s3: LocalS3)
 def test_of_two_that_go_on_from_one_bucket_one_has_it(run: Run, s3: LocalS3) -> None:
     run.train(*SHAPE, "--store", URL, replayed=False).ended()
     folders = [run.folder / "one", run.folder / "other"]
-    first, second = [("train", "--resume", folder, "--store", URL, "--steps", "90") for folder in folders]
+    first, second = [("train", "--resume", folder, "--store", URL, "--steps", "30") for folder in folders]
     (_, _, _), (code, _, complaint) = start_both(run, first, second)
     assert code == 2 and complaint.count("\n") == 1, complaint
     assert "a moment sooner" in complaint or "has not released it" in complaint
