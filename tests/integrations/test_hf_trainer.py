@@ -131,6 +131,7 @@ def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score
     assert told_loss(run, script, saved) == pytest.approx(summary["validation_loss_end"], rel=1e-4)
 
 
+@pytest.mark.timeout(900)
 def test_two_ranks_of_trainer_are_one_learner(run: Run) -> None:
     script = Path(__file__).parent / "scripts" / "hf_ranks.py"
     given = ("--learners", "1", "--ranks", "2", "--steps", "24", "--set", "fragments=3", "--set", "sync_every=6")

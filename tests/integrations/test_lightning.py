@@ -128,6 +128,7 @@ def test_a_learner_that_is_taken_away_leaves_in_good_order(run: Run) -> None:
     assert "SIGTERM" in left["reason"] and "its state is saved" in left["reason"]
 
 
+@pytest.mark.timeout(900)
 def test_ranks_under_ddp_are_one_learner_that_comes_back_when_one_is_killed(run: Run) -> None:
     script = Path(__file__).parent / "scripts" / "lightning_ranks.py"
     given = ("--learners", "1", "--ranks", "2", "--steps", "120", "--set", "fragments=3", "--set", "sync_every=6")

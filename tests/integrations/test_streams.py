@@ -10,7 +10,7 @@ import pytest
 from tests.integrations.conftest import Run
 from tests.system.conftest import members
 
-pytestmark = pytest.mark.integrations
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "stream.py"
 

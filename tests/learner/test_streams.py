@@ -88,6 +88,18 @@ def test_it_goes_on_behind_the_last_batch_that_was_stepped_on(steps: int) -> Non
     assert seen == whole
 
 
+def test_it_is_begun_once() -> None:
+    """torchdata's loader forgets the position that it was given as soon as somebody iterates."""
+    begun: list[int] = []
+
+    class Counting(Positioned):
+        def __iter__(self) -> Iterator[int]:
+            begun.append(self.at)
+            return super().__iter__()
+
+    assert len(list(DataStream(Counting(4), 2, StreamShare()).read(1))) == 2 and begun == [0]
+
+
 def test_another_share_or_a_stream_that_says_nothing_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
     first = DataStream(Positioned(), 2, StreamShare(0, 2))
     next(first.read(None))

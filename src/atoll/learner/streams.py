@@ -73,7 +73,7 @@ class DataStream:
 
     def read(self, passes: int | None) -> Iterator[Any]:
         """Batches of so many passes, counted over all lives; None: without end. ConfigError: there is no sample."""
-        once = iter(self._source) is self._source  # an iterator, which ends for good
+        once = isinstance(self._source, Iterator)  # it ends for good
         while passes is None or self._pass < passes:
             empty = True
             for batch in self.read_pass():
