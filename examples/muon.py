@@ -4,15 +4,15 @@ Alone it just trains:            python examples/muon.py
 Two learners train one model:    atoll train examples/muon.py --learners 2 --steps 200
 """
 
-import argparse
 import inspect
+import textwrap
 
 import torch
 from torch import nn
 
 import atoll
 
-text = torch.tensor(list(inspect.getsource(argparse).encode()))
+text = torch.tensor(list(inspect.getsource(textwrap).encode()))
 windows = text.unfold(0, 9, 8)  # 8 bytes and the one that follows
 dataset, held_out = windows[:-512], windows[-512:]
 
