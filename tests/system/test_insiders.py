@@ -85,7 +85,9 @@ def test_an_attacker_is_contained_and_named_and_nobody_else_is(
 def test_shards_leave_out_what_a_syncer_of_one_process_does(tmp_path: Path) -> None:
     models = []
     for shards in (1, 2):
-        run = train(tmp_path / str(shards), "flip", shards=shards)
+        folder = tmp_path / str(shards)
+        folder.mkdir()
+        run = train(folder, "flip", shards=shards)
         assert named(run) == {"learner-3"}
         assert run.command("verify", run.out).returncode == 0
         again = run.command("replay", run.out)

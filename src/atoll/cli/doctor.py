@@ -63,6 +63,8 @@ def _address(join: str | None, syncer: str | None) -> SyncerAddress | None:
     """A syncer that is named outweighs a link that lies in the environment."""
     if syncer is None and join is None:
         return None
+    if join is not None and Path(join).is_file():
+        join = Path(join).read_text().strip()
     if syncer is None and join is not None and not join.startswith(SCHEME):
         raise ConfigError("--join takes a join link, atoll://…: an address or a folder goes with --syncer")
     address = parse_address(where(syncer) if syncer is not None else join or "")
