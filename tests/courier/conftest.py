@@ -94,11 +94,11 @@ class Run:
         return f"http://127.0.0.1:{self.service.server.port}"
 
     def theta(self) -> dict[str, np.ndarray]:
-        return {name: values.copy() for name, values in self.service._parameters.tensors_by_name().items()}
+        return {name: values.copy() for name, values in self.service.begun.parameters.tensors_by_name().items()}
 
     def watch_deltas(self) -> None:
         """Remember every contribution that is merged."""
-        parameters = self.service._parameters
+        parameters = self.service.begun.parameters
         stage = parameters.stage_merge
 
         def staged(fragment: int, deltas: Any, weights: Any, *more: Any) -> str:

@@ -193,13 +193,13 @@ class Fort:
         service = self.stage.service
         await service._effect_queue.wait_until_empty()
         mark = hashlib.sha256()
-        for name, array in sorted(service._parameters.hold_arrays().items()):
+        for name, array in sorted(service.begun.parameters.hold_arrays().items()):
             mark.update(name.encode() + array.tobytes())
         kept = [
             self.machine.history.state(),
             self.machine.versions,
             self.machine.committed,
-            service._screen.usual_norms(),
+            service.begun.screen.usual_norms(),
         ]
         mark.update(msgspec.msgpack.encode([*kept, service._config]))
         for segment in sorted(self.stage.out.journal.glob("segment-*.log")):

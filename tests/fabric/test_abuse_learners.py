@@ -176,7 +176,7 @@ def gives(value: float = 1e-3, **changes: Any) -> Given:
     """A body that is whole, and a message that says of it what it should not."""
 
     async def case(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
-        fort.stage.service._screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2))
+        fort.stage.service.begun.screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2))
         before = await fort.digest()
         await rogue.contribute(pull, value, **changes)
         event = await fort.stage.until("refused")
@@ -205,7 +205,7 @@ async def hangs_up(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
         f"{head}Atoll-Session: {rogue.session}\r\nContent-Length: {len(fort.values(pull, 1.0))}\r\n\r\nabc".encode()
     )
     await writer.drain()
-    parcel = fort.stage.service._inbox._pending[rogue.name, pull.round, pull.attempt]
+    parcel = fort.stage.service.begun.inbox._pending[rogue.name, pull.round, pull.attempt]
     await fort.until(lambda: parcel.receiving)
     writer.transport.abort()
     await fort.until(lambda: not parcel.receiving)

@@ -108,13 +108,13 @@ async def test_two_regions_and_a_learner_of_none_merge_as_if_all_were_flat(regio
     await run.service.change(["merge=rda-row"])
     own: list[tuple[int, np.ndarray]] = []
     """By round, what came directly."""
-    get_delta = run.service._inbox.get_delta
+    get_delta = run.service.begun.inbox.get_delta
 
     def note(key: HeldKey) -> ReadableDelta:
         own.append((key[1], read_whole(get_delta(key))))
         return get_delta(key)
 
-    run.service._inbox.get_delta = note  # type: ignore[method-assign]
+    run.service.begun.inbox.get_delta = note  # type: ignore[method-assign]
     run.watch_deltas()
     async with asyncio.timeout(WAIT_S):
         while not any(len(event["members"]) == 5 for event in run.said("round")[:-1]):
@@ -128,7 +128,7 @@ async def test_two_regions_and_a_learner_of_none_merge_as_if_all_were_flat(regio
         pair for asked, deltas in asks for pair in zip((one.learner for one in asked.members), deltas, strict=True)
     ]
     given = {**dict(pairs), "learner-4": next(delta for round, delta in own if round == event["round"])}
-    part = run.service._parameters.plan.fragments[event["fragment"]]
+    part = run.service.begun.parameters.plan.fragments[event["fragment"]]
     flat = np.empty(part.size, np.float32)
     merge(part, [given[name] for name in sorted(weights)], [weights[name] for name in sorted(weights)], flat, "rda-row")
     made = [gradient for fragment, gradient in run.deltas if fragment == part.index]
@@ -262,7 +262,7 @@ async def test_sums_of_a_merge_that_came_to_nothing_are_settled_by_no_later_comm
 
     monkeypatch.setattr(HeldBodies, "settle", note)
     await join_all(trainings)
-    parameters, failed = run.service._parameters, []
+    parameters, failed = run.service.begun.parameters, []
     stage = parameters.stage_merge
 
     def overflow(fragment: int, *more: Any) -> str:

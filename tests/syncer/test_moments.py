@@ -199,7 +199,7 @@ async def test_a_learner_whose_moments_are_broken_is_refused_and_nothing_changes
     await sharing.learner.contribute(pull, 0.25)
     refused = await stage.until("refused")
     assert refused["learner"] == "a" and "a moment of" in refused["reason"] and "not finite" in refused["reason"]
-    assert stage.service._parameters.version_rounds() == [-1, -1]
+    assert stage.service.begun.parameters.version_rounds() == [-1, -1]
     again = await next_pull(sharing.learner, pull)
     part = plan().fragments[again.fragment]
     key = ("a", sharing.learner.session, again.round, again.attempt)

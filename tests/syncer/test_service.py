@@ -275,7 +275,7 @@ async def test_one_step_as_large_as_many_is_merged_where_it_may_be_feedback(
 ) -> None:
     learner, pull = await one_at_work(stage, codec=codec)
     learner.codec = make_codec(codec)
-    stage.service._screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2, [[48] * 16] * 2))
+    stage.service.begun.screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2, [[48] * 16] * 2))
     await learner.contribute(pull, 0.1, steps=1, tokens=8)
     await stage.until(kind)
     assert len(stage.events("refused", "round")) == 1
@@ -435,7 +435,7 @@ async def ask_for(stage: Stage, lr: float) -> asyncio.Task[str]:
     """`atoll set`, until the syncer has decided it."""
     asking = asyncio.create_task(post_settings(url(stage), [f"outer_lr={lr}"]))
     async with asyncio.timeout(WAIT_S):
-        while stage.service._begun().history.outer["lr"] != lr:
+        while stage.service._require_begun().machine.history.outer["lr"] != lr:
             await get_json(url(stage), "/v1/status")
     return asking
 
@@ -597,7 +597,7 @@ async def test_a_slow_reader_costs_nobody_else_a_connection(stage: Stage) -> Non
     await stage.open()
     honest = stage.join("honest", (TensorSpec("one", (size,), "float32"), TensorSpec("two", (size,), "float32")))
     await honest.begin()
-    parameters, port = stage.service._parameters, stage.service.server.port
+    parameters, port = stage.service.begun.parameters, stage.service.server.port
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect(("127.0.0.1", port))

@@ -18,6 +18,7 @@ from atoll.config import Service
 from atoll.fabric.authorizer import Authorizer, TokenAuthorizer, host_name
 from atoll.fabric.join_tokens import SECRET, JoinToken, JoinTokens, Role, new_secret
 from atoll.fabric.listener import Tls
+from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir, LastingTrouble, Stamp, check_folder, check_private, kept_secret, stamp
 from atoll.telemetry.events import EventLog
@@ -41,7 +42,20 @@ class PortAccess:
     names: frozenset[str] = frozenset()
     """Host names by which learners may address the port, beside its addresses."""
     secrets: Mapping[Role, str] = field(default_factory=dict, repr=False)
-    """Secrets for commands of the same user, published with the port; empty with keys."""
+    """Secrets for commands of the same user, published with the port; empty with keys: then only join tokens count."""
+
+    def publish(self, host: str, port: int) -> None:
+        if self.secrets:
+            publish_secrets(host, port, self.secrets)
+
+    def withdraw(self, host: str, port: int) -> None:
+        if self.secrets:
+            withdraw_secrets(host, port)
+
+    def dashboard_path(self) -> str:
+        """With a code that works once, or to the page that asks for a join token."""
+        own = self.authorizer if self.secrets else None
+        return own.make_code("viewer") if isinstance(own, TokenAuthorizer) else "/"
 
 
 def make_port_access(

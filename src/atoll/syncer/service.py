@@ -2,15 +2,12 @@
 
 The server hands over hellos, messages and bodies; the state machine of `protocol.syncer` decides; its effects go
 through the effect queue, where only a merge, which nobody hears of, is carried out before the records in front of it
-are durable. This file is the way of an event from the server to the state machine, and of an effect to the part that
-carries it out:
+are durable. This file is the way of an event from the server to the state machine. What is beside it:
 
-- `model`: the run's model, from the first joiner or an earlier term; `first_parameters`: its version 0;
-- `contributions`: their bodies, and the versions made of them; `relays`: those that came as sums;
-- `ranks`: what each rank of a learner of several holds, and fetches;
-- `run_store`: the journal, cuts, and the values of a rollback;
-- `operator`: what an operator asks for; `ending`: whom the syncer waits for when the run is over;
-- `lead`: the other shards, of a syncer of several.
+- `model`: the run's model, from the first joiner or an earlier term;
+- `begun_run`: what is made of it, and which part carries out an effect;
+- `run_store`: the journal; `operator`: what an operator asks for; `ending`: whom the syncer waits for when the run is
+  over; `lead`: the other shards, of a syncer of several.
 """
 
 from __future__ import annotations
@@ -25,50 +22,41 @@ from typing import Any
 import msgspec
 
 from atoll.bucket.uploader import StoreLag
-from atoll.choices import CODEC
-from atoll.config import Config, Outer
-from atoll.fabric.authorizer import TokenAuthorizer
+from atoll.config import Config
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import ServedFragment, ServedPages
 from atoll.fabric.join_tokens import NameOwners
-from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.fabric.server import Server
 from atoll.fabric.tasks import VitalTasks, lasting
 from atoll.fabric.wire import MIB, FabricLimits, ScoreReport, one_line
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.fragments import assemble_tensors
-from atoll.numerics.group_sums import why_not_summed
 from atoll.numerics.screen import UsualNorms
-from atoll.numerics.shard_plan import make_shard_plan
-from atoll.protocol import schedule
-from atoll.protocol.effects import Note, Tick
+from atoll.protocol.effects import Note
 from atoll.protocol.errors import AtollError, PeerError
-from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
-from atoll.protocol.settings import Settings
+from atoll.protocol.messages import Contribution, FromLearner, Hello, Refused
 from atoll.protocol.shard_messages import InitialHere
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.rundir import facts_of_model
-from atoll.syncer.contributions import Inbox, Merging, make_screen, most_steps
+from atoll.syncer.begun_run import BegunRun
 from atoll.syncer.credentials import RefusalLog, make_port_access
 from atoll.syncer.effect_queue import EffectQueue
 from atoll.syncer.ending import RunEnding, write_tail
-from atoll.syncer.first_parameters import FirstParameters, FirstUpload, refuse_learner
+from atoll.syncer.first_parameters import refuse_learner
 from atoll.syncer.lead import ShardLead
-from atoll.syncer.liveness import Standstill, send_heartbeats
+from atoll.syncer.liveness import send_heartbeats
+from atoll.syncer.machine_clock import MachineClock
 from atoll.syncer.model import (
     Model,
-    contribution_bytes,
     model_of_earlier_terms,
     model_of_first_joiner,
-    moments_room,
 )
 from atoll.syncer.operator import OperatorRequests
-from atoll.syncer.ranks import LearnerRanks, check_ranks
-from atoll.syncer.recovery import Recovered, outer_of
+from atoll.syncer.ranks import check_ranks
+from atoll.syncer.recovery import Recovered
 from atoll.syncer.relays import RelaySums
-from atoll.syncer.run_store import CutWriter, Restorer, RunStore
+from atoll.syncer.run_store import RunStore
 from atoll.syncer.status import Meter, describe_score, manifest
 from atoll.telemetry.events import EventLog, versions
 from atoll.telemetry.status import RunStatus
@@ -92,12 +80,9 @@ class SyncerService:
         limits: FabricLimits | None = None,
     ) -> None:
         self._config, self._run, self._events, self._run_store = config, run, events, run_store
-        self._loop = asyncio.get_running_loop()
         self._channels: dict[str, ControlChannel] = {}
-        self._machine: Syncer | None = None
-        self._model: Model | None = None
-        """Both are set once the run has begun, with everything that `_set_up` makes."""
-        self._wake: asyncio.TimerHandle | None = None
+        self.begun: BegunRun | None = None
+        """None: no learner has brought a model yet."""
         self._tasks: asyncio.TaskGroup | None = None
         self.started = asyncio.Event()
         found = run_store.found_on_disk
@@ -105,8 +90,7 @@ class SyncerService:
         self._lead = ShardLead(shards, run_store, events, self, self._spawn) if shards > 1 else None
         """None: this process is all of the syncer."""
         self._ending = RunEnding(events, evaluated=evaluated)
-        self._refusals = RefusalLog(events, self._loop.time)
-        self._standstill = Standstill(self._loop, self._look_for_standstill)
+        self._refusals = RefusalLog(events, asyncio.get_running_loop().time)
         self._effect_queue = EffectQueue(
             run_store.append,
             carry_out=self._carry_out,
@@ -124,7 +108,7 @@ class SyncerService:
             config.service, lambda: self._run, events.say, secrets=run_store.secrets
         )
         self.meter.notice = access.notice
-        known = NameOwners(run_store.found_on_disk.history.owners if run_store.found_on_disk is not None else None)
+        known = NameOwners(None if found is None else found.history.owners)
         apart = f"this run's syncer has {shards} shards, to which learners send directly: let them join it, no relay"
         self._relays = RelaySums(events.say, lambda: (self._run, run_store.term), apart if shards > 1 else "")
         host, port = config.service.host, config.service.port
@@ -140,6 +124,9 @@ class SyncerService:
             names=access.names,
             shards=self._lead,
             relays=self._relays,
+        )
+        self._clock = MachineClock(
+            lambda: self._machine, self._effect_queue.enqueue, events, self._lead, self.vital.fail
         )
         if found is not None:
             self._come_back(found)
@@ -164,10 +151,10 @@ class SyncerService:
             # syncer die now, its supervisor starts the next one without those options.
             await self._effect_queue.wait_until_empty()
             await self.server.start()
-            self._publish_secrets()  # before the loop runs again, and with it anybody who has just connected
+            # Before the loop runs again, and with it anybody who has just connected.
+            self._access.publish(self.server.host, self.server.port)
             self.started.set()
-            self._standstill.start()
-            self._handle(Tick())
+            self._clock.start()
             await self._ending.wait_until_finished()
             trained = self._machine is not None and min(self._machine.versions) >= 0
             if trained:
@@ -183,44 +170,35 @@ class SyncerService:
                 self._lead.end_run("the run is over")
             self._ending.log_end(self._machine, self._traffic)
             await self.server.stop()
-            if self._access.secrets:
-                withdraw_secrets(self.server.host, self.server.port)
+            self._access.withdraw(self.server.host, self.server.port)
             for task in (writing, beats, watch):
                 task.cancel()
-            self._standstill.stop()
-            if self._wake is not None:
-                self._wake.cancel()
+            self._clock.stop()
 
     async def _collect_tensors(self) -> Mapping[str, FloatArray]:
         """The finished model, by the names of its tensors."""
-        if self._lead is None or self._model is None:
-            return self._parameters.tensors_by_name()
-        return assemble_tensors(self._model.plan, await self._lead.fetch_whole())
+        run = self._require_begun()
+        if self._lead is None:
+            return run.parameters.tensors_by_name()
+        return assemble_tensors(run.model.plan, await self._lead.fetch_whole())
 
     @property
     def vital(self) -> VitalTasks:
         """The tasks that must not fail: the port, the state machine, timers."""
         return self.server.vital
 
-    def _publish_secrets(self) -> None:
-        """A run with keys has none: only its join tokens count."""
-        if self._access.secrets:
-            publish_secrets(self.server.host, self.server.port, self._access.secrets)
-
     def dashboard_path(self) -> str:
         """The dashboard's path: with a code that works once, or to the page that asks for a join token."""
-        authorizer = self._access.authorizer
-        return (
-            authorizer.make_code("viewer") if self._access.secrets and isinstance(authorizer, TokenAuthorizer) else "/"
-        )
+        return self._access.dashboard_path()
 
     def model_facts(self) -> dict[str, str]:
         """Which run and round the finished model is of."""
-        machine = self._begun()
+        machine = self._require_begun().machine
         return facts_of_model(self._run, machine.committed, machine.versions)
 
     def _norms(self) -> UsualNorms | None:
-        return self._screen.usual_norms() if self._machine is not None and self._machine.committed else None
+        run = self.begun
+        return run.screen.usual_norms() if run is not None and run.machine.committed else None
 
     def _alarm(self, text: str) -> None:
         self.meter.alarm = text
@@ -246,52 +224,36 @@ class SyncerService:
     def _come_back(self, found: Recovered) -> None:
         """Go on where an earlier term ended."""
         self._run = found.history.run
-        self._set_up(model_of_earlier_terms(found))
-        self._screen.restore_norms(self._run_store.read_norms(self._run))
+        run = self._set_up(model_of_earlier_terms(found))
+        run.screen.restore_norms(self._run_store.read_norms(self._run))
         for remark in found.remarks:
             self._events.say("warning", remark)
         self._events.say("reigned", *found.describe())
 
-    def _set_up(self, model: Model) -> None:
-        history, settings = model.history, model.history.settings
-        self._model, self._parameters = model, model.parameters
-        codec = make_codec(settings.codec, self._parameters.threads)
-        self._inbox = Inbox(self._parameters.plan, codec, moments=settings.shares_moments)
-        declare = (lambda *ranks: None) if self._lead is None else self._lead.declare_ranks
-        self._ranks = LearnerRanks(self._parameters.plan, model.plan, declare)
-        self._screen = make_screen(model.plan, settings, outer_of(history).norm_limit, feedback=codec.needs_feedback)
-        robust = outer_of(history).robust
-        self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
-        self._merging.relays = self._relays
-        self._relays.begin(self._inbox, model.plan, codec, self._parameters.threads)
-        self._set_relays(outer_of(history), settings)
-        self._cuts = CutWriter(self._run_store, self._parameters, history.run, self._handle, self._spawn)
-        self._restorer = Restorer(self._run_store, self._parameters, self._handle, self._spawn)
-        self._machine = Syncer(history)
-        flights = self._machine.rounds.flights
-        moments = moments_room(model.plan, settings)
-        flights.bodies = {name: largest_body(make_codec(name), model.plan) + moments for name in CODEC.names()}
-        flights.contribution_bytes = contribution_bytes(model.plan, settings)
-        flights.budget_bytes = self._config.service.round_memory_mib * MIB
-        machine = self._machine
-        first = FirstParameters(self._parameters, lambda: machine.phase == "empty")
-        self._first = FirstUpload(first, self._ranks, self._channels, self._events, self._handle, self._lead)
-        if self._lead is not None:
-            plan = make_shard_plan(model.plan, history.begun.shards, (settings.codec, settings.version_codec))
-            self._lead.set_up(model, self._inbox, self._screen, self._merging, self._cuts, plan)
-
-    def _set_relays(self, outer: Outer, settings: Settings) -> None:
-        """Whether relays sum what they hold, by these settings."""
-        why_not = why_not_summed(
-            outer.merge, self._parameters.plan, robust=outer.robust, moments=settings.shares_moments
+    def _set_up(self, model: Model) -> BegunRun:
+        self.begun = BegunRun(
+            model,
+            run_store=self._run_store,
+            events=self._events,
+            channels=self._channels,
+            relays=self._relays,
+            lead=self._lead,
+            round_memory_mib=self._config.service.round_memory_mib,
+            handle=self._handle,
+            spawn=self._spawn,
         )
-        self._relays.set_mode(outer.merge, why_not)
+        self.begun.join_shards()
+        return self.begun
 
-    def _begun(self) -> Syncer:
-        """The state machine; PeerError while the run has not begun."""
-        if self._machine is None:
+    @property
+    def _machine(self) -> Syncer | None:
+        return None if self.begun is None else self.begun.machine
+
+    def _require_begun(self) -> BegunRun:
+        """PeerError while the run has not begun."""
+        if self.begun is None:
             raise PeerError("the run has not begun")
-        return self._machine
+        return self.begun
 
     # ---- the operator -------------------------------------------------------------------------------------------
 
@@ -323,10 +285,11 @@ class SyncerService:
         try:
             settings = self._config.protocol if self._machine is None else self._machine.settings
             check_ranks(hello, settings)
-            if self._machine is None:
+            if self.begun is None:
                 self._begin(hello)
-            self._check_model(hello, channel.token)
-            self._ranks.add_learner(hello.learner, hello.ranks)
+            run = self._require_begun()
+            self._check_model(run.model, hello, channel.token)
+            run.ranks.add_learner(hello.learner, hello.ranks)
         except AtollError as error:
             reason = one_line(error)
             self._say_of_hello("refused", f"{hello.learner} was refused: {reason}", hello, channel.token)
@@ -336,10 +299,9 @@ class SyncerService:
         self._ending.count_connected(len(self._channels))
         self._handle(fx.Greeted(hello, channel.token))
 
-    def _check_model(self, hello: Hello, token: str) -> None:
-        assert self._model is not None
-        self._model.check_learner(hello)
-        if text := self._model.describe_other_data(hello):
+    def _check_model(self, model: Model, hello: Hello, token: str) -> None:
+        model.check_learner(hello)
+        if text := model.describe_other_data(hello):
             self._say_of_hello("warning", text, hello, token)
 
     def _say_of_hello(self, kind: str, text: str, hello: Hello, token: str) -> None:
@@ -352,14 +314,14 @@ class SyncerService:
         if isinstance(message, Contribution) and self._lead is not None:
             self._lead.hear_contribution(channel.learner, message)
         elif isinstance(message, Contribution):
-            self._merging.screen_contribution(channel.learner, message)
+            self._require_begun().merging.screen_contribution(channel.learner, message)
         else:
             self._handle(fx.Received(channel.learner, message))
 
     def closed(self, channel: ControlChannel, reason: str) -> None:
         if self._channels.get(channel.learner) is channel:
             del self._channels[channel.learner]
-            self._ranks.remove_learner(channel.learner)
+            self._require_begun().ranks.remove_learner(channel.learner)
             self._handle(fx.Lost(channel.learner, reason))
         self._ending.count_connected(len(self._channels))
 
@@ -371,47 +333,44 @@ class SyncerService:
     def expect_contribution(
         self, learner: str, session: str, round: int, attempt: int, named: int, rank: int = 0
     ) -> memoryview:
-        self._begun()
-        return self._inbox.receive_body((learner, round, attempt), named, rank)
+        return self._require_begun().inbox.receive_body((learner, round, attempt), named, rank)
 
     def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str, rank: int = 0) -> None:
-        key = (learner, round, attempt)
-        fragment, whole = self._inbox.fragment_of(key), self._inbox.mark_arrived(key, digest, rank)
+        key, inbox = (learner, round, attempt), self._require_begun().inbox
+        fragment, whole = inbox.fragment_of(key), inbox.mark_arrived(key, digest, rank)
         if self._lead is not None and fragment is not None and whole is not None:
             self._lead.body_arrived(key, fragment, whole)
 
     def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int = 0) -> None:
-        self._inbox.mark_aborted((learner, round, attempt), rank)
+        self._require_begun().inbox.mark_aborted((learner, round, attempt), rank)
 
     def expect_initial(self, learner: str, session: str, fragment: int, rank: int = 0) -> memoryview:
-        self._begun()
-        return self._first.expect_body(learner, session, fragment, rank)
+        return self._require_begun().first.expect_body(learner, session, fragment, rank)
 
     async def initial_arrived(
         self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int = 0
     ) -> None:
-        await self._first.take_body(learner, session, fragment, body, digest, rank)
+        await self._require_begun().first.take_body(learner, session, fragment, body, digest, rank)
 
     def fragment(self, index: int, have: int) -> ServedFragment:
-        if self._machine is None:
+        if self.begun is None:
             raise PeerError("the run has no parameters yet")
-        return self._parameters.serve_fragment(index, have)
+        return self.begun.parameters.serve_fragment(index, have)
 
     async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
-        self._begun()
-        return await self._ranks.serve_part(learner, rank, index, partial(self._parameters.serve_fragment, index))
+        run = self._require_begun()
+        return await run.ranks.serve_part(learner, rank, index, partial(run.parameters.serve_fragment, index))
 
     def moments(self, index: int, version: int) -> ServedFragment:
-        self._begun()
-        return self._parameters.serve_moments(index, version)
+        return self._require_begun().parameters.serve_moments(index, version)
 
     def forwarding_wanted(self, ticket: str, learner: str, start: int) -> None:
-        if (wrong := self._begun().peers.wrong_newcomer(ticket, learner)) is not None:
+        if (wrong := self._require_begun().machine.peers.wrong_newcomer(ticket, learner)) is not None:
             raise PeerError(wrong)
         self._handle(fx.ForwardingWanted(ticket, start))
 
     def forwarding_allowed(self, ticket: str, learner: str) -> None:
-        if (wrong := self._begun().peers.wrong_peer(ticket, learner)) is not None:
+        if (wrong := self._require_begun().machine.peers.wrong_peer(ticket, learner)) is not None:
             raise PeerError(wrong)
 
     # ---- for the lead of several shards -----------------------------------------------------------------------------
@@ -423,7 +382,7 @@ class SyncerService:
         self._carry_out(effect)
 
     def initial_part_here(self, shard: int, message: InitialHere) -> None:
-        self._first.hear_shard(shard, message)
+        self._require_begun().first.hear_shard(shard, message)
 
     def lost_shard(self) -> None:
         """What it had of the first parameters is gone: they are sent anew."""
@@ -452,9 +411,8 @@ class SyncerService:
         return msgspec.json.encode(self.figures())
 
     def manifest(self) -> bytes:
-        machine, shards = self._begun(), () if self._lead is None else self._lead.state.addresses
-        assert self._model is not None
-        return manifest(machine, self._model.plan, self._config.service.evaluate_every, shards)
+        run, shards = self._require_begun(), () if self._lead is None else self._lead.state.addresses
+        return manifest(run.machine, run.model.plan, self._config.service.evaluate_every, shards)
 
     def score(self, score: ScoreReport) -> None:
         self.meter.note_score(score)
@@ -466,135 +424,34 @@ class SyncerService:
     # ---- the machine --------------------------------------------------------------------------------------------
 
     def _handle(self, event: fx.SyncerEvent) -> None:
-        if self._machine is None:
-            return
-        try:
-            self._look_for_standstill()
-            self._effect_queue.enqueue(self._machine.handle(self._loop.time(), event))
-            self._wake_at(self._machine.wake_at)
-        except Exception as error:  # half an event may be handled: the next term goes on from the journal
-            self.vital.fail(error)
-            raise
-
-    def _look_for_standstill(self) -> None:
-        """Called before every event: no deadline may count the time in which this loop stood still."""
-        now = self._loop.time()
-        stood_s = self._standstill.take_standstill_s(now)
-        if self._machine is None:
-            return
-        if self._lead is not None and (away_s := self._lead.state.take_standstill_s(now)) > 0:
-            self._effect_queue.enqueue(self._machine.handle(now, fx.StoodStill(away_s)))
-            stood_s = 0.0
-        if not stood_s:
-            return
-        text = f"the syncer stood still for {stood_s:.1f} s: nobody's silence counts for that time"
-        self._events.say("warning", text, {"seconds": round(stood_s, 3)})
-        self._effect_queue.enqueue(self._machine.handle(now, fx.StoodStill(stood_s)))
-        self._wake_at(self._machine.wake_at)
-
-    def _wake_at(self, moment: float | None) -> None:
-        if self._wake is not None and self._wake.when() != moment:
-            self._wake.cancel()
-            self._wake = None
-        if self._wake is None and moment is not None:
-            self._wake = self._loop.call_at(moment, self._tick)
-
-    def _tick(self) -> None:
-        self._wake = None
-        self._handle(Tick())
+        self._clock.handle(event)
 
     def _carry_out(self, effect: fx.SyncerEffect) -> None:
-        if self._lead is not None and (self._lead.hold(effect) or self._carry_out_with_shards(self._lead, effect)):
-            return
         match effect:
-            case fx.Send(learner, message):
-                self._send(learner, message)
-            case fx.ConfirmSent(number, attempt, probed):
-                self._handle(fx.PullsSent(number, attempt, probed))
-            case fx.Merge():
-                self._merging.merge_round(effect)
-            case fx.Commit(number, fragment, version):
-                self._parameters.commit_version(fragment, version, number)
-                self._relays.settle_round(number, merged=True)
-            case fx.Restore():
-                self._restorer.prepare_values(effect)
-            case fx.CommitRestored(versions, at):
-                self._restorer.commit_values(versions, at)
-            case fx.Retune(outer):
-                self._retune(msgspec.convert(outer, Outer))
-                self.operator.note_changed()
-            case fx.TakeCut():
-                self._cuts.take_cut(effect)
-            case fx.CompleteCut():
-                self._cuts.complete_cut(effect)
-            case fx.Discard(learner, number, attempt):
-                self._merging.discard((learner, number, attempt))
-            case fx.Expel(learner, reason):
-                if (channel := self._channels.pop(learner, None)) is not None:
-                    self._ranks.remove_learner(learner)
-                    channel.close(reason)
+            case Note(kind, text, data):
+                self._log_note(kind, text, data)
             case fx.Finished(reason):
                 self._ending.finish_run(reason)
-            case Note(kind, text, data):
-                if answer := data.get("answer"):
-                    text += f": atoll set {shlex.quote(str(self._run_store.folder))} {answer}"
-                if kind == "round" and isinstance(index := data["fragment"], int):
-                    data = {**data, **self._merging.describe_outer_step(index)}
-                self.operator.note_event(kind, text, data)
-                self.meter.note_event(time.time(), kind, data, text)
-                refused = kind == "refused" and "learner" not in data
-                self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")
-
-    def _carry_out_with_shards(self, lead: ShardLead, effect: fx.SyncerEffect) -> bool:
-        """Whether that is all that there is to do."""
-        match effect:
-            case fx.Persist(found):
-                lead.note_records(found)
-            case fx.Merge():
-                lead.merge(effect)
-            case fx.TakeCut():
-                lead.take_cut(effect)
-            case fx.CompleteCut():
-                lead.complete_cut(effect)
-            case fx.Discard(learner, number, attempt):
-                lead.discard((learner, number, attempt))
-                return False
             case _:
-                return False
-        return True
+                self._require_begun().carry_out(effect)
+                if isinstance(effect, fx.Retune):
+                    self.operator.note_changed()
+
+    def _log_note(self, kind: str, text: str, data: dict[str, object]) -> None:
+        if answer := data.get("answer"):
+            text += f": atoll set {shlex.quote(str(self._run_store.folder))} {answer}"
+        if kind == "round" and isinstance(index := data["fragment"], int):
+            data = {**data, **self._require_begun().merging.describe_outer_step(index)}
+        self.operator.note_event(kind, text, data)
+        self.meter.note_event(time.time(), kind, data, text)
+        refused = kind == "refused" and "learner" not in data
+        self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")
 
     async def _write_first_cut(self, cut: fx.TakeCut) -> None:
-        await (self._cuts.write_first(cut) if self._lead is None else self._lead.write_first_cut(cut))
-
-    def _send(self, learner: str, message: FromSyncer) -> None:
-        channel = self._channels.get(learner)
-        if isinstance(message, Pull):
-            key, plans = (learner, message.round, message.attempt), self._ranks.plans_of(learner)
-            self._inbox.expect_body(key, message.fragment, probe=message.probe, plans=plans)
-            if self._lead is not None and channel is not None:
-                self._lead.expect_body(learner, channel.session, channel.token, message)
-        elif isinstance(message, Welcome) and message.upload and channel is not None:
-            self._first.ask_learner(channel)
-        if self._lead is not None and isinstance(message, Welcome):
-            message = self._lead.address_shards(message)
-        if channel is not None:
-            channel.send(message)
-
-    def _retune(self, outer: Outer) -> None:
-        self._parameters.change_outer(outer)
-        self._screen.limit, self._merging.robust = outer.norm_limit, outer.robust
-        self._screen.most_steps = most_steps(self._begun().settings)
-        self._set_relays(outer, self._begun().settings)
+        await self._require_begun().write_first_cut(cut)
 
     def _payload(self, persist: fx.Persist) -> memoryview | None:
-        """What the journal keeps beside the records of a round, or of a rollback."""
-        if persist.restored:
-            return self._restorer.packed.data
-        if persist.round < 0:
-            return None
-        assert self._machine is not None
-        fragment = schedule.fragment_of(persist.round, self._machine.settings)
-        return self._parameters.round_payload(fragment)
+        return self._require_begun().payload_of(persist)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None

@@ -18,7 +18,6 @@ from atoll.bucket.uploader import ShardUploader, make_shard_uploader
 from atoll.config import Service
 from atoll.fabric.address import host_port
 from atoll.fabric.listener import allow_files
-from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError, ConfigError, first_error
 from atoll.protocol.shard import Shard
@@ -87,8 +86,7 @@ async def _serve(
         machine, store, lead, access, host=service.host, port=service.port, tell_operator=tell_operator
     )
     await running.server.start()
-    if access.secrets:
-        publish_secrets(running.server.host, running.server.port, access.secrets)
+    access.publish(running.server.host, running.server.port)
     url = _local_url(service, running)
     running.url = name_address(url)
     write_atomic(out.address, url.encode())
@@ -102,8 +100,7 @@ async def _serve(
     try:
         return await running.run()
     finally:
-        if access.secrets:
-            withdraw_secrets(running.server.host, running.server.port)
+        access.withdraw(running.server.host, running.server.port)
 
 
 def _look_for_supervisor(running: ShardService) -> None:
