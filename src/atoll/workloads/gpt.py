@@ -56,7 +56,11 @@ class Gain(nn.Module):
 
 
 class Experts(nn.Module):
-    """Together as large as `count` / 2 networks of a block without experts; a byte costs as much as there."""
+    """Together as large as `count` / 2 networks of a block without experts.
+
+    A byte takes what its two experts write, but all of them read it: shapes stay the same from step to step, so that a
+    step compiles and no device waits for the host to count bytes. With the few experts of this workload that is cheap.
+    """
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
@@ -72,13 +76,11 @@ class Experts(nn.Module):
         """What they write, and how unevenly the bytes are spread: 1 is evenly, `count` / 2 all to the same two."""
         rows = x.reshape(-1, x.shape[-1])
         chances = torch.softmax(self.router(rows), dim=-1)
-        weights, chosen = chances.topk(CHOSEN, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
+        best, chosen = chances.topk(CHOSEN, dim=-1)
+        weights = torch.zeros_like(chances).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
         written = torch.zeros_like(rows)
-        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
-            row, place = torch.where(chosen == expert)
-            hidden = F.relu(up(rows[row])).square()
-            written = written.index_add(0, row, down(hidden) * weights[row, place, None])
+        for up, down, weight in zip(self.up, self.down, weights.unbind(-1), strict=True):
+            written = written + down(F.relu(up(rows)).square()) * weight[:, None]
         shares = F.one_hot(chosen, len(self.up)).float().mean((0, 1))
         return written.view_as(x), len(self.up) * (shares * chances.mean(0)).sum()
 
