@@ -281,9 +281,9 @@ def write_codes() -> str:
 | 0 | it ended well; also after one Ctrl-C, which ends a run in good order |
 | 1 | it failed: the last line says why |
 | 2 | the request cannot be fulfilled: one line names the reason and the fix. A restart does not mend it |
-| 130 | interrupted twice: everything was killed |
+| 130 | interrupted twice: everything was killed. A learner by hand: interrupted before it had joined |
 | 141 | the program that read the output went away |
-| 143 | a learner in a container left after SIGTERM, in good order (`examples/deploy`) |
+| 143 | SIGTERM ended a learner that had not joined yet; or a learner in a container left after it, in good order (`examples/deploy`) |
 
 Which mistake in a script leads to which: [settings](../settings.md#exit-codes). What is raised for a reason:
 

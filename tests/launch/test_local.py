@@ -286,6 +286,12 @@ async def test_one_that_is_done_and_one_that_cannot_end_the_run_well(tmp_path: P
     assert events(run, "finished")[0]["reason"] == "every learner has ended"
 
 
+async def test_one_that_sigterm_ended_before_it_joined_is_done_as_one_that_left_is(tmp_path: Path) -> None:
+    run = local(tmp_path, "import os, sys\nsys.exit(143 if os.environ['ATOLL_LEARNER'][-1] == '1' else 0)")
+    await run.run()
+    assert not events(run, "restarted") and events(run, "finished")[0]["reason"] == "every learner has ended"
+
+
 async def test_when_nobody_can_take_part_the_first_reason_is_the_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^bad disk$"):
         await local(tmp_path, "import sys\nsys.exit('bad disk')", evaluator=True).run()

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from atoll.learner.script import LeaveRequest
+from atoll.learner.script import LeaveRequest, LeftUnjoined
 
 
 @pytest.fixture
@@ -20,6 +20,7 @@ def default_handler() -> object:
 def test_a_signal_is_noted_and_kills_nobody() -> None:
     preemption = LeaveRequest()
     preemption.watch()
+    preemption.begun = True
     assert not preemption.asked
     os.kill(os.getpid(), signal.SIGTERM)
     assert preemption.asked
@@ -80,6 +81,23 @@ def test_before_training_has_begun_an_interrupt_ends_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert not preemption.asked
     preemption.stop()
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_before_training_has_begun_sigterm_ends_the_script_once() -> None:
+    preemption = LeaveRequest()
+    preemption.watch()
+    with pytest.raises(LeftUnjoined) as ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 143 and preemption.asked
+    os.kill(os.getpid(), signal.SIGTERM)  # on its way out: not broken off by another
+    preemption.stop()
+
+
+def test_whoever_is_drained_before_it_joined_ends_with_code_0() -> None:
+    preemption = LeaveRequest()
+    preemption.ask("it was drained")
+    assert preemption.make_unjoined().code == 0 and "it was drained" in str(preemption.make_unjoined())
 
 
 @pytest.mark.usefixtures("default_handler", "interruptible")

@@ -1,6 +1,6 @@
 """What becomes of a run's processes that ended, as its supervisor (local.py) decides.
 
-- a learner with exit code 0 is done; when the last one is, the run ends;
+- a learner with exit code 0 is done, as is one that SIGTERM ended before it joined; when the last one is, the run ends;
 - a learner with exit code 2 found something wrong that a restart cannot mend: it is left out and the others go on; when
   none is left, the run fails with its words;
 - a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
@@ -23,6 +23,7 @@ from math import inf
 from atoll.launch.children import Child, ScriptError, describe_exit, find_shared_error, read_script_error
 from atoll.launch.resume import EVERYONE_ENDED, describe_resume
 from atoll.launch.script import USAGE
+from atoll.learner.script import TERMINATED
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
@@ -233,7 +234,7 @@ class Supervision:
     def _handle_exit_of_learner(self, child: Child, code: int) -> None:
         if child.name in self._leaving:
             self._remove_learner(child.name)
-        elif code == 0:
+        elif code in (0, TERMINATED):
             self.done.add(child.name)
         elif code == USAGE:
             self._fail_with_script(child, "the script calls Atoll wrongly")
@@ -364,7 +365,7 @@ class Supervision:
 
     def _note_failure(self, child: Child, code: int) -> None:
         """Its script failed, and the run ends without it. What Atoll itself had to say ended it in good order."""
-        if child.name in self._errors or code not in (1, ConfigError.exit_code, Killed.exit_code):
+        if child.name in self._errors or code not in (1, ConfigError.exit_code, Killed.exit_code, TERMINATED):
             self.failed[child.name] = self.read_last_words(child) or describe_exit(code)
 
     # ---- small things -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ session.py; here is what the script sees of it.
 
 What goes wrong between Atoll and the operator ends the script with one line and an exit code, no traceback: 2 for what
 the operator can mend (model, settings, data), 1 for the rest, 130 for a second Ctrl-C: the first one is a drain, like
-SIGTERM (script.py). The script's own errors pass unchanged.
+SIGTERM (script.py). 130 and 143 also for Ctrl-C and SIGTERM before it joined. The script's own errors pass unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from atoll.learner.loading import (
 from atoll.learner.model import BufferRule, check_model, refuse_old_shards
 from atoll.learner.placement import WISHES, PlacementWish
 from atoll.learner.ranks import DataShare, RankGroup, count_ranks, find_ranks, rank_folder
-from atoll.learner.script import INTERRUPTED, end_script, explain_keywords, find_syncer, say
+from atoll.learner.script import INTERRUPTED, LeftUnjoined, end_script, explain_keywords, find_syncer, say
 from atoll.learner.session import RunSession
 from atoll.learner.state import Optimizers, check_kept, check_trained
 from atoll.learner.step_stats import StepCounter
@@ -403,6 +403,8 @@ class BaseLearner:
         self._folder.release()
         if isinstance(error, AtollError):
             end_script(str(error), error.exit_code, error)
+        if isinstance(error, LeftUnjoined):
+            say(str(error))
         if isinstance(error, KeyboardInterrupt):
             end_script("interrupted; the same command lets it join again", INTERRUPTED, error)
 

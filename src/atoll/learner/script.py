@@ -10,9 +10,11 @@ A learner is asked to leave by SIGTERM (a spot machine is taken away), by Ctrl-C
 - its training loop is told at the next boundary that it is done; the run gets its last steps if that takes no longer
   than `DRAIN_S`; then its state is written to its folder, and the next process of the same name continues from it;
 - after a signal the process is gone within `LIMIT_S`; a drain has no such limit and waits two cycles if needed;
-- a learner that is still joining waits for nothing more;
+- a learner that has not joined yet ends its script there, with one line (`LeftUnjoined`): what follows `with` would
+  run on an untrained model;
 - signals are handled only in the main thread, and only if the script has no handler of its own;
-- the first Ctrl-C asks; the second, or one before training has begun, ends the script at once (KeyboardInterrupt);
+- the first Ctrl-C asks; the second, or one before training has begun, ends the script at once (KeyboardInterrupt). So
+  does SIGTERM before training has begun;
 - a learner that was told that the run ends waits up to `END_WAIT_S` for the final parameters; one that leaves before
   waits until its last steps are merged, at most `LEAVE_WAIT_S` or two cycles.
 """
@@ -37,6 +39,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.keys import read_link
 
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 def say(text: str) -> None:
@@ -104,10 +107,24 @@ FILE = "preempted.safetensors"
 AGAIN = b"atoll: leaving in good order: the last steps go to the run; Ctrl-C again ends it at once\n"
 
 
+class LeftUnjoined(SystemExit):
+    """Asked to leave before it had the run's parameters. Like KeyboardInterrupt no Exception: it is raised wherever the
+    signal finds the script."""
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(code)
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"ended before it joined the run, which has nothing of it: {self.why}; the same command lets it join"
+
+
 class LeaveRequest:
     def __init__(self) -> None:
         self.why = ""
         """Why it is to leave, for the run's events; empty: nobody asked."""
+        self._exit_code = 0
+        """Of a script that is asked before it joined."""
         self.hurried = False
         """A signal asked: there is a time by which it is to be gone."""
         self.begun = False
@@ -119,9 +136,14 @@ class LeaveRequest:
     def asked(self) -> bool:
         return bool(self.why)
 
-    def ask(self, why: str) -> None:
+    def ask(self, why: str, exit_code: int = 0) -> None:
         """The first to ask is the reason."""
-        self.why = self.why or why
+        if not self.why:
+            self.why, self._exit_code = why, exit_code
+
+    def make_unjoined(self) -> LeftUnjoined:
+        """Somebody asked, and it has not joined."""
+        return LeftUnjoined(self.why, self._exit_code)
 
     def watch(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -138,8 +160,11 @@ class LeaveRequest:
         self._before.clear()
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        self.hurried = True
-        self.ask("its machine is taken away (SIGTERM)")
+        first, self.hurried = not self.asked, True
+        self.ask("its machine is taken away (SIGTERM)", TERMINATED)
+        # Once: a second one must not break off the way out. And not in a worker that a loader forked off.
+        if first and not self.begun and os.getpid() == self._process:
+            raise self.make_unjoined()
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -147,7 +172,7 @@ class LeaveRequest:
         if self.asked or not self.begun:
             raise KeyboardInterrupt
         self.hurried = True
-        self.ask("it was interrupted (Ctrl-C)")
+        self.ask("it was interrupted (Ctrl-C)", INTERRUPTED)
         os.write(2, AGAIN)  # print may have been interrupted in the middle of a line
 
 
@@ -193,6 +218,8 @@ def broken_off(error: BaseException) -> str:
     """The goodbye of a learner whose script failed: the exception with its message, and the user's line."""
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
+    if isinstance(error, LeftUnjoined):
+        return f"{error.why}; it had not joined yet"
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"its training script ended with {one_line(words)}{_place(error)}"
 

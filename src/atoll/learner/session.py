@@ -160,6 +160,7 @@ class RunSession:
             # objects that stay would make it do so in the middle of training.
             gc.collect()
         self._wait_until_joined()
+        self._end_if_unjoined()
         if earlier is not None:
             self._put_back(earlier)
             self._restored = False
@@ -260,6 +261,13 @@ class RunSession:
                 self._join_wait.say_unjoined(has_parameters=self.shared.has_parameters())
                 return
             self.wait(min(left_s, 0.5))
+
+    def _end_if_unjoined(self) -> None:
+        """Where it was asked to leave. By a signal that has mostly happened already: its handler raises, which goes
+        unheard in a destructor."""
+        left = self._preemption.hurried or not self.shared.has_parameters()
+        if self._exchange.agree(self._exchange.leaving and left):
+            raise self._preemption.make_unjoined()
 
     def _is_current(self) -> bool:
         """It has the run's parameters and progress, and waits for no peer."""
@@ -470,6 +478,8 @@ class RunSession:
         boundary = self.shared.boundary
         if not self._final:
             asked = self._preemption.why
+            if asked and not self._joined and not self._courier.replays:  # it trained before it heard of the run
+                raise self._preemption.make_unjoined()
             saved = bool(asked) and boundary is not None and self._saver.save_for_later(self._begin_capture)
             self._courier.send(Goodbye(leaving.goodbye_reason(asked, saved=saved)))
         elif boundary is not None:
