@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from atoll.extras import EXTRAS, explained
+from atoll.extras import EXTRAS, explained, install_command, read_origin
 
 ROOT = Path(__file__).parents[1]
 WITHOUT = {"ATOLL_TEST_WITHOUT": ",".join(EXTRAS)}
@@ -84,14 +85,14 @@ def test_what_is_missing_is_said_in_one_line_with_the_command(tmp_path: Path) ->
     (tmp_path / "mine.py").touch()
     said = commands(tmp_path, *lacking)
     for line, (words, extra) in lacking.items():
-        told = f"atoll: {words}, which is not installed here: pip install 'atoll[{extra}]'\n"
+        told = f"atoll: {words}, which is not installed here: {install_command(extra)}\n"
         assert said[line] == ("exit 2\n", told), line
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"], "nothing is begun"
 
 
 @pytest.mark.parametrize("name", ["Learner", "attach", "evaluate", "kept_moments"])
 def test_a_name_that_needs_torch_says_so_and_can_be_caught(tmp_path: Path, name: str) -> None:
-    told = f"atoll.{name} needs torch, which is not installed here: pip install 'atoll[torch]'"
+    told = f"atoll.{name} needs torch, which is not installed here: {install_command('torch')}"
     plain = python(tmp_path, "-c", f"import atoll; atoll.{name}")
     assert (plain.returncode, plain.stdout, plain.stderr) == (1, "", f"atoll: {told}\n")
     caught = python(tmp_path, "-c", f"try:\n from atoll import {name}\nexcept ImportError as error:\n print(error)")
@@ -101,7 +102,29 @@ def test_a_name_that_needs_torch_says_so_and_can_be_caught(tmp_path: Path, name:
 @pytest.mark.parametrize("name", ["hf", "lightning"])
 def test_an_integration_says_so_too(tmp_path: Path, name: str) -> None:
     told = python(tmp_path, "-c", f"import atoll.integrations.{name}")
-    assert told.stderr.count("\n") == 1 and told.stderr.endswith(f"pip install 'atoll[{name}]'\n")
+    assert told.stderr.count("\n") == 1 and told.stderr.endswith(f": {install_command(name)}\n")
+
+
+@pytest.mark.parametrize(
+    ("origin", "words"),
+    [
+        ({}, "'atoll[torch]'"),
+        ({"url": "file://{clone}", "dir_info": {"editable": True}}, "-e '{clone}[torch]'"),
+        ({"url": "file://{clone}", "dir_info": {}}, "'{clone}[torch]'"),
+        ({"url": "file:///gone/atoll.whl", "archive_info": {}}, "'atoll[torch]'"),
+        (
+            {"url": "https://example.org/atoll.git", "vcs_info": {"vcs": "git", "commit_id": "9f0c1d2"}},
+            "'atoll[torch] @ git+https://example.org/atoll.git@9f0c1d2'",
+        ),
+    ],
+    ids=["an index", "an editable clone", "a clone", "a wheel that is gone", "a repository"],
+)
+def test_the_command_installs_from_where_this_one_came(tmp_path: Path, origin: dict[str, Any], words: str) -> None:
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    if "url" in origin:
+        origin = {**origin, "url": origin["url"].replace("{clone}", clone.as_posix().replace(" ", "%20"))}
+    assert read_origin(origin, "torch") == words.replace("{clone}", str(clone))
 
 
 def test_a_package_that_no_extra_has_is_python_s_own_error() -> None:
@@ -131,4 +154,4 @@ def test_a_script_that_imports_what_is_missing_is_told_the_command(tmp_path: Pat
         (tmp_path / "mine.py").write_text(code)
         done = python(tmp_path, "-m", "atoll.launch.script", "mine.py")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert done.stderr.endswith("needs torch, which is not installed here: pip install 'atoll[torch]'\n")
+        assert done.stderr.endswith(f"needs torch, which is not installed here: {install_command('torch')}\n")

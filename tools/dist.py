@@ -4,14 +4,16 @@
     python tools/dist.py python3.11 python3.12            … and install the wheel for each of these Pythons
 
 It needs build, hatchling and twine. For each Python, in an environment that holds nothing else and away from the clone:
-the wheel alone simulates, serves, looks at a run and says in one line that torch is missing; with [torch] it trains the
-demo, whose run is verified and exported. `--without-torch` leaves that second half out; `--steps` makes it shorter.
+the wheel alone simulates, serves, looks at a run and says in one line that torch is missing, with a command; that
+command installs it, and the demo is trained, verified and exported. `--without-torch` leaves that second half out;
+`--steps` makes it shorter.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -30,7 +32,7 @@ LEAST_IN_SDIST = ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constra
 TRAINING = ("torch", "jax", "ray", "lightning", "transformers", "plotly", "matplotlib")
 """What `pip install atoll` alone must not bring."""
 GOODPUT = "simulate goodput --profile spot --chips 512 --learners 1,2 --hours 2 --seeds 1 --rounds 4"
-LACKS_TORCH = "needs torch, which is not installed here: pip install 'atoll[torch]'\n"
+LACKS_TORCH = "needs torch, which is not installed here: pip install "
 
 
 def main() -> None:
@@ -45,9 +47,9 @@ def main() -> None:
     check_sdist(sdist)
     for python in asked.pythons:
         with empty_environment(python) as place:
-            check_alone(place, wheel)
+            command = check_alone(place, wheel)
             if not asked.without_torch:
-                check_with_torch(place, wheel, ["--steps", str(asked.steps)] if asked.steps else [])
+                check_with_torch(place, command, ["--steps", str(asked.steps)] if asked.steps else [])
 
 
 # ---- the files ------------------------------------------------------------------------------------------------------
@@ -117,12 +119,13 @@ def empty_environment(python: str) -> Iterator[Path]:
         yield place
 
 
-def install(place: Path, what: str) -> None:
+def install(place: Path, *what: str) -> None:
     words = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
-    run([str(place / "venv/bin/python"), *words, what], place)
+    run([str(place / "venv/bin/python"), *words, *what], place)
 
 
-def check_alone(place: Path, wheel: Path) -> None:
+def check_alone(place: Path, wheel: Path) -> list[str]:
+    """What pip is to install for torch, as the wheel itself says."""
     install(place, str(wheel))
     atoll, python = str(place / "venv/bin/atoll"), str(place / "venv/bin/python")
     check(run([atoll, "--version"], place).startswith("atoll "), "atoll --version says no version")
@@ -130,12 +133,15 @@ def check_alone(place: Path, wheel: Path) -> None:
     check(not found.strip(), f"the environment has {found}")
     check("goodput" in run([atoll, *GOODPUT.split()], place), "atoll simulate goodput printed no goodput")
     demo = subprocess.run([atoll, "train", "--demo"], cwd=place, env=environment(), capture_output=True, text=True)
-    check((demo.returncode, demo.stdout) == (2, "") and demo.stderr == f"atoll: the built-in GPT {LACKS_TORCH}", demo)
+    told, _, command = demo.stderr.partition(LACKS_TORCH)
+    check((demo.returncode, demo.stdout, told) == (2, "", "atoll: the built-in GPT "), demo)
+    check(command.endswith("\n") and command.count("\n") == 1, demo)
     code = "import atoll; atoll.Learner"
     learner = subprocess.run([python, "-c", code], cwd=place, env=environment(), capture_output=True, text=True)
-    check(learner.stderr == f"atoll: atoll.Learner {LACKS_TORCH}", learner)
+    check(learner.stderr == f"atoll: atoll.Learner {LACKS_TORCH}{command}", learner)
     check_syncer(place, atoll)
     print("  alone: atoll simulate and atoll syncer work, and what needs torch says so", flush=True)
+    return shlex.split(command)
 
 
 def check_syncer(place: Path, atoll: str) -> None:
@@ -152,8 +158,8 @@ def check_syncer(place: Path, atoll: str) -> None:
         syncer.stdout.read()
 
 
-def check_with_torch(place: Path, wheel: Path, shorter: list[str]) -> None:
-    install(place, f"{wheel}[torch]")
+def check_with_torch(place: Path, command: list[str], shorter: list[str]) -> None:
+    install(place, *command)
     atoll, begun = str(place / "venv/bin/atoll"), time.monotonic()
     run([atoll, "train", "--demo", "--out", "demo", *shorter], place)
     seconds = time.monotonic() - begun

@@ -6,11 +6,16 @@ command that installs it, and before it begins.
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from atoll.protocol.errors import MissingPackage
 
@@ -42,9 +47,33 @@ def check_installed(package: str, needed_by: str) -> None:
 
 
 def missing(package: str, needed_by: str, extra: str = "") -> MissingPackage:
-    command = f"pip install 'atoll[{extra or EXTRAS[package]}]'"
+    command = install_command(extra or EXTRAS[package])
     words = f"{needed_by} needs {package}, which is not installed here: {command}"
     return MissingPackage(words, name=package)
+
+
+def install_command(extra: str) -> str:
+    """What adds an extra to this environment: from the clone, file or repository that Atoll was installed from, so that
+    the command works before there is a release, and brings the same version."""
+    from importlib.metadata import PackageNotFoundError, distribution  # 20 ms, and only where something is missing
+
+    try:
+        origin = distribution("atoll").read_text("direct_url.json")
+    except PackageNotFoundError:
+        origin = None
+    return f"pip install {read_origin(json.loads(origin) if origin else {}, extra)}"
+
+
+def read_origin(origin: Mapping[str, Any], extra: str) -> str:
+    """`origin`: as pip notes it (PEP 610); nothing of what came from an index."""
+    url = str(origin.get("url", ""))
+    path = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+    if "vcs_info" in origin:
+        vcs = origin["vcs_info"]
+        return shlex.quote(f"atoll[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}")
+    if path is not None and path.exists():
+        return ("-e " if origin.get("dir_info", {}).get("editable") else "") + shlex.quote(f"{path}[{extra}]")
+    return shlex.quote(f"atoll[{extra}]")
 
 
 @contextmanager

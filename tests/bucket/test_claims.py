@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from atoll.bucket.claims import (
 from atoll.bucket.client import Bucket, MissingKey, StoreRefused, StoreUnavailable, TakenKey, open_bucket
 from atoll.bucket.restore import claim_run
 from atoll.config import Config
+from atoll.extras import install_command
 from atoll.protocol.errors import ConfigError
 from atoll.store.writer_lease import Deposed
 
@@ -140,7 +142,7 @@ def test_a_url_that_names_no_bucket_is_refused(url: str, said: str) -> None:
 
 def test_without_obstore_the_next_step_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ConfigError, match=r"pip install 'atoll\[store\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("store"))):
         open_bucket("s3://bucket/run")
 
 

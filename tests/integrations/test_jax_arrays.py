@@ -16,6 +16,7 @@ import pytest
 import torch
 from flax import nnx
 
+from atoll.extras import install_command
 from atoll.integrations.jax import Learner, load
 from atoll.integrations.jax_arrays import JaxModel
 from atoll.learner.capture import OtherLibrary
@@ -308,7 +309,7 @@ Learner({"w": jax.device_put(jnp.zeros((4, 2)), NamedSharding(mesh, PartitionSpe
 
 def test_without_jax_one_line_says_what_to_install() -> None:
     told = ask("import sys; sys.modules['jax'] = None; import atoll.integrations.jax")
-    assert told.splitlines()[-1].endswith("pip install 'atoll[jax]'")
+    assert told.splitlines()[-1].endswith(f": {install_command('jax')}")
 
 
 def ask(code: str, **environment: str) -> str:

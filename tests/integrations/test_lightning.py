@@ -19,6 +19,7 @@ from tests.system.test_ranks import find_rank
 from torch import nn
 from torch.utils.data import DataLoader
 
+from atoll.extras import install_command
 from atoll.integrations.lightning import AtollCallback, check_in_run
 
 pytestmark = [
@@ -154,4 +155,4 @@ def test_without_the_library_one_line_says_what_to_install() -> None:
         library = {"lightning": "lightning", "hf": "transformers"}[name]
         code = f"import sys; sys.modules[{library!r}] = None; import atoll.integrations.{name}"
         told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-        assert told.stderr.splitlines()[-1].endswith(f"pip install 'atoll[{extra}]'")
+        assert told.stderr.splitlines()[-1].endswith(f": {install_command(extra)}")

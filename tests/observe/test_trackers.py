@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from atoll import cli
+from atoll.extras import install_command
 from atoll.observe.trackers import NO_TARGETS, Targets, Tracking, figures, scores
 from atoll.protocol.errors import ConfigError
 from atoll.telemetry.events import Event
@@ -183,7 +184,7 @@ def test_a_project_that_cannot_be_opened_is_one_line(fake: list[tuple[str, Any]]
     ("missing", "command", "said"),
     [
         ("tensorboard", "train --tensorboard board", "--tensorboard needs tensorboard, which is not installed here"),
-        ("wandb", "train --wandb mine", "which is not installed here: pip install 'atoll[tracking]'"),
+        ("wandb", "train --wandb mine", "which is not installed here: " + install_command("tracking")),
         ("", "train --tensorboard board --tape a.tape", "follow a run with a syncer: leave --tape and --algorithm out"),
     ],
 )

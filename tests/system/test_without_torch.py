@@ -8,7 +8,7 @@ import sys
 import pytest
 from tests.system.conftest import SCRIPTS, WAIT_S, Run, heed_interrupts
 
-from atoll.extras import EXTRAS
+from atoll.extras import EXTRAS, install_command
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -39,5 +39,5 @@ def test_a_syncer_without_torch_serves_a_run_that_is_looked_at_checked_and_expor
             assert done.returncode == 0 and not done.stderr, done.stderr
         told = run.command("report", run.out)
     assert (run.folder / "model.safetensors").stat().st_size > 0
-    lacks = "atoll: atoll report needs plotly, which is not installed here: pip install 'atoll[plots]'\n"
+    lacks = f"atoll: atoll report needs plotly, which is not installed here: {install_command('plots')}\n"
     assert (told.returncode, told.stderr) == (2, lacks)

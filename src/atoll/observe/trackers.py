@@ -1,7 +1,7 @@
 """A run's figures for TensorBoard and Weights & Biases, while it goes on: the same that the screen shows.
 
 `Tracking` turns statuses and events into named numbers at a round; a `Tracker` writes them somewhere. The packages are
-optional (`pip install 'atoll[tracking]'`) and imported when asked for. A tracker that fails is dropped and named at the
+optional (the extra `tracking`) and imported when asked for. A tracker that fails is dropped and named at the
 end: it never stops training.
 
 | name | what |

@@ -141,7 +141,7 @@ class Dashboard:
     async def _serve_plotly(self, request: web.Request) -> web.StreamResponse:
         path = plotly_file()
         if path is None:
-            raise Rejected(404, "plotly is not installed, so the page has no charts (pip install 'atoll[plots]')")
+            raise Rejected(404, "plotly is not installed beside the syncer: no charts (the extra plots)")
         return _file(path)
 
     async def _serve_metrics(self, request: web.Request) -> web.StreamResponse:

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from atoll.extras import is_installed
+from atoll.extras import install_command, is_installed
 from atoll.observe.figures import plain, span
 
 CheckVerdict: TypeAlias = Literal["ok", "warn", "fail"]
@@ -109,18 +109,18 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Chec
 
 def check_torch() -> Check:
     if not is_installed("torch"):
-        return Check("torch", "warn", "not installed", "Only what trains needs it: pip install 'atoll[torch]'.")
+        return Check("torch", "warn", "not installed", f"Only what trains needs it: {install_command('torch')}")
     return judge_torch(*run_probe(_TORCH))
 
 
 def judge_torch(found: dict[str, Any] | None, words: str = "") -> Check:
     if found is None:
-        return Check("torch", "fail", words or "does not start", "pip install 'atoll[torch]'; learners need it.")
+        return Check("torch", "fail", words or "does not start", f"Learners need it: {install_command('torch')}")
     version, gpus = str(found["version"]), found["gpus"]
     device = f"{len(gpus)} × {gpus[0]['name']}" if gpus else "Apple GPU" if found["mps"] else "CPU only"
     value = f"{version}, {device}, imported in {span(found['import_s'])}"
     if _numbers(version) < OLDEST_TORCH:
-        return Check("torch", "fail", value, "Atoll needs torch 2.6 or newer: pip install -U 'atoll[torch]'.", found)
+        return Check("torch", "fail", value, "Atoll needs torch 2.6 or newer: pip install -U torch", found)
     if found["cuda"] and not gpus:
         advice = "This torch is built for CUDA but sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES."
         return Check("torch", "warn", value, advice, found)
