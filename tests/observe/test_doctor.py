@@ -194,11 +194,19 @@ def test_the_same_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (["--join", "http://127.0.0.1:9"], "--join takes a join link, atoll://"),
         (["--join", "atoll://nowhere"], "is no address of a syncer"),
         (["--syncer", "http://192.0.2.1:9"], "use its join link"),
+        (["--join", "none.txt"], "--join (or ATOLL_JOIN) names none.txt, which is missing"),
+        (["--join", "open.txt"], "open.txt can be read by others on this machine: chmod 600 open.txt"),
+        (["--join", "plain.txt"], "--join takes a join link, atoll://…, or a file that holds one"),
+        (["--join", "."], "--join takes a join link, atoll://…, or a file that holds one"),
     ],
 )
 def test_a_mistake_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, mode in (("open.txt", 0o644), ("plain.txt", 0o600)):
+        (tmp_path / name).write_text("http://127.0.0.1:7077\n")
+        (tmp_path / name).chmod(mode)
     assert atoll(monkeypatch, "doctor", *words) == 2
     assert said in capsys.readouterr().err
 

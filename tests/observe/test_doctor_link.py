@@ -340,7 +340,7 @@ async def test_a_proxy_that_is_down_or_refuses_is_named(monkeypatch: pytest.Monk
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
+@pytest.mark.parametrize("words", [(), ("--json",), ("--join", "link.txt"), ("ATOLL_JOIN=link.txt",)])
 async def test_the_command_says_it_all_without_the_token(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -353,15 +353,19 @@ async def test_the_command_says_it_all_without_the_token(
     monkeypatch.setattr(local, "check_memory", lambda: local.judge_memory(24 << 30, 20 << 30))
     monkeypatch.setattr(local, "check_torch", lambda: local.judge_torch(torch))
     monkeypatch.setattr(local, "check_kernels", lambda: Check("kernels", "ok", "there"))
+    (tmp_path / "link.txt").write_text(f"{secured.link()}\n")
+    (tmp_path / "link.txt").chmod(0o600)
+    in_environment = "link.txt" if words == ("ATOLL_JOIN=link.txt",) else secured.link()
+    monkeypatch.setenv("ATOLL_JOIN", "nowhere" if "--join" in words else in_environment)
+    words = tuple(word for word in words if "ATOLL_JOIN" not in word)
     monkeypatch.setattr(sys, "argv", ["atoll", "doctor", *words])
-    monkeypatch.setenv("ATOLL_JOIN", secured.link())
     monkeypatch.setenv("COLUMNS", "80")
     await asyncio.to_thread(_ended)
     out, err = capsys.readouterr()
     assert SECRET not in out + err
     for name in ("addresses", "certificate", "round trip", "bandwidth up", "TLS", "this link carries H = 24, P = 24"):
         assert name in out
-    if not words:
+    if "--json" not in words:
         assert all(len(line) <= 80 for line in out.splitlines())
         assert "what the link would have to carry" in out
 

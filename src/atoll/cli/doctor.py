@@ -16,6 +16,7 @@ from atoll.fabric.address import SCHEME, SyncerAddress, parse_address
 from atoll.observe.doctor import Check, examine
 from atoll.observe.figures import plain, table
 from atoll.protocol.errors import ConfigError
+from atoll.store.keys import read_link
 
 LOOKS = {"ok": ("✓", "green"), "warn": ("!", "bold yellow"), "fail": ("✗", "bold red")}
 NAME = 14
@@ -63,13 +64,19 @@ def _address(join: str | None, syncer: str | None) -> SyncerAddress | None:
     """A syncer that is named outweighs a link that lies in the environment."""
     if syncer is None and join is None:
         return None
-    if join is not None and Path(join).is_file():
-        join = Path(join).read_text().strip()
-    if syncer is None and join is not None and not join.startswith(SCHEME):
-        raise ConfigError("--join takes a join link, atoll://…: an address or a folder goes with --syncer")
-    address = parse_address(where(syncer) if syncer is not None else join or "")
+    address = parse_address(where(syncer) if syncer is not None else _read_join(join or ""))
     address.context()  # files that cannot be used are named now
     return address
+
+
+def _read_join(join: str) -> str:
+    if join.startswith(SCHEME):
+        return join
+    if Path(join).is_dir() or not (link := read_link(join, "--join (or ATOLL_JOIN)")).startswith(SCHEME):
+        raise ConfigError(
+            "--join takes a join link, atoll://…, or a file that holds one: an address or a folder goes with --syncer"
+        )
+    return link
 
 
 def _show_needs(console: Console, check: Check) -> None:
