@@ -41,6 +41,8 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("")
+    (tmp_path / "open.txt").write_text("atoll://0123456789abcdef@127.0.0.1:7077/run\n")
+    (tmp_path / "open.txt").chmod(0o644)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "events.jsonl").write_text("")
     (tmp_path / "odd.toml").write_text("[protocol]\nqorum = 2\n")
@@ -169,6 +171,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("verify nowhere", "nowhere holds no run that can be verified: there is no journal/ in it"),
         ("export nowhere model.safetensors", "nowhere holds no run with parameters: there is no cuts/ in it"),
         ("set nowhere quorum=2", "holds no run with a syncer: name the folder that --out made"),
+        ("status script.py", "script.py is a file without a join link in it: name a run's folder, the address of its"),
+        ("status open.txt", "open.txt can be read by others on this machine: chmod 600 open.txt"),
         ("set nowhere:7077 quorum=2", "holds no run with a syncer: name the folder that --out made"),
         ("report nowhere", "nowhere holds no run: name the folder that --out made"),
         ("doctor --syncer nowhere", "holds no run with a syncer: name the folder that --out made"),

@@ -77,6 +77,8 @@ def test_plain_python_joins_by_a_link_and_goes_on_with_its_own_part_of_a_cut(run
     learner = start_script(run, str(file))
     run.until(lambda events: bool(cuts_with_learners(events)))
     name = next(iter(members(run.events())))[0]
+    shown = run.ask("status", file)
+    assert shown.returncode == 0 and name in shown.stdout, shown.stderr
     run.interrupt()
     run.ended()
     assert f"{name} joined (incarnation 1)" in run.stdout and "goes on at round" not in run.stdout

@@ -24,7 +24,7 @@ from atoll.observe.story import find_shortfall, last_sample, print_closing, stor
 from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
-from atoll.store.keys import KeyDir, check_private
+from atoll.store.keys import KeyDir, check_private, read_link
 from atoll.store.rundir import RunDir, find_runs
 from atoll.store.writer_lease import syncer_holding
 from atoll.syncer.credentials import local_tokens, read_tokens
@@ -179,14 +179,31 @@ def where(run: str) -> str:
     return address_of(RunDir(Path(run).absolute()))
 
 
+def read_address(file: Path) -> str:
+    """The join link, or the address, that a file holds."""
+    try:
+        with file.open(errors="replace") as text:
+            holds_one = is_address(text.read(64).lstrip())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    if not holds_one:
+        raise ConfigError(
+            f"{file} is a file without a join link in it: name a run's folder, the address of its syncer, or a file "
+            "that holds a join link (atoll tokens link)"
+        )
+    return read_link(str(file), "the command")
+
+
 def is_address(run: str) -> bool:
     """Whether it names a syncer, and no folder."""
     return run.startswith(("http://", "https://", SCHEME))
 
 
 def _secured_address(url: str) -> str:
-    """The link that opens an https address: the one in ATOLL_JOIN, or that of a run here whose syncer listens there."""
-    joined = os.environ.get("ATOLL_JOIN", "")
+    """The link that opens an https address: the one that ATOLL_JOIN names, or that of a run here whose syncer listens
+    there."""
+    named = os.environ.get("ATOLL_JOIN", "")
+    joined = read_link(named) if named else ""
     if joined.startswith(SCHEME) and url in parse_address(joined).urls:
         return joined
     for run in find_runs():

@@ -43,7 +43,10 @@ LOOKING = (
         "look:status",
         (
             argument(
-                "run", "A run's folder, the address of its syncer, or a join link.", find_run_or_address, required=True
+                "run",
+                "A run's folder, the address of its syncer, or a join link, also in a file.",
+                find_run_or_address,
+                required=True,
             ),
             flag("--watch", "Stay and follow it."),
             flag("--json", "As JSON.", name="json_"),
@@ -223,7 +226,7 @@ LOOKING = (
         ASK,
         """Say what would go wrong here: Python, torch, kernels, memory, disk, network, clock.
 
-        With --join LINK (or ATOLL_JOIN, which is in no list of processes) also on the way to that syncer:
+        With --join LINK (or a file with it, or ATOLL_JOIN) also on the way to that syncer:
         whether its addresses answer with the right certificate, round trip, bandwidth both ways, what TLS
         costs, how far the clocks are apart; and which H, P and codec the link can carry.
 
@@ -233,11 +236,16 @@ LOOKING = (
         Examples:
           atoll doctor
           atoll doctor --syncer http://127.0.0.1:7077 --out /data/runs
-          atoll doctor --join LINK --parameters 1B --step 0.8
+          atoll doctor --join link.txt --parameters 1B --step 0.8
         """,
         "doctor:doctor",
         (
-            option("--join", "Also the way to a syncer: the join link it printed.", metavar="LINK", env="ATOLL_JOIN"),
+            option(
+                "--join",
+                "Also the way to a syncer: its join link, or a file that holds it.",
+                metavar="LINK",
+                env="ATOLL_JOIN",
+            ),
             option("--syncer", "The same by its address on this machine, or a run's folder.", metavar="URL|DIR"),
             option("--parameters", "With either: could the link carry this model? 7B, 350M.", metavar="N"),
             option("--step", "And how long its steps take.", float, metavar="SECONDS"),

@@ -31,9 +31,13 @@ def find_run_or_bucket(word: str) -> Path | str:
 
 
 def find_run_or_address(word: str) -> str:
-    from atoll.cli.shared import is_address
+    """A file is read: it holds a join link, or an address."""
+    from atoll.cli.shared import is_address, read_address
 
-    return word if is_address(word) else str(find_run(word))
+    if is_address(word):
+        return word
+    found = find_run(word)
+    return read_address(found) if found.is_file() else str(found)
 
 
 def setting_option(panel: str) -> Parameter:
