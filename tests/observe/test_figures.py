@@ -7,8 +7,6 @@ from atoll.observe.figures import (
     count,
     decimal,
     listing,
-    measure,
-    measure_apart,
     percent,
     plain,
     span,
@@ -47,22 +45,6 @@ def test_clock() -> None:
 def test_nearly_all_is_not_all() -> None:
     shares = (None, 0.934, 0.997, 0.9997, 0.99999, 1.0)
     assert [percent(s) for s in shares] == ["–", "93 %", "99.7 %", "99.9 %", "99.9 %", "100 %"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *[(0.0, "0.00"), (2.254, "2.25"), (1.0, "1.00"), (0.0713, "0.0713"), (0.912, "0.912"), (123_456.0, "1.23e+05")],
-        *[(0.9953, "0.995"), (0.998, "0.998"), (0.9993, "0.999"), (0.9998, "0.9998"), (0.99999, "0.99999")],
-    ],
-)
-def test_a_figure_below_1_is_never_shown_as_1(value: float, text: str) -> None:
-    assert measure(value) == text
-
-
-def test_two_figures_are_told_apart() -> None:
-    assert measure_apart(0.9980, 0.9984) == ("0.998", "0.9984")
-    assert measure_apart(0.4, 0.4) == ("0.4", "0.4") and measure_apart(2.2541, 2.2539) == ("2.2541", "2.2539")
 
 
 def test_sparkline() -> None:

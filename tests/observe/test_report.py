@@ -89,7 +89,7 @@ def test_training_loss_and_metrics_are_on_the_page_without_a_validation_loss(
             event |= {"loss": None, "has_loss": False, **way}
     text = page(lay(tmp_path / "run", events))
     seen = re.sub(r"\s+", " ", shown(text))
-    assert "training loss 0.833 from 3.750" in seen  # the members of rounds 0 and 1, of 6 and 7
+    assert "training loss 0.8333 from 3.750" in seen  # the members of rounds 0 and 1, of 6 and 7
     assert "accuracy 0.7 from -0.1; best 0.7 at round 7" in seen
     assert "training, a" in without_library(text)
 

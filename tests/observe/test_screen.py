@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from atoll.observe.figures import measure
 from atoll.observe.screen import LiveScreen, PlainLines, choose_screen
 from atoll.observe.story import print_closing, story
 from atoll.observe.summary import summarise
 from atoll.observe.tail import status_line
+from atoll.protocol.statistics import format_score
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
 
@@ -82,7 +82,7 @@ def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:
     assert "…" not in text_of(screen, 80)
 
 
-@pytest.mark.parametrize("loss", [0.08341, 0.000834, 123_456.0, -0.0834])
+@pytest.mark.parametrize("loss", [0.8341, 0.08341, 0.000834, 123_456.0, -0.0834])
 @pytest.mark.parametrize("width", [60, 70, 80, 100])
 def test_a_figure_is_never_cut(status: Status, loss: float, width: int) -> None:
     """0.08… says nothing: names are cut, or columns left out."""
@@ -94,10 +94,10 @@ def test_a_figure_is_never_cut(status: Status, loss: float, width: int) -> None:
     screen = LiveScreen(console(width))
     screen.update(msgspec.structs.replace(now, learners=tuple(learners)))
     shown = text_of(screen, width)
-    assert shown.count(measure(loss)) == 2, shown
+    assert shown.count(format_score(loss)) == 2, shown
     row = next(line for line in shown.splitlines() if line.lstrip().startswith("a-very"))
     assert "…" in row and row.count("…") == 1
-    assert "adopted" in shown or width < 80 or loss != 0.08341
+    assert "adopted" in shown or width < 80 or loss != 0.8341
 
 
 def test_a_learner_that_is_away_says_why(status: Status) -> None:
@@ -306,8 +306,8 @@ def test_metrics_stand_under_their_own_names(status: Status) -> None:
     now = status(metrics={"accuracy": 0.9125, "re\x1bcall": None})
     screen.update(now)
     lines.update(now)
-    assert "accuracy 0.912 · re·call –" in text_of(screen, 80)
-    assert "accuracy 0.912 · re·call –" in written(out)
+    assert "accuracy 0.9125 · re·call –" in text_of(screen, 80)
+    assert "accuracy 0.9125 · re·call –" in written(out)
 
 
 def test_text_from_a_peer_cannot_draw_on_the_terminal(status: Status, notes: list[Event]) -> None:

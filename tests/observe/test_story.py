@@ -48,7 +48,7 @@ def test_a_best_that_is_near_the_last_is_told_apart_from_it(events: list[Event])
     accuracy = {"direction": "max", "start": 0.0713, "end": 0.9953, "best": 0.9993, "best_round": 303}
     close = {**accuracy, "end": 0.99802, "best": 0.99804}
     told = story(summarise(events) | {"metrics": {"accuracy": accuracy, "recall": close}}, events)
-    assert "Its accuracy went from 0.0713 to 0.995; the best was 0.999 at round 303." in told
+    assert "Its accuracy went from 0.0713 to 0.9953; the best was 0.9993 at round 303." in told
     assert "Its recall went from 0.0713 to 0.99802; the best was 0.99804 at round 303." in told
 
 

@@ -18,6 +18,7 @@ from atoll.observe.summary import Summary, summarise
 from atoll.observe.timeline import Span, find_stays, find_training_part, select_paced_rounds
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.ledger import FATES
+from atoll.protocol.statistics import format_score
 from atoll.telemetry.events import Event
 
 SHORT_S = 2.0
@@ -144,8 +145,12 @@ def _loss(limit: float | None, summary: Summary, calm: Sequence[Summary]) -> Fin
     theirs = fmean(scored)
     above = ours / theirs - 1
     merged = summary["tokens"]["merged"] / max(1.0, fmean(one["tokens"]["merged"] for one in calm))
-    runs = f"calm {theirs:.4f}" if len(scored) == 1 else f"{len(scored)} calm {min(scored):.4f} to {max(scored):.4f}"
-    text = f"{100 * above:+.2f} % ({ours:.4f}, {runs}, {100 * merged:.0f} % of the merged tokens)"
+    runs = (
+        f"calm {format_score(theirs, 5)}"
+        if len(scored) == 1
+        else f"{len(scored)} calm {format_score(min(scored), 5)} to {format_score(max(scored), 5)}"
+    )
+    text = f"{100 * above:+.2f} % ({format_score(ours, 5)}, {runs}, {100 * merged:.0f} % of the merged tokens)"
     return Finding("loss above calm", f"≤ {100 * limit:.2g} %", text, above <= limit)
 
 

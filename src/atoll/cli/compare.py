@@ -16,6 +16,7 @@ from atoll.cli.lists import names
 from atoll.cli.shared import check_workload, compile_kernels, short
 from atoll.observe.figures import table
 from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.protocol.statistics import format_score
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir, unused_path
 
@@ -91,7 +92,7 @@ def _show(plan: FaultPlan, outcomes: list[MethodOutcome], folder: Path) -> None:
             f"{one.updates:,}",
             str(one.restarts),
             "–" if one.longest_standstill_s is None else f"{one.longest_standstill_s:.1f} s",
-            "–" if one.validation_loss is None else f"{one.validation_loss:.3f}",
+            format_score(one.validation_loss),
         )
     console.print(made)
     for line in _notes(outcomes):

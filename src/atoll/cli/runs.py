@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.cli.shared import read_failure, read_summary, short
-from atoll.observe.figures import NONE, count, measure, plain, span
+from atoll.observe.figures import NONE, count, plain, span
 from atoll.observe.summary import summarise
 from atoll.observe.tail import EventTail
 from atoll.observe.timeline import find_closing
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.statistics import format_score
 from atoll.store.rundir import RUNS, RunDir, find_runs
 from atoll.store.writer_lease import is_alive
 from atoll.telemetry.events import parse
@@ -103,7 +104,7 @@ def _cells(row: dict[str, Any]) -> list[Text]:
     return [
         Text(plain(row["run"])),
         state,
-        *(Text(one) for one in (ago, rounds, tokens, measure(row["validation_loss"]))),
+        *(Text(one) for one in (ago, rounds, tokens, format_score(row["validation_loss"]))),
     ]
 
 

@@ -44,6 +44,7 @@ from atoll.observe.screen import EventTail, choose_screen
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import BegunRecord
+from atoll.protocol.statistics import format_score
 from atoll.store.journal import read_tape
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import check_not_alive
@@ -462,12 +463,13 @@ def _train_data_parallel(config: Config, out: RunDir, console: Console, as_json:
 
         def watch(report: dict[str, Any]) -> None:
             if report["kind"] == "validation":
-                console.print(f"step {report['step']:,} of {steps:,}: validation loss {report['validation_loss']:.4f}")
+                loss = format_score(report["validation_loss"], 5)
+                console.print(f"step {report['step']:,} of {steps:,}: validation loss {loss}")
 
         summary = asyncio.run(DataParallelRun(config, out, steps, watch).run())
     write_summary(out, summary, as_json)
     if not as_json:
         console.print(
             f"data-parallel, {protocol.learners} ranks, {steps:,} steps in {summary['wall_s']:.0f} s: validation loss "
-            f"{summary['validation_loss_start']:.3f} → {summary['validation_loss_end']:.3f}"
+            f"{format_score(summary['validation_loss_start'])} → {format_score(summary['validation_loss_end'])}"
         )

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-NONE = "–"
+from atoll.protocol.statistics import UNKNOWN
+
+NONE = UNKNOWN
 """Shown where there is no figure yet."""
 
 CAUSES = {"overlap": "by overlap", "missed": "in missed rounds", "crash": "lost"}
 """Why tokens are in no version."""
-
-EXACT = 17
-"""Digits that tell any two numbers apart."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -70,25 +69,6 @@ def span(seconds: float | None) -> str:
 
 def decimal(value: float | None, places: int = 2) -> str:
     return NONE if value is None else f"{value:.{places}f}"
-
-
-def measure(value: float | None, digits: int = 3) -> str:
-    """A loss or a metric, of whatever size: 2.25, 0.912, 0.0042, 1.2e+05. What is below 1 is never shown as 1."""
-    if value is None:
-        return NONE
-    if value == 0 or 1 <= abs(value) < 1e4:
-        return f"{value:.{digits - 1}f}"
-    while abs(float(f"{value:.{digits}g}")) == 1 and digits < EXACT:
-        digits += 1
-    return f"{value:.{digits}g}"
-
-
-def measure_apart(value: float | None, other: float | None) -> tuple[str, str]:
-    """Both, with as many digits as tell them apart."""
-    digits = 3
-    while measure(value, digits) == measure(other, digits) and value != other and digits < EXACT:
-        digits += 1
-    return measure(value, digits), measure(other, digits)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

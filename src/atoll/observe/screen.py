@@ -26,7 +26,6 @@ from atoll.observe.figures import (
     count,
     decimal,
     listing,
-    measure,
     percent,
     plain,
     span,
@@ -34,6 +33,7 @@ from atoll.observe.figures import (
 )
 from atoll.observe.summary import WorkCounter
 from atoll.observe.tail import EventTail, NotableEvents, PlainLines, describe_presence
+from atoll.protocol.statistics import format_score
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import AWAY, STEPPING, LearnerStatus, RunStatus
 
@@ -311,14 +311,14 @@ def _validation(status: RunStatus, scores: Sequence[float]) -> Text:
         yet = "yet" if status.term <= 1 else "again yet"
         return Text(NONE if status.metrics else f"not scored {yet}" if status.scorer else "no scorer", "dim")
     return Text.assemble(
-        (measure(status.validation_loss), "bold magenta"),
+        (format_score(status.validation_loss), "bold magenta"),
         (f" {sparkline(scores, SPARKS)}", "magenta"),
         (f" at {count(status.validation_round or 0)}", "dim"),
     )
 
 
 def _metrics(status: RunStatus) -> str:
-    return " · ".join(f"{plain(name)} {measure(value)}" for name, value in status.metrics.items())
+    return " · ".join(f"{plain(name)} {format_score(value)}" for name, value in status.metrics.items())
 
 
 def _learner_table(learners: Sequence[LearnerStatus], width: int, work: WorkCounter) -> Table:
@@ -327,7 +327,7 @@ def _learner_table(learners: Sequence[LearnerStatus], width: int, work: WorkCoun
     figures = {
         "step": [count(work.steps_before(one.learner, one.incarnation) + one.step) for one in learners],
         "tokens/s": [count(one.tokens_per_s) if one.state == "training" else NONE for one in learners],
-        "loss": [measure(one.loss) for one in learners],
+        "loss": [format_score(one.loss) for one in learners],
         "adopted": [count(one.version_round) if one.version_round >= 0 else NONE for one in learners],
     }
     widths = {name: max(5, len(name), *map(len, told)) for name, told in figures.items()}

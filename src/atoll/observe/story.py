@@ -18,12 +18,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, measure, measure_apart, percent, plain, span
+from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, percent, plain, span
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
 from atoll.observe.tail import is_routine
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import USUAL
+from atoll.protocol.statistics import format_score, format_scores_apart
 from atoll.store.verify import VerifyReport
 from atoll.telemetry.events import Event
 
@@ -220,7 +221,7 @@ def _training(summary: Summary) -> str:
     start, end = summary["training_loss_start"], summary["training_loss_end"]
     if start is None or end is None:
         return ""
-    return f"Training loss of the learners went from {measure(start)} to {measure(end)}."
+    return f"Training loss of the learners went from {format_score(start)} to {format_score(end)}."
 
 
 def _validation(summary: Summary) -> str:
@@ -229,28 +230,30 @@ def _validation(summary: Summary) -> str:
         return ""
     if end is None:
         best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-        lowest = f"the lowest was {measure(best)} at round {at:,} (atoll export --best)"
-        return f"Validation loss of the global model went from {measure(start)} to one that is not finite; {lowest}."
+        lowest = f"the lowest was {format_score(best)} at round {at:,} (atoll export --best)"
+        return (
+            f"Validation loss of the global model went from {format_score(start)} to one that is not finite; {lowest}."
+        )
     unit = f" {plain(summary['loss_unit'])}" if summary["loss_unit"] else ""
     best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-    last, lower = measure(end), ""
+    last, lower = format_score(end), ""
     if best is not None and best < end:
-        last, lowest = measure_apart(end, best)
+        last, lowest = format_scores_apart(end, best)
         lower = f"; the lowest was {lowest} at round {at:,} (atoll export --best)"
-    return f"Validation loss of the global model went from {measure(start)} to {last}{unit}{lower}."
+    return f"Validation loss of the global model went from {format_score(start)} to {last}{unit}{lower}."
 
 
 def _metrics(summary: Summary) -> list[str]:
     return [
-        f"Its {plain(name)} went from {measure(one['start'])} to {_end_and_best(one)}."
+        f"Its {plain(name)} went from {format_score(one['start'])} to {_end_and_best(one)}."
         for name, one in summary["metrics"].items()
     ]
 
 
 def _end_and_best(metric: dict[str, Any]) -> str:
     if metric["best"] is None or metric["best"] == metric["end"]:
-        return measure(metric["end"])
-    end, best = measure_apart(metric["end"], metric["best"])
+        return format_score(metric["end"])
+    end, best = format_scores_apart(metric["end"], metric["best"])
     return f"{end}; the best was {best} at round {metric['best_round']:,}"
 
 
@@ -492,12 +495,12 @@ def _dropped(summary: Summary) -> str:
 def _validation_course(summary: Summary) -> str:
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if end is None and summary.get("validation_not_finite"):
-        return "not finite" if start is None else f"{measure(start)} → not finite"
+        return "not finite" if start is None else f"{format_score(start)} → not finite"
     return _course(start, end)
 
 
 def _course(start: float | None, end: float | None) -> str:
-    return NONE if start is None else f"{measure(start)} → {measure(end)}"
+    return NONE if start is None else f"{format_score(start)} → {format_score(end)}"
 
 
 def verification_rows(report: VerifyReport) -> list[tuple[str, str]]:

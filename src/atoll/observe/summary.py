@@ -69,7 +69,7 @@ from atoll.observe.timeline import (
 )
 from atoll.protocol.ledger import FATES
 from atoll.protocol.settings import PHASED
-from atoll.protocol.statistics import Spread, participation, spread
+from atoll.protocol.statistics import Spread, participation, round_score, spread
 from atoll.telemetry.events import Event
 
 Summary = dict[str, Any]
@@ -495,4 +495,4 @@ def training_losses(rounds: Sequence[Event], fragments: int) -> dict[str, float 
 
 def _mean_loss(rounds: Iterable[Event]) -> float | None:
     found = [float(m["loss"]) for event in rounds for m in event["members"] if m.get("loss") is not None]
-    return round(fmean(found), 6) if found else None
+    return round_score(fmean(found)) if found else None

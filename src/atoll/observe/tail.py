@@ -17,7 +17,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from atoll.observe.figures import NONE, clock, count, decimal, listing, measure, percent, plain
+from atoll.observe.figures import NONE, clock, count, decimal, listing, percent, plain
+from atoll.protocol.statistics import format_score
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import AWAY, RunStatus
 
@@ -371,8 +372,8 @@ def status_line(status: RunStatus) -> str:
         f"goodput {percent(status.goodput)}",
         f"merged {percent(status.merged_share)}",
         f"{count(status.tokens_per_s)} tokens/s",
-        f"validation {measure(status.validation_loss)}",
-        *(f"{plain(name)} {measure(value)}" for name, value in status.metrics.items()),
+        f"validation {format_score(status.validation_loss)}",
+        *(f"{plain(name)} {format_score(value)}" for name, value in status.metrics.items()),
     ]
     if status.budgeted:
         parts.append(f"left {clock(status.left_s) if status.left_s is not None else NONE}")

@@ -4,6 +4,8 @@ merged share    fragment-tokens merged over fragment-tokens computed, of those w
 participation   mean over rounds of members over learners alive and recovered when the round was frozen
 effective H     learner steps between two syncs of a fragment: their median, mean and 95th percentile
 overlap         learner steps from reading a contribution to adopting the version that holds it: the same three
+
+Losses and metrics are of any size: `format_score` is how all of them are written.
 """
 
 from __future__ import annotations
@@ -107,3 +109,38 @@ def median(values: Iterable[float]) -> float:
 def median_of_sorted(values: list[float]) -> float:
     half = len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+
+
+# ---- how a loss or a metric is written ------------------------------------------------------------------------------
+
+UNKNOWN = "–"
+SMALL_DIGITS = 4
+"""Of what is below 1, at least: a loss of 0.0004213 is no 0.000."""
+EXACT = 17
+"""Digits that tell any two numbers apart."""
+
+
+def format_score(value: float | None, digits: int = 3) -> str:
+    """2.25, 0.9124, 0.004213, 1.2e+05. What is below 1 is never shown as 1, and only 0 as 0."""
+    if value is None:
+        return UNKNOWN
+    if value == 0 or 1 <= abs(value) < 1e4:
+        return f"{value:.{digits - 1}f}"
+    if abs(value) < 1:
+        digits = max(digits, SMALL_DIGITS)
+    while abs(float(f"{value:.{digits}g}")) == 1 and digits < EXACT:
+        digits += 1
+    return f"{value:.{digits}g}"
+
+
+def format_scores_apart(value: float | None, other: float | None) -> tuple[str, str]:
+    """Both, with as many digits as tell them apart."""
+    digits = 3
+    while format_score(value, digits) == format_score(other, digits) and value != other and digits < EXACT:
+        digits += 1
+    return format_score(value, digits), format_score(other, digits)
+
+
+def round_score(value: float) -> float:
+    """To six digits, of whatever size it is."""
+    return float(f"{value:.6g}")

@@ -17,7 +17,7 @@ from atoll.fabric.wire import ScoreReport, one_line
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.ledger import Totals
-from atoll.protocol.statistics import participation, spread
+from atoll.protocol.statistics import format_score, participation, spread
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer.recovery import outer_of
@@ -363,7 +363,7 @@ def describe_score(score: ScoreReport) -> tuple[str, dict[str, object]]:
 
 
 def _told_figure(name: str, value: float | None) -> str:
-    return f"{name} {'is not finite' if value is None else f'{value:.4f}'}"
+    return f"{name} {'is not finite' if value is None else format_score(value, 5)}"
 
 
 def _version(known: tuple[int, int]) -> int:

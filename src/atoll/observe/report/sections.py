@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, NewType
 
-from atoll.observe.figures import NONE, clock, count, decimal, measure, percent, plain, span
+from atoll.observe.figures import NONE, clock, count, decimal, percent, plain, span
 from atoll.observe.report.reading import ReportedRun, find_faults
 from atoll.observe.story import ADVICE, WARNING, last_sample, story
 from atoll.observe.summary import Summary
 from atoll.observe.timeline import select_kinds
+from atoll.protocol.statistics import format_score
 from atoll.telemetry.events import versions
 
 MOST_FAULTS = 500
@@ -52,8 +53,8 @@ def summary(run: ReportedRun) -> Html:
         ("merged share", percent(figures["merged_share"]), "of fragment-tokens"),
         ("bytes per token", decimal(figures["bytes_per_token"], 1), "in and out of the syncer"),
         ("validation loss", *_validation(figures)),
-        ("training loss", decimal(last, 3), "never told" if first is None else f"from {decimal(first, 3)}"),
-        *((plain(name), measure(one["end"]), _metric(one)) for name, one in figures["metrics"].items()),
+        ("training loss", format_score(last, 4), "never told" if first is None else f"from {format_score(first, 4)}"),
+        *((plain(name), format_score(one["end"]), _metric(one)) for name, one in figures["metrics"].items()),
         ("longest gap", span(figures["longest_gap_s"]), f"median {span(figures['median_gap_s'])}"),
         ("training took", span(figures["wall_s"]), f"restarts {figures['restarts']}, planned kills {figures['kills']}"),
     ]
@@ -64,13 +65,15 @@ def _validation(figures: dict[str, Any]) -> tuple[str, str]:
     start, end = figures["validation_loss_start"], figures["validation_loss_end"]
     not_finite = end is None and figures.get("validation_not_finite")
     whence = "" if not_finite else "never scored"
-    return "not finite" if not_finite else decimal(end, 3), whence if start is None else f"from {decimal(start, 3)}"
+    return "not finite" if not_finite else format_score(
+        end, 4
+    ), whence if start is None else f"from {format_score(start, 4)}"
 
 
 def _metric(one: dict[str, Any]) -> str:
     """What stands beside its last value."""
-    best = "" if one["best"] is None else f"; best {measure(one['best'])} at round {one['best_round']:,}"
-    return f"from {measure(one['start'])}{best}"
+    best = "" if one["best"] is None else f"; best {format_score(one['best'])} at round {one['best_round']:,}"
+    return f"from {format_score(one['start'])}{best}"
 
 
 def _steps_between(figures: Summary, meant: int) -> str:

@@ -18,6 +18,7 @@ from math import isfinite
 
 from atoll.protocol import guard
 from atoll.protocol.records import AnyRecord, MergedRecord, RestoredRecord, ScoredRecord, Undone
+from atoll.protocol.statistics import format_score
 from atoll.protocol.syncer.contributions import Strikes
 from atoll.protocol.syncer.effects import CommitRestored, Restorable, Restore
 from atoll.protocol.syncer.rounds import Rounds
@@ -72,12 +73,18 @@ class Rollback:
         elif (before.alarmed or before.rolled_back) and not (trend.alarmed or trend.rolled_back):
             assert loss is not None, "a good score is finite"
             self._refused = ""
-            self.state.out.note("alarm", f"the validation loss is good again: {loss:.4g} at round {number}", over=True)
+            self.state.out.note(
+                "alarm", f"the validation loss is good again: {format_score(loss, 4)} at round {number}", over=True
+            )
 
     def _raise_alarm(self, number: int, loss: float | None) -> None:
         trend = self.state.history.trend
-        found = "not finite" if loss is None else f"{loss:.4g}"
-        best = "" if trend.best is None else f", after {trend.best:.4g} at best (the limit is {trend.limit:.4g})"
+        found = "not finite" if loss is None else format_score(loss, 4)
+        best = (
+            ""
+            if trend.best is None
+            else f", after {format_score(trend.best, 4)} at best (the limit is {format_score(trend.limit, 4)})"
+        )
         text = f"the validation loss is {found} at round {number}{best}: {self._what_follows()}"
         self.state.out.note(
             "alarm",

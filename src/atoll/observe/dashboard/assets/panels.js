@@ -40,9 +40,9 @@ export function tiles(run) {
   const facts = [
     ["round", count(now.round), `${now.fragments} fragments`],
     ["step", count(now.global_step), ""],
-    ["validation loss", decimal(now.validation_loss), now.validation_round === null ? "" : `${now.loss_unit} at round ${count(now.validation_round)}`],
+    ["validation loss", measure(now.validation_loss), now.validation_round === null ? "" : `${now.loss_unit} at round ${count(now.validation_round)}`],
     ...Object.entries(now.metrics).map(([name, value]) => [name, measure(value), WAYS[now.directions[name]] ?? ""]),
-    ["training loss", decimal(of("loss")), "middle learner"],
+    ["training loss", measure(of("loss")), "middle learner"],
     ["effective H", `${decimal(now.effective_h, 1)} of ${now.sync_every}`, `mean ${decimal(now.effective_h_mean, 1)}, p95 ${decimal(now.effective_h_p95, 0)}`],
     ["overlap", `${decimal(now.overlap_steps, 1)} of ${now.overlap}`, `steps; up to ${count(now.rounds_under_way)} rounds under way`],
     ["outer step", `${decimal(now.outer_step)} (η ${now.outer_lr})`, `ρ of merged gradients ${decimal(now.rho)}`],
@@ -100,7 +100,7 @@ export function learners(run) {
     const state = lane === undefined || one.state === "done" ? one.state : run.state(lane);
     const here = !AWAY.includes(state);
     const texts = [one.learner, state, one.incarnation, count(one.step), here ? count(one.tokens_per_s) : NONE,
-      decimal(one.loss), percent(one.merged_share), decimal(one.agreement, 2), percent(one.influence), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
+      measure(one.loss), percent(one.merged_share), decimal(one.agreement, 2), percent(one.influence), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
     texts.forEach((text, cell) => put(row.cells[cell], String(text)));
     if (row.dataset.learner !== one.learner) row.dataset.learner = one.learner;
     if (row.dataset.state !== state) row.dataset.state = state;

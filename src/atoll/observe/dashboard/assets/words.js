@@ -24,12 +24,12 @@ export function decimal(value, digits = 3) {
   return value === null || value === undefined ? NONE : value.toFixed(digits);
 }
 
-// A loss or a metric, of whatever size. What is below 1 is never shown as 1.
+// As `format_score` writes a loss or a metric (protocol/statistics.py). What is below 1 is never shown as 1.
 export function measure(value) {
   if (value === null || value === undefined) return NONE;
   const size = Math.abs(value);
   if (value === 0 || (size >= 1 && size < 1e4)) return value.toFixed(2);
-  let digits = 3;
+  let digits = size < 1 ? 4 : 3;
   while (Number(size.toPrecision(digits)) === 1 && digits < 17) digits += 1;
   return String(Number(value.toPrecision(digits)));
 }
