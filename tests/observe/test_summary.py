@@ -9,8 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from atoll.config import convert
 from atoll.observe.story import story
 from atoll.observe.summary import summarise
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.machine import Syncer
+from atoll.syncer.status import Meter
 from atoll.telemetry.events import Event
 
 Say = Callable[..., Event]
@@ -154,6 +158,28 @@ def test_uptime_leaves_out_the_time_without_any_learner(say: Say) -> None:
     summary = summarise(events)
     assert summary["uptime"] == 0.6  # from 0 to 4 and from 8 to 10
     assert summary["liveness"] == (3 + 2 + 4) / 20  # two at once: so many were allocated
+
+
+def test_live_figures_and_summary_agree_where_a_learner_joins_by_hand(say: Say) -> None:
+    """The live goodput was 100 % and the summary's 80 %: one divided by M, the other by all that were ever there."""
+    events = [
+        say(0, "run", learners=2, settings={"fragments": 1}),
+        say(0, "recovered", learner="a", incarnation=1),
+        say(0, "recovered", learner="b", incarnation=1),
+        say(6, "joined", learner="by-hand", incarnation=1),
+        say(6, "recovered", learner="by-hand", incarnation=1),
+        *(
+            say(10, "left", learner=name, incarnation=1, t=1, tokens=1, busy_s=busy_s, unmerged_tokens=0)
+            for name, busy_s in (("a", 9.0), ("b", 8.0), ("by-hand", 3.0))
+        ),
+        say(10, "ending"),
+    ]
+    summary, meter = summarise(events), Meter(convert({"protocol": {"learners": 2}}, "a test"))
+    for event in events:
+        meter.note_event(event["at"], event["kind"], event)
+    live = meter.make_status(events[-1]["at"] + 3, "r", Syncer.fresh(Settings().resolved(2), run="r", fingerprint="f"))
+    assert live.goodput == pytest.approx(20 / (2 * 10 + 4)) and summary["goodput"] == round(live.goodput, 6)
+    assert summary["liveness"] == live.liveness == 1.0
 
 
 def in_round(say: Say, at: float, number: int, incarnation: int, busy_s: float) -> Event:

@@ -8,10 +8,10 @@ overlap and the settings beside them are those of the last phase.
 
 | field | meaning |
 | --- | --- |
-| goodput | seconds spent stepping, all learners, over M times the wall time of the training part |
+| goodput | seconds spent stepping, all learners, over learner-seconds allocated (`LearnerTime`) |
 | merged_share | fragment-tokens merged over fragment-tokens computed |
 | uptime | share of that time in which at least one learner was stepping: alive and recovered |
-| liveness | mean share of the M learners alive (joined, and not gone) |
+| liveness | learner-seconds alive (joined, and not gone) over those allocated |
 | participation | mean over rounds of members over learners alive and recovered at that moment, the muted included |
 | effective_h, _mean, _p95 | learner steps between two syncs of a fragment: median, mean, 95th percentile |
 | phases | of each phase of training, and each H set by hand: H as asked for and as it was, rounds; empty: one H |
@@ -35,9 +35,9 @@ is null where the last one was not finite |
 rounds made while it was there (recovered, and not gone) that it was in; muted_s; longest_absence_s also counts the time
 before its first round |
 
-M is the number of learners the run is meant for, or the most that were alive at once where more joined; where it was
-changed on the way (`atoll scale`), learner-seconds allocated are the sum over the times between. Figures that
-nothing in the events supports are null, never guessed.
+Learner-seconds are allocated for as many as the run is meant for at a moment, or as are alive where more joined
+(protocol/statistics.py). Where no event tells how many it is meant for, it is the most that were alive at once. Figures
+that nothing in the events supports are null, never guessed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from atoll.observe.timeline import (
 )
 from atoll.protocol.ledger import FATES
 from atoll.protocol.settings import PHASED
-from atoll.protocol.statistics import Spread, participation, round_score, spread
+from atoll.protocol.statistics import LearnerTime, Spread, participation, round_score, spread
 from atoll.telemetry.events import Event
 
 Summary = dict[str, Any]
@@ -101,7 +101,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     paced = select_paced_rounds(timeline)
     fragments = int(settings.get("fragments") or 0) or 1 + max((int(r["fragment"]) for r in rounds), default=0)
     presence = Presence.of(timeline, part)
-    allocated_s = learner_seconds(timeline, part, presence, _learners_meant(header, settings))
+    learner_time = count_learner_time(timeline, part, presence, _learners_meant(header, settings))
     work = work_done(timeline, fragments)
     tokens = tokens_by_fate(timeline, work, fragments)
     gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
@@ -116,10 +116,10 @@ def summarise(events: Iterable[Event]) -> Summary:
         "data_digest": plan.get("data") or None,
         "parameters": plan.get("parameters"),
         "reason": closing.get("reason") or ending.get("reason") or ending.get("text"),
-        "goodput": _share(sum(w.busy_s for w in work.values()), allocated_s),
+        "goodput": _round(learner_time.goodput(sum(w.busy_s for w in work.values()), part.end)),
         "merged_share": _ratio(_merged_fragment_tokens(rounds), fragments * tokens["computed"]),
         "uptime": _ratio(presence.stepping_s(), wall),
-        "liveness": _share(presence.alive_s(), allocated_s),
+        "liveness": _round(learner_time.liveness(part.end)),
         "participation": _round(_mean([participation(len(r["members"]), r["live"]) for r in rounds if r.get("live")])),
         "effective_h": steps.median,
         "effective_h_mean": _round(steps.mean),
@@ -153,15 +153,23 @@ def summarise(events: Iterable[Event]) -> Summary:
     }
 
 
-def learner_seconds(timeline: Sequence[Event], part: Span, presence: Presence, meant: int) -> float:
-    """Those allocated: M times the wall time, over the times in which M was the same."""
+def count_learner_time(timeline: Sequence[Event], part: Span, presence: Presence, meant: int) -> LearnerTime:
+    """Of the whole training part."""
+    counted = LearnerTime(meant or presence.most_at_once())
     changes = [event for event in select_kinds(timeline, "changed") if "learners" in event]
-    if not changes:
-        return max(meant, presence.most_at_once()) * part.length
-    numbers = [meant, *(int(event["learners"]) for event in changes)]
-    moments = [part.start, *(float(event["at"]) for event in changes), part.end]
-    spans = [Span(a, max(a, b)).within(part) for a, b in pairwise(moments)]
-    return sum(number * span.length for number, span in zip(numbers, spans, strict=True))
+    moments = [(float(event["at"]), 0, int(event["learners"])) for event in changes]
+    for stay, span in enumerate(presence.alive):
+        moments += [(span.start, 2, stay), (span.end, 1, stay)]
+    counted.begin_part(part.start)
+    for at, what, which in sorted(moments):  # at one moment who goes comes before who comes: a restart is no second one
+        at = min(max(at, part.start), part.end)
+        if what == 0:
+            counted.change_meant(at, which)
+        elif what == 1:
+            counted.remove_learner(at, str(which))
+        elif presence.alive[which].length > 0:
+            counted.add_learner(at, str(which))
+    return counted
 
 
 def _count_closed(timeline: Sequence[Event]) -> int:
@@ -416,12 +424,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _ratio(part: float, whole: float) -> float | None:
     return _round(part / whole) if whole > 0 else None
-
-
-def _share(part: float, whole: float) -> float | None:
-    """Learners count from their first step, the run from the first that it knows of: never more than all of it."""
-    ratio = _ratio(part, whole)
-    return None if ratio is None else min(1.0, ratio)
 
 
 def _round(value: float | None) -> float | None:

@@ -1,5 +1,7 @@
 """The figures that people read, each defined once: syncer, simulators, screens and summaries all use these.
 
+goodput         seconds that learners spent stepping, over learner-seconds allocated (`LearnerTime`)
+liveness        learner-seconds alive, over learner-seconds allocated
 merged share    fragment-tokens merged over fragment-tokens computed, of those whose fate is known
 participation   mean over rounds of members over learners alive and recovered when the round was frozen
 effective H     learner steps between two syncs of a fragment: their median, mean and 95th percentile
@@ -17,6 +19,62 @@ from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 from typing import NamedTuple
+
+
+class LearnerTime:
+    """Learner-seconds of the training part: alive and allocated, moment by moment.
+
+    At every moment as many are allocated as the run is meant for (M), or as are alive where more have joined by hand:
+    a learner that was not asked for counts from when it joined to when it left. Nothing counts before the part begins
+    or after it ends. Events come in order of time.
+    """
+
+    def __init__(self, meant: int) -> None:
+        self._meant = meant
+        self._alive: set[str] = set()
+        self._alive_s = self._allocated_s = 0.0
+        self._counted: float | None = None
+        """Until when all is counted; None: outside the training part."""
+
+    def begin_part(self, at: float) -> None:
+        if self._counted is None:
+            self._counted = at
+
+    def end_part(self, at: float) -> None:
+        self._count_until(at)
+        self._counted = None
+
+    def change_meant(self, at: float, learners: int) -> None:
+        self._count_until(at)
+        self._meant = learners
+
+    def add_learner(self, at: float, name: str) -> None:
+        self._count_until(at)
+        self._alive.add(name)
+
+    def remove_learner(self, at: float, name: str) -> None:
+        self._count_until(at)
+        self._alive.discard(name)
+
+    def goodput(self, busy_s: float, now: float) -> float | None:
+        """None: nothing is allocated yet. A learner counts its steps from its first, the run its time from the first
+        learner that took the parameters: never more than all of it."""
+        _, allocated_s = self._totals(now)
+        return min(1.0, busy_s / allocated_s) if allocated_s > 0 else None
+
+    def liveness(self, now: float) -> float | None:
+        alive_s, allocated_s = self._totals(now)
+        return alive_s / allocated_s if allocated_s > 0 else None
+
+    def _totals(self, now: float) -> tuple[float, float]:
+        since_s = 0.0 if self._counted is None else max(0.0, now - self._counted)
+        alive = len(self._alive)
+        return self._alive_s + alive * since_s, self._allocated_s + max(self._meant, alive, 1) * since_s
+
+    def _count_until(self, at: float) -> None:
+        if self._counted is not None:
+            self._alive_s, self._allocated_s = self._totals(at)
+            self._counted = max(self._counted, at)
 
 
 def merged_share(merged: int, computed: int, in_flight: int = 0) -> float | None:

@@ -17,7 +17,7 @@ from atoll.fabric.wire import ScoreReport, one_line
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.ledger import Totals
-from atoll.protocol.statistics import format_score, participation, spread
+from atoll.protocol.statistics import LearnerTime, format_score, participation, spread
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer.recovery import outer_of
@@ -38,10 +38,7 @@ PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finish
 class Meter:
     def __init__(self, config: Config) -> None:
         self._learners = config.protocol.learners
-        self._allocated_s = 0.0
-        """Learner-seconds that the run was meant to have before M was changed last …"""
-        self._scaled_at: float | None = None
-        """… and when that was; None: never."""
+        self._time = LearnerTime(config.protocol.learners)
         self._config = config
         self._began: float | None = None
         self._ended: float | None = None
@@ -60,10 +57,6 @@ class Meter:
         self._joined = False
         """Whether a learner has come since this syncer started."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
-        self._alive: set[str] = set()
-        self._alive_s = 0.0
-        """Learner-seconds alive, up to the last join or loss."""
-        self._changed = 0.0
         self._score: ScoreReport | None = None
         self.alarm = ""
         """Why nothing can be committed; empty: it can."""
@@ -79,11 +72,14 @@ class Meter:
         """What the operator should do soon; empty: nothing."""
 
     def note_event(self, at: float, kind: str, data: dict[str, Any], text: str = "") -> None:
-        if kind in ("joined", "recovered", "lost", "left", "ending"):
-            self._count_alive(at, kind, data.get("learner", ""))
+        if kind in ("joined", "recovered") and data.get("learner"):
+            self._time.add_learner(at, data["learner"])
+        elif kind in ("lost", "left"):
+            self._time.remove_learner(at, data["learner"])
         self._joined = self._joined or kind == "joined"
         if kind == "recovered" and self._began is None:
             self._began = at
+            self._time.begin_part(at)
         elif kind == "round":
             self._commits.append(at)
             self._shares.append(participation(len(data["members"]), data["live"]))
@@ -95,12 +91,13 @@ class Meter:
         elif kind == "phase":
             self._outer.clear()
         elif kind == "changed" and "learners" in data:
-            self._allocated_s = self._count_allocated(at)
-            self._learners, self._scaled_at = data["learners"], at
+            self._time.change_meant(at, data["learners"])
+            self._learners = data["learners"]
         elif kind in ("lost", "left"):
             self._count_busy(data["learner"], data["incarnation"], data["busy_s"])
         elif kind == "ending":
             self._ended = at
+            self._time.end_part(at)
         elif kind == "alarm":
             self._rules_alarms.pop(data.get("about", ""), None)
             if not data["over"]:
@@ -114,20 +111,6 @@ class Meter:
         if before != incarnation:
             self._busy_before += spent_s
         self._busy[learner] = (incarnation, busy_s)
-
-    def _count_alive(self, at: float, kind: str, learner: str) -> None:
-        self._alive_s += self._alive_since(at)
-        self._changed = at
-        if kind in ("lost", "left"):
-            self._alive.discard(learner)
-        elif learner:
-            self._alive.add(learner)
-
-    def _alive_since(self, now: float) -> float:
-        """Learner-seconds since then; time before the first parameters, or after the end, does not count."""
-        if self._began is None or self._ended is not None:
-            return 0.0
-        return len(self._alive) * max(0.0, now - self._changed)
 
     def make_status(self, now: float, run: str, machine: Syncer | None, traffic: tuple[int, int] = (0, 0)) -> RunStatus:
         """`traffic`: bytes received and sent so far."""
@@ -163,7 +146,7 @@ class Meter:
             **_training_phase(machine),
             grace_s=machine.grace_s if machine else 0.0,
             participation=sum(self._shares) / len(self._shares) if self._shares else None,
-            goodput=self._goodput(machine, elapsed) if machine and elapsed > 0 else None,
+            goodput=self._time.goodput(self._busy_s(machine), now) if machine else None,
             tokens=machine.members.total_tokens() if machine else 0,
             tokens_per_s=sum(one.tokens_per_s for one in learners),
             median_gap_s=median(gaps) if gaps else None,
@@ -185,7 +168,7 @@ class Meter:
             notice=self.notice() or self._nobody_here(phase, learners) or awaited_learners(machine),
             expected=settings.learners,
             supervised=self.supervised,
-            liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
+            liveness=self._time.liveness(now),
             bytes_in=traffic[0],
             bytes_out=traffic[1],
             fates=totals.whole() if totals else {},
@@ -221,25 +204,11 @@ class Meter:
             return nobody_started(phase, learners, self._learners, self._joined)
         return nobody_here(phase, learners)
 
-    def _liveness(self, now: float, elapsed: float) -> float:
-        return min(1.0, (self._alive_s + self._alive_since(now)) / self._count_allocated(self._began_at + elapsed))
-
-    @property
-    def _began_at(self) -> float:
-        return self._began or 0.0
-
-    def _count_allocated(self, now: float) -> float:
-        """Learner-seconds that the run was meant to have until now."""
-        if self._began is None:
-            return 0.0
-        since = max(self._began, self._scaled_at or self._began)
-        return self._allocated_s + max(self._learners, 1) * max(0.0, now - since)
-
-    def _goodput(self, machine: Syncer, elapsed: float) -> float:
+    def _busy_s(self, machine: Syncer) -> float:
+        """Seconds that learners spent stepping, those that are gone included."""
         now = {(one.name, one.incarnation): one.busy_s for one in machine.members.learners.values()}
         past = {(name, incarnation): busy_s for name, (incarnation, busy_s) in self._busy.items()}
-        busy_s = self._busy_before + sum({**past, **now}.values())
-        return min(1.0, busy_s / self._count_allocated(self._began_at + elapsed))
+        return self._busy_before + sum({**past, **now}.values())
 
     def _learner(self, now: float, one: KnownLearner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
         assert machine is not None
