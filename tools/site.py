@@ -5,8 +5,9 @@
 
 The pages stay plain markdown that reads well in the repository. Here they are copied to build/pages, their links to
 files outside of docs/ are turned to pages of the site (or to plain text where it has none), Zensical builds them by
-zensical.toml, strictly, and the result is looked at once more: every link of every page leads to a file and a heading
-that are there, every page is in the navigation, and nothing is loaded from another host.
+zensical.toml, strictly. Long names in tables are made breakable, and the result is looked at once more: every link of
+every page leads to a file and a heading that are there, every page is in the navigation, and nothing is loaded from
+another host.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ TOP_PAGES = {
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 LIST = re.compile(r"(?:[-*]|\d+\.) ")
 LANGUAGES = {
     ".py": "python",
@@ -167,6 +169,15 @@ def stage() -> None:
 # ---- the built site -------------------------------------------------------------------------------------------------
 
 
+def soften_cells(html: str) -> str:
+    """Paths and names of tests in a table may be broken behind / and _: else a column of them takes all the room."""
+
+    def soften(code: re.Match[str]) -> str:
+        return re.sub(r"\S{24,}", lambda word: re.sub(r"(?<=[/_:])(?=\w)", "<wbr>", word[0]), code[0])
+
+    return CELL.sub(lambda cell: re.sub(r"(?<=<code>)[^<]+", soften, cell[0]), html)
+
+
 @dataclass
 class Looked(HTMLParser):
     """What a built page has and what it leads to."""
@@ -246,6 +257,8 @@ def main() -> int:
         zensical = [str(Path(sys.executable).parent / "zensical"), "build", "--clean", "--strict"]
         if subprocess.run(zensical, cwd=ROOT).returncode:
             return 1
+        for page in SITE.rglob("*.html"):
+            page.write_text(soften_cells(page.read_text()))
         faults += find_faults()
     for fault in faults:
         print(fault, file=sys.stderr)

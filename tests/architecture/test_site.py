@@ -38,6 +38,15 @@ def test_a_list_behind_a_paragraph_is_parted_from_it(site: dict[str, Any]) -> No
     assert site["part_lists"]("so:\n- a\n- b\n  c\n- d\n") == "so:\n\n- a\n- b\n  c\n- d\n"
 
 
+def test_a_long_name_in_a_table_may_be_broken_and_nothing_else(site: dict[str, Any]) -> None:
+    soften, long = site["soften_cells"], "tests/system/test_crash_matrix.py"
+    assert soften(f"<td><code>{long}</code></td>") == (
+        "<td><code>tests/<wbr>system/<wbr>test_<wbr>crash_<wbr>matrix.py</code></td>"
+    )
+    for html in (f"<p><code>{long}</code></p>", "<td><code>sync_every</code></td>", f'<td><a href="{long}">a</a></td>'):
+        assert soften(html) == html
+
+
 def test_every_page_is_in_the_navigation(site: dict[str, Any], tmp_path: Path) -> None:
     site["stage"].__globals__["STAGED"] = tmp_path
     site["stage"]()
