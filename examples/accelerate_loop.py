@@ -1,4 +1,4 @@
-"""A loop with Hugging Face's Accelerate: pip install 'atoll[hf]'.
+"""A loop with Hugging Face's Accelerate, with the extra `hf`.
 
 Alone it just trains:           python examples/accelerate_loop.py
 Two learners train one model:   atoll train examples/accelerate_loop.py --learners 2 --steps 200

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: pip install 'atoll[hf]'. Nothing is downloaded.
+"""Hugging Face's Trainer, with the extra `hf`. Nothing is downloaded.
 
 Alone it just trains:           python examples/hf_trainer.py
 Two learners train one model:   atoll train examples/hf_trainer.py --learners 2 --steps 200

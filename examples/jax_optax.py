@@ -1,4 +1,4 @@
-"""JAX and optax: pip install 'atoll[jax]'. Alone it just trains: python examples/jax_optax.py
+"""JAX and optax, with the extra `jax`. Alone it just trains: python examples/jax_optax.py
 Two learners train one model:    atoll train examples/jax_optax.py --learners 2 --steps 300
 One of torch's beside this one:  examples/jax_torch_twin.py
 An exported model, loaded back:  python examples/jax_optax.py model.safetensors

@@ -1,4 +1,4 @@
-"""Lightning: pip install 'atoll[lightning]'.
+"""Lightning, with the extra `lightning`.
 Alone it just trains:           python examples/lightning_fit.py
 Two learners train one model:   atoll train examples/lightning_fit.py --learners 2 --steps 200
 The global model, loaded back:  python examples/lightning_fit.py atoll-lightning.ckpt

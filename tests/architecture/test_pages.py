@@ -53,6 +53,17 @@ def anchors(page: Path) -> set[str]:
     return made | set(re.findall(r'<a id="([^"]+)">', text))
 
 
+def test_pages_install_from_where_atoll_can_be_had() -> None:
+    """A package of that name may be somebody else's as long as ours is on no index; docs/releasing.md has what changes
+    with a release."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    ours = r"'?atoll\b" if "dev" in version else r"'?\.(?:\[| |$)"
+    wrong = re.compile(rf"pip install (?:-\S+ (?:constraints\.txt )?)*{ours}", re.MULTILINE)
+    texts = {page: page.read_text() for page in FOR_USERS if page.name != "releasing.md"}
+    texts |= {example: example.read_text() for example in (ROOT / "examples").glob("*.py")}
+    assert {page.name: found[0] for page, text in texts.items() if (found := wrong.search(text))} == {}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for text, target in LINK.findall(prose(page.read_text())):
