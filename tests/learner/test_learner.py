@@ -294,7 +294,10 @@ class TestInARun:
             pytest.fail("it must not train alone")
         assert caught.value.code == 1
         said = capsys.readouterr().err
-        assert said.startswith("atoll: no syncer answers: connection refused, tried for 0.05 s; is the run over")
+        assert said.startswith(
+            "atoll: no syncer answers at 127.0.0.1:9: connection refused, tried for 0.05 s; is the run over"
+        )
+        assert "atoll tokens link --run DIR prints a fresh link" in said
         assert said.count("\n") == 1
 
     def test_a_part_of_a_cut_of_its_own_is_put_back_by_hand(

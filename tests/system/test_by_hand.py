@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from tests.system.conftest import SCRIPTS, WAIT_S, Event, Run, heed_interrupts, members
@@ -99,3 +101,41 @@ def test_plain_python_joins_by_a_link_and_goes_on_with_its_own_part_of_a_cut(run
     assert run.summary["longest_gap_s"] < outage_s and run.summary["wall_s"] < rounds[-1] - rounds[0]
     said = again.communicate(timeout=WAIT_S)[1]
     assert again.returncode == 0 and "goes on with the inner optimizer, schedules and random states of step" in said
+
+
+def test_after_a_resume_a_learner_comes_back_by_its_old_link(run: Run) -> None:
+    """The syncer listens where it did."""
+    trained = (SCRIPTS / "line.py", "--learners", "1", "--set", "sync_every=4", "--set", "cut_every=10")
+    run.train(*trained, "--", "--pace", "0.05")
+    address, file = run.address(), run.folder / "link.txt"
+    file.write_text(run.ask("tokens", "link", "--run", run.out).stdout)
+    file.chmod(0o600)
+    by_link = run.beside("learn", SCRIPTS / "line.py", "--join", file, "--name", "by-link", "--", "--pace", "0.05")
+    run.until(lambda events: {("learner-0", 1), ("by-link", 1)} <= members(events))
+    run.interrupt()
+    run.ended()
+    assert by_link.wait(WAIT_S) == 0
+
+    again = run.beside("learn", SCRIPTS / "line.py", "--join", file, "--name", "by-link", "--", "--pace", "0.05")
+    run.start("train", "--resume", run.out)
+    run.until(lambda events: ("by-link", 2) in members(events))
+    assert run.address() == address
+    run.interrupt()
+    run.ended()
+    assert again.wait(WAIT_S) == 0
+
+
+@pytest.mark.faults
+def test_a_resume_whose_port_is_taken_says_so_and_how_to_get_a_fresh_link(run: Run) -> None:
+    run.train(SCRIPTS / "line.py", "--learners", "1", "--", "--pace", "0.05")
+    run.until(lambda events: bool(members(events)))
+    run.interrupt()
+    run.ended()
+    with socket.create_server(("127.0.0.1", urlsplit(run.address()).port or 0)) as other:
+        run.start("train", "--resume", run.out)
+        run.until(lambda events: [one["kind"] for one in events].count("finished") == 1 and len(members(events)) > 1)
+        assert urlsplit(run.address()).port != other.getsockname()[1]
+        run.interrupt()
+        run.ended()
+    assert "is taken: it listens on another one now" in run.stdout
+    assert f"atoll tokens link --run {run.out}" in run.stdout

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 from rich.console import Console
 
-from atoll.cli.shared import OPERATOR, short
+from atoll.cli.shared import OPERATOR, document_of, short
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.certificates import (
     CertificateAndKey,
@@ -101,9 +101,11 @@ def join_link(last: Last, token: JoinToken) -> str:
 def local_link(run: RunDir, name: str) -> str:
     """Of a run that has no keys, on its own machine."""
     if not run.secrets.is_dir() or not run.address.is_file():
+        settings = document_of(run.settings if run.settings.is_file() else None)
+        keys = settings.get("service", {}).get("keys") or "DIR"
         raise ConfigError(
             f"{run.path} has no secrets of its own: they are made when a syncer without --keys starts; "
-            f"with --keys the link is that of atoll tokens --keys DIR link {name}"
+            f"with --keys the link is that of atoll tokens --keys {keys} link {name}"
         )
     token = local_tokens(run.secrets).named(name)
     return SyncerAddress(urls=(run.address.read_text(),), token=token.secret).link()

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from atoll.config import Config
+from atoll.fabric.listener import check_port
 from atoll.fabric.transfer import get_json, make_dashboard_link
 from atoll.launch.children import (
     LAST_S,
@@ -112,10 +113,11 @@ class LocalRun:
             await self._run_held()
 
     async def _run_held(self) -> None:
+        port = self._find_last_port()
         self._prepare_folder()
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
-            command = [*SYNCER, str(self.out.path), *self._served]
+            command = [*SYNCER, str(self.out.path), *self._served, *self._take_last_port(port)]
             if self.resume is not None:
                 command += [part for change in self.resume.changes for part in ("--set", change)]
                 command += ["--reopen"] if self.resume.reopen else []
@@ -130,6 +132,30 @@ class LocalRun:
             finally:
                 for child in self._processes.list_children():
                     child.kill_all()
+
+    def _find_last_port(self) -> int:
+        """Where the run listened before: join links that were handed out, and dashboards, know it by that port. 0: it
+        is new, or names its port itself."""
+        if self.resume is None or self.config.service.port or self.config.service.keys:
+            return 0
+        try:
+            return urlsplit(self.out.address.read_text()).port or 0
+        except (OSError, ValueError):
+            return 0
+
+    def _take_last_port(self, port: int) -> list[str]:
+        if not port:
+            return []
+        try:
+            check_port(self.config.service.host, port)
+        except ConfigError:
+            text = (
+                f"port {port}, where the run listened before, is taken: it listens on another one now. Learners that "
+                f"joined by a link need a fresh one: atoll tokens link --run {self.out.path}"
+            )
+            self._events.say("warning", text, {"process": "syncer"})
+            return []
+        return ["--port", str(port)]
 
     def _prepare_folder(self) -> None:
         write_atomic(self.out.settings, self.config.toml())

@@ -18,6 +18,8 @@ from atoll.learner.unmerged import FrozenRule
 from atoll.mailbox.channel import Welcomed
 from atoll.protocol.errors import Unreachable
 
+SILENT_S = 2.0
+"""A learner that nobody has answered for so long says where it dials."""
 DIAL_S = 5.0
 """A courier has this long to dial, also where all other time was spent on asking which run it is."""
 
@@ -47,15 +49,19 @@ class JoinWait:
     def __init__(self, request: JoinRequest, *, speaks: bool) -> None:
         """`speaks`: False for ranks that leave it to rank 0, and for replays."""
         self._request, self._speaks = request, speaks
+        self._begun = 0.0
         self._until = 0.0
         """When it stops waiting and lets training begin."""
+        self._answered = self._dialling = False
+        """A syncer has answered; the line 'dialling …' was printed."""
         self._connected = False
         """The line 'connected to run …' was printed."""
         self.unreached = ""
         """Why the syncer could not be reached, while it was not."""
 
     def begin(self) -> None:
-        self._until = time.monotonic() + self._request.wait_s
+        self._begun = time.monotonic()
+        self._until = self._begun + self._request.wait_s
 
     def find_run(self, is_asked_to_leave: Callable[[], bool], *, asks: bool) -> str:
         """The run's name, as the join link has it; else, if it `asks`, what the syncer at a plain address says: what
@@ -67,7 +73,9 @@ class JoinWait:
         while (run := ask_run(self._request.url)) is None and not is_asked_to_leave():
             if time.monotonic() >= self._until:
                 break
+            self.say_dialling()
             time.sleep(0.25)
+        self._answered = run is not None
         return run or ""
 
     def give_courier_time(self) -> None:
@@ -82,12 +90,26 @@ class JoinWait:
         """Unreachable: no syncer has ever answered this process."""
         if self.unreached:
             raise Unreachable(
-                f"no syncer answers: {self.unreached}, tried for {self._request.wait_s:g} s; "
-                "is the run over, or its address another now? atoll syncer prints it"
+                f"no syncer answers at {self._hosts}: {self.unreached}, tried for {self._request.wait_s:g} s; is the "
+                "run over, or its address another now? On its machine, atoll tokens link --run DIR prints a fresh link"
             )
+
+    @property
+    def _hosts(self) -> str:
+        """Without secrets."""
+        return ", ".join(url.partition("://")[2] for url in parse_address(self._request.url).urls)
+
+    def say_dialling(self) -> None:
+        """Once, where nobody has answered for a while: the terminal would stay empty."""
+        if self._answered or self._dialling or not self._speaks or time.monotonic() < self._begun + SILENT_S:
+            return
+        self._dialling = True
+        why = f" ({self.unreached})" if self.unreached else ""
+        say(f"dialling {self._hosts}: no syncer answers yet{why}; it gives up after {self._request.wait_s:g} s")
 
     def say_connected(self, welcome: Welcomed) -> None:
         """Once, where the run has not begun: the terminal would stay empty until the others are there."""
+        self._answered = True
         if self._connected or not self._speaks or min(welcome.versions, default=0) >= 0:
             return
         self._connected = True

@@ -260,6 +260,7 @@ class RunSession:
                     self._join_wait.check_reached()
                 self._join_wait.say_unjoined(has_parameters=self.shared.has_parameters())
                 return
+            self._join_wait.say_dialling()
             self.wait(min(left_s, 0.5))
 
     def _end_if_unjoined(self) -> None:

@@ -1,0 +1,52 @@
+"""What a learner says while it waits for its run."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.learner import joining
+from atoll.learner.joining import JoinRequest, JoinWait
+
+LINK = "atoll://0123456789abcdef@10.0.0.1:7077,10.0.0.2:7077/run/" + "0" * 64
+
+
+def waiting(*, speaks: bool = True) -> JoinWait:
+    wait = JoinWait(JoinRequest(LINK, "mine", 0, "", wait_s=60.0), speaks=speaks)
+    wait.begin()
+    return wait
+
+
+def test_one_that_was_answered_or_has_just_begun_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting().say_dialling()
+    monkeypatch.setattr(joining, "SILENT_S", 0.0)
+    waiting(speaks=False).say_dialling()
+    assert capsys.readouterr().err == ""
+
+
+def test_one_that_nobody_answers_says_once_where_it_dials_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "SILENT_S", 0.0)
+    wait = waiting()
+    wait.unreached = "connection refused"
+    wait.say_dialling()
+    wait.say_dialling()
+    assert capsys.readouterr().err == (
+        "atoll: dialling 10.0.0.1:7077, 10.0.0.2:7077: no syncer answers yet (connection refused); "
+        "it gives up after 60 s\n"
+    )
+
+
+def test_a_plain_address_that_nobody_answers_at_is_named_while_its_run_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([None, "beef"])
+    monkeypatch.setattr(joining, "ask_run", lambda url: next(answers))
+    monkeypatch.setattr(joining, "SILENT_S", 0.0)
+    wait = JoinWait(JoinRequest("http://127.0.0.1:7077", "mine", 0, "", wait_s=60.0), speaks=True)
+    wait.begin()
+    assert wait.find_run(lambda: False, asks=True) == "beef"
+    wait.say_dialling()
+    assert capsys.readouterr().err.count("dialling 127.0.0.1:7077") == 1
