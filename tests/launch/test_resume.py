@@ -90,6 +90,20 @@ def test_a_learners_part_that_is_missing_costs_that_learner_alone(tmp_path: Path
     assert "cut-000004.safetensors is missing" in found.remarks[0] and not found.exact
 
 
+def test_that_one_who_joined_by_hand_keeps_its_own_part_is_said_as_what_it_is(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    manifest = read_manifest(run.dir.cuts, 4)
+    parts = {**manifest.learners, "third": manifest.learners["learner-1"]}
+    write_manifest(run.dir.cuts, replace(manifest, learners=parts))
+    found = plan_resume(run.dir)
+    assert found.states == states(run, 4)
+    assert found.remarks == (
+        f"run small goes on at round 5: {FROM_HEAD} 4",
+        "third joined by hand and keeps its optimizer where it was started: the same command and link let it join "
+        "again, and the model comes from the syncer",
+    )
+
+
 def test_a_cut_without_a_manifest_is_not_gone_on_with(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
     run.syncer_part(5)

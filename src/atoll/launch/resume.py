@@ -37,6 +37,7 @@ from atoll.protocol.syncer.machine import Syncer
 from atoll.store.atomic import make_folder, staged
 from atoll.store.cuts import (
     BadCut,
+    CheckedCut,
     CutState,
     Manifest,
     check_cut,
@@ -94,13 +95,33 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
             remarks.append(f"cut {cut} is passed over: {error}")
             continue
         manifest = checked.manifest
-        remarks += checked.list_remarks()
+        by_hand = _find_by_hand(out, head, checked)
+        remarks += checked.list_remarks(but=by_hand)
         exact = bool(manifest.learners) and not manifest.left_out and nothing_behind
         how = f"exactly as it was in snapshot {cut}" if exact else f"the newest model, optimizers as of snapshot {cut}"
         remarks.append(f"run {head.run} goes on at round {head.committed}: {how}")
+        if by_hand:
+            remarks.append(_describe_by_hand(by_hand))
         return Resume(cut, head.run, _parts(out, manifest), exact, reopen, changes, tuple(remarks))
     remarks.append(f"run {head.run} goes on at round {head.committed}: no complete snapshot, so fresh optimizers")
     return Resume(None, head.run, {}, False, reopen, changes, tuple(remarks))
+
+
+def _find_by_hand(out: RunDir, head: History, checked: CheckedCut) -> list[str]:
+    """Learners that joined by a link or an address, and so keep their states in folders of their own: they have none in
+    the run's folder, and none of the names that a supervisor gives."""
+    given = {f"learner-{index}" for index in range(head.settings.learners)}
+    return [name for name in checked.missing if name not in given and not (out.learners / name).exists()]
+
+
+def _describe_by_hand(names: list[str]) -> str:
+    if len(names) > 1:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        keeps, them = f"{shown} joined by hand and keep their optimizers where they were", "them"
+    else:
+        keeps, them = f"{names[0]} joined by hand and keeps its optimizer where it was", "it"
+    again = f"the same command and link let {them} join again"
+    return f"{keeps} started: {again}, and the model comes from the syncer"
 
 
 def read_head(out: RunDir) -> History | None:
