@@ -370,7 +370,7 @@ async def test_a_score_brings_metrics_in_the_words_of_the_script(stage: Stage) -
     score = msgspec.convert({"round": 0, "loss": 2.5, "cpu_s": 0.5, "unit": "bits", **figures}, ScoreReport)
     await post_score(url(stage), score)
     event = await stage.until("score")
-    assert event["text"] == "validation loss 2.5000, accuracy 0.9100, recall is not finite at round 0"
+    assert event["text"] == "validation loss 2.5000, accuracy 0.91, recall is not finite at round 0"
     assert {name: event[name] for name in figures} == figures and event["unit"] == "bits"
     status = await get_json(url(stage), "/v1/status")
     assert isinstance(status, dict) and {name: status[name] for name in figures} == figures
@@ -383,7 +383,7 @@ async def test_a_scorer_without_a_loss_raises_no_alarm(stage: Stage) -> None:
     score = ScoreReport(round=0, loss=None, cpu_s=0.5, metrics={"accuracy": 0.91}, has_loss=False)
     await post_score(url(stage), score)
     event = await stage.until("score")
-    assert event["text"] == "accuracy 0.9100 at round 0"
+    assert event["text"] == "accuracy 0.91 at round 0"
     assert not stage.events("alarm")
     await post_score(url(stage), ScoreReport(round=0, loss=None, cpu_s=0.5))
     assert "not finite" in (await stage.until("alarm"))["text"]
