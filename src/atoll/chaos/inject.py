@@ -154,7 +154,7 @@ class Injector:
         child.reset_restarts()
         if child.running:
             child.signal(signal.SIGKILL)
-            self._log_event("killed", f"{child.name} was killed (SIGKILL), as the plan says", {"process": child.name})
+            self._log_event("killed", f"{child.name} is sent SIGKILL, as the plan says", {"process": child.name})
 
     async def _pause(self, fault: PlannedFault) -> None:
         child = self.run.find_learner(fault.targets[0])

@@ -418,7 +418,7 @@ class LocalRun:
             child = self._learners.get(kill.learner)
             if child is not None and child.running:
                 child.signal(signal.SIGKILL)
-                text = f"{child.name} was killed (SIGKILL), as this demonstration does"
+                text = f"{child.name} is sent SIGKILL, as --kill asked"
                 self._events.say("killed", text, {"process": child.name})
 
     # ---- small things ---------------------------------------------------------------------------------------------
