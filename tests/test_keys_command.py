@@ -22,6 +22,7 @@ from atoll.fabric.join_tokens import NAMES
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
+from atoll.store.writer_lease import hold_run
 from atoll.syncer.credentials import read_tokens
 
 from .test_cli import atoll
@@ -347,3 +348,18 @@ def test_commands_on_the_syncers_machine_show_a_certificate_where_one_is_asked_f
     (keys.path / "operator.crt").unlink()
     with pytest.raises(ConfigError, match="atoll cert --learner operator"):
         address_of(out)
+
+
+def test_a_link_of_a_run_that_nobody_can_join_yet_is_refused_with_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir.create(folder / "run")
+    assert "holds no run" in failed(monkeypatch, capsys, "tokens link --run nowhere")
+    with hold_run(run.path):
+        assert "is starting, and nothing listens yet: ask again in a few seconds" in failed(
+            monkeypatch, capsys, "tokens link --run run"
+        )
+        run.settings.write_text("[service]\nkeys = 'mine'\n")
+        assert "the link is that of atoll tokens --keys mine link join" in failed(
+            monkeypatch, capsys, "tokens link --run run"
+        )

@@ -27,6 +27,7 @@ from atoll.observe.figures import span, table
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir, checked_name
+from atoll.store.writer_lease import is_alive
 from atoll.syncer.credentials import local_tokens, read_tokens, write_tokens
 
 LONGEST_HOURS = 24 * 3650.0
@@ -100,12 +101,16 @@ def join_link(last: Last, token: JoinToken) -> str:
 
 def local_link(run: RunDir, name: str) -> str:
     """Of a run that has no keys, on its own machine."""
+    if not run.path.is_dir():
+        raise ConfigError(f"{run.path} holds no run: name the folder that --out made")
     if not run.secrets.is_dir() or not run.address.is_file():
         settings = document_of(run.settings if run.settings.is_file() else None)
-        keys = settings.get("service", {}).get("keys") or "DIR"
+        keys = settings.get("service", {}).get("keys")
+        if not keys and is_alive(run.path):
+            raise ConfigError(f"the run in {run.path} is starting, and nothing listens yet: ask again in a few seconds")
         raise ConfigError(
             f"{run.path} has no secrets of its own: they are made when a syncer without --keys starts; "
-            f"with --keys the link is that of atoll tokens --keys {keys} link {name}"
+            f"with --keys the link is that of atoll tokens --keys {keys or 'DIR'} link {name}"
         )
     token = local_tokens(run.secrets).named(name)
     return SyncerAddress(urls=(run.address.read_text(),), token=token.secret).link()

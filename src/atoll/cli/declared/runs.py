@@ -473,7 +473,12 @@ RUNS = (
                 (
                     argument("name", "Which.", default="join"),
                     flag("--ca", "By the authority of the certificate: stays good when it is renewed."),
-                    option("--run", "Of a run without keys: for another user of its machine.", Path, metavar="DIR"),
+                    option(
+                        "--run",
+                        "Of a run without keys, as atoll train begins: for its own machine.",
+                        find_run,
+                        metavar="RUN",
+                    ),
                 ),
             ),
         ),
