@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import msgspec
@@ -575,15 +576,35 @@ class TestLeaving:
             joined.stay._listen()
             assert joined.stay._patience_s() == 2 * 50 * 30.0
 
-    def test_one_that_is_drained_before_it_has_joined_leaves_at_once(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize(
+        ("asked", "code", "why"),
+        [
+            ("signal", 143, "its machine is taken away (SIGTERM)"),
+            ("signal whose exception is lost", 143, "its machine is taken away (SIGTERM)"),
+            ("drain", 0, "it was drained: the operator asked"),
+        ],
+    )
+    def test_one_that_is_asked_to_leave_before_it_has_joined_ends_its_script(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: str, code: int, why: str
     ) -> None:
         joined = Joined(small(), join_wait_s=600.0)
         joined.courier.answers = lambda frame: []
-        monkeypatch.setattr(joined.courier, "wait", lambda seconds: joined.stay._preemption._terminated(15, None))
-        with joined.learner as learner:
-            assert learner.done and learner.steps == 0
-        assert len(joined.courier.of(Goodbye)) == 1
+
+        def ask(seconds: float) -> None:
+            if asked == "drain":
+                joined.courier.waiting.append(fx.AskToLeave("the operator asked"))
+                return
+            with suppress(script.LeftUnjoined) if "lost" in asked else nullcontext():  # as a destructor would
+                joined.stay._preemption._terminated(15, None)
+
+        monkeypatch.setattr(joined.courier, "wait", ask)
+        with pytest.raises(SystemExit) as ended, joined.learner:
+            pytest.fail("it must not train")
+        assert ended.value.code == code
+        assert joined.courier.of(Goodbye) == [Goodbye(f"{why}; it had not joined yet")]
+        said = capsys.readouterr().err
+        assert said.startswith("atoll: ended before it joined the run, which has nothing of it: ") and why in said
+        assert said.count("\n") == 1
 
     def test_an_end_that_never_comes_is_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch
