@@ -17,8 +17,8 @@ from atoll.estimate.bandwidth import (
     PROFILES,
     VERSIONS,
     BandwidthCase,
+    BandwidthMethod,
     Bound,
-    Method,
     SpreadRun,
     Topology,
     away_steps,
@@ -207,7 +207,7 @@ def test_latency_that_no_bandwidth_makes_up_for_is_refused_with_the_bound() -> N
 
 @pytest.mark.parametrize("topology", ["ring", "star"])
 @pytest.mark.parametrize("method", ["data-parallel", "decoupled"])
-def test_one_data_center_needs_no_link_to_another(topology: Topology, method: Method) -> None:
+def test_one_data_center_needs_no_link_to_another(topology: Topology, method: BandwidthMethod) -> None:
     home = BandwidthCase(method, SpreadRun(datacenters=1, topology=topology, latency_s=3.0))
     assert home.needs(0.99).gbit_s == 0
     assert home.at(0.001).utilization == 1

@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll import cli
-from atoll.estimate.upsizing import CHANGED, METHODS, STATE, CopyPeriod, Method, downtime_steps, grow, steps_per_copy
+from atoll.estimate.upsizing import (
+    CHANGED,
+    METHODS,
+    STATE,
+    CopyPeriod,
+    UpsizingMethod,
+    downtime_steps,
+    grow,
+    steps_per_copy,
+)
 from atoll.protocol.errors import ConfigError
 
 copies = st.floats(1e-3, 1e5)
@@ -31,7 +40,7 @@ def test_decoupled_stands_still_for_what_of_four_copies_the_recovery_bound_does_
 
 
 @given(method=st.sampled_from(METHODS), c=copies, h=every)
-def test_the_link_is_never_idle_and_carries_every_copy_in_order(method: Method, c: float, h: int) -> None:
+def test_the_link_is_never_idle_and_carries_every_copy_in_order(method: UpsizingMethod, c: float, h: int) -> None:
     story = grow(method, c, h)
     for before, after in pairwise(story):
         assert after.start == pytest.approx(before.start + before.steps)

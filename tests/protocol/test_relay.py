@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from atoll.protocol.messages import ContributionKey
 from atoll.protocol.relay import (
     MOST_HELD,
     HeldBody,
-    HeldKey,
     RelayHoldings,
     SumAsked,
     SumGathering,
@@ -25,7 +25,7 @@ from atoll.protocol.relay import (
 FRAGMENTS = 3
 
 
-def digest_of(key: HeldKey) -> str:
+def digest_of(key: ContributionKey) -> str:
     return "-".join(map(str, key))
 
 
@@ -54,11 +54,11 @@ class SimulatedRelay:
 class CountsTwice(RelayHoldings):
     """A planted bug: what came to an earlier attempt is kept, and summed too."""
 
-    def expect_body(self, learner: str, round: int, attempt: int, fragment: int) -> list[HeldKey]:
+    def expect_body(self, learner: str, round: int, attempt: int, fragment: int) -> list[ContributionKey]:
         self.expected[learner, round, attempt] = fragment
         return []
 
-    def find_members(self, asked: SumAsked) -> list[HeldKey]:
+    def find_members(self, asked: SumAsked) -> list[ContributionKey]:
         wanted = {member.learner for member in asked.members}
         return [key for key in self.held if key[0] in wanted and key[1] == asked.round]
 
@@ -124,7 +124,7 @@ class World:
                 self.drop(key)
         return committed
 
-    def collect(self, round: int, fragment: int, members: list[tuple[HeldKey, float]]) -> bool:
+    def collect(self, round: int, fragment: int, members: list[tuple[ContributionKey, float]]) -> bool:
         try:
             asks = self.gathering.ask_sums(round, fragment, "mean", members)
         except ValueError:
@@ -146,7 +146,7 @@ class World:
             self.settled[session.partition(".")[0], fragment] = round
         return True
 
-    def drop(self, key: HeldKey) -> None:
+    def drop(self, key: ContributionKey) -> None:
         if (
             (told := self.gathering.drop_body(key)) is not None
             and told[0] in self.relays

@@ -18,8 +18,8 @@ from atoll.fabric.calls import open_session, request
 from atoll.numerics.codec import decode_contribution
 from atoll.numerics.deltas import ReadableDelta, read_whole
 from atoll.numerics.merge import merge
-from atoll.protocol.messages import PROTOCOL, FromSyncer, Hello, Refused, TensorSpec
-from atoll.protocol.relay import HeldKey, SumAsked, SumMember, SumSettled
+from atoll.protocol.messages import PROTOCOL, ContributionKey, FromSyncer, Hello, Refused, TensorSpec
+from atoll.protocol.relay import SumAsked, SumMember, SumSettled
 from atoll.protocol.settings import Settings
 from atoll.relay.bodies import HeldBodies, MadeSum
 from atoll.relay.service import RelayEnded, RelayService
@@ -110,7 +110,7 @@ async def test_two_regions_and_a_learner_of_none_merge_as_if_all_were_flat(regio
     """By round, what came directly."""
     get_delta = run.service.begun.inbox.get_delta
 
-    def note(key: HeldKey) -> ReadableDelta:
+    def note(key: ContributionKey) -> ReadableDelta:
         own.append((key[1], read_whole(get_delta(key))))
         return get_delta(key)
 

@@ -7,13 +7,14 @@ from typing import Any
 from tests.simulate.planting import Plain, always, mutant
 
 from atoll.protocol import relay
-from atoll.protocol.relay import HeldKey, RelayHoldings, SumAsked, SumGathering
+from atoll.protocol.messages import ContributionKey
+from atoll.protocol.relay import RelayHoldings, SumAsked, SumGathering
 
 
 def _keep_earlier(plain: Plain) -> Any:
     """What came to an earlier attempt of the round is kept …"""
 
-    def broken(self: RelayHoldings, learner: str, round: int, attempt: int, fragment: int) -> list[HeldKey]:
+    def broken(self: RelayHoldings, learner: str, round: int, attempt: int, fragment: int) -> list[ContributionKey]:
         self.expected[learner, round, attempt] = fragment
         return []
 
@@ -23,7 +24,7 @@ def _keep_earlier(plain: Plain) -> Any:
 def _all_of_round(plain: Plain) -> Any:
     """… and summed with the later one."""
 
-    def broken(self: RelayHoldings, asked: SumAsked) -> list[HeldKey]:
+    def broken(self: RelayHoldings, asked: SumAsked) -> list[ContributionKey]:
         plain(self, asked)
         wanted = {member.learner for member in asked.members}
         return [key for key in self.held if key[0] in wanted and key[1] == asked.round]

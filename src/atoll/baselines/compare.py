@@ -35,16 +35,16 @@ from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
 from atoll.workloads.settings import WorkloadSettings
 
-Method = Literal["decoupled", "synchronous-diloco", "elastic-data-parallel", "data-parallel"]
-METHODS: tuple[Method, ...] = get_args(Method)
-Watch = Callable[[float], None]
+MeasuredMethod = Literal["decoupled", "synchronous-diloco", "elastic-data-parallel", "data-parallel"]
+METHODS: tuple[MeasuredMethod, ...] = get_args(MeasuredMethod)
+WatchProgress = Callable[[float], None]
 """Told how many seconds of the plan are over."""
 SPARE = 1.25
 """Budget of steps over what the pace allows in the plan's time: the run is ended by the clock, not by the budget."""
 
 
 class MethodOutcome(msgspec.Struct, frozen=True):
-    method: Method
+    method: MeasuredMethod
     goodput: float | None
     uptime: float | None
     tokens: int
@@ -79,7 +79,9 @@ def comparable(plan: FaultPlan, origin: str) -> FaultPlan:
     return msgspec.structs.replace(plan, config=msgspec.structs.replace(config, protocol=protocol))
 
 
-def run_method(method: Method, plan: FaultPlan, out: RunDir, watch: Watch, checkpoint_every: int = 0) -> MethodOutcome:
+def run_method(
+    method: MeasuredMethod, plan: FaultPlan, out: RunDir, watch: WatchProgress, checkpoint_every: int = 0
+) -> MethodOutcome:
     if method in ("decoupled", "synchronous-diloco"):
         return run_product(plan, out, watch, synchronous=method == "synchronous-diloco")
     faults, left_out = rank_faults(plan)
@@ -94,7 +96,7 @@ def run_method(method: Method, plan: FaultPlan, out: RunDir, watch: Watch, check
 # ---- Atoll's own runs ---------------------------------------------------------------------------------------------
 
 
-def run_product(plan: FaultPlan, out: RunDir, watch: Watch, *, synchronous: bool) -> MethodOutcome:
+def run_product(plan: FaultPlan, out: RunDir, watch: WatchProgress, *, synchronous: bool) -> MethodOutcome:
     if synchronous:
         plan = msgspec.structs.replace(plan, config=as_synchronous(plan.config))
     began: list[float] = []
@@ -119,7 +121,7 @@ def as_synchronous(config: Config) -> Config:
     return msgspec.structs.replace(config, protocol=protocol)
 
 
-def product_outcome(method: Method, summary: Summary, events: Sequence[Event]) -> MethodOutcome:
+def product_outcome(method: MeasuredMethod, summary: Summary, events: Sequence[Event]) -> MethodOutcome:
     tokens, goodput = summary["tokens"], summary["goodput"]
     if goodput is not None and tokens["computed"]:
         learners, wall = summary["settings"]["learners"], summary["wall_s"]
@@ -148,7 +150,7 @@ def paused_s(events: Sequence[Event]) -> float:
 # ---- data-parallel ------------------------------------------------------------------------------------------------
 
 
-def baseline_outcome(method: Method, summary: Summary, left_out: tuple[str, ...]) -> MethodOutcome:
+def baseline_outcome(method: MeasuredMethod, summary: Summary, left_out: tuple[str, ...]) -> MethodOutcome:
     return MethodOutcome(
         method=method,
         goodput=summary["goodput"],

@@ -19,7 +19,7 @@ MODELS_S = 300.0
 """Between two uploads of a model that changes: what scored best may do so often."""
 EVENTS_BYTES = 8 * 2**20
 
-Stamp = tuple[int, int, int]
+FileState = tuple[int, int, int]
 
 
 @dataclass
@@ -32,7 +32,7 @@ class FilesCopy:
     """Raises where this syncer is deposed, or told to stop."""
     events_from: int
     """Where this term's part of events.jsonl begins."""
-    _stamps: dict[str, Stamp] = field(default_factory=dict)
+    _stamps: dict[str, FileState] = field(default_factory=dict)
     """Of files that are in the bucket as they are."""
     _models_at: float = 0.0
 
@@ -71,7 +71,7 @@ class FilesCopy:
             known.add(CopyPiece(piece.begin, piece.end))
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _stamp(path: Path) -> FileState | None:
     try:
         found = os.stat(path)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from atoll.telemetry.events import Event, parse
 from atoll.telemetry.status import RunStatus
 
 TRACEBACK = b"Traceback (most recent call last)"
-Watch = Callable[[RunStatus | None, Sequence[Event]], None]
+WatchRun = Callable[[RunStatus | None, Sequence[Event]], None]
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ChaosRun:
     plan: FaultPlan
     out: RunDir
     script: list[str] = field(default_factory=lambda: list(WORKLOAD))
-    watch: Watch = lambda status, events: None
+    watch: WatchRun = lambda status, events: None
     pages: str = ""
     listens: Callable[[str], None] = lambda url: None
     timed: bool = False

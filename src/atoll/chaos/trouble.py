@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.store.disk import Buffer, LocalDisk, LocalFile
+from atoll.digests import Buffer
+from atoll.store.disk import LocalDisk, LocalFile
 from atoll.store.rundir import RunDir
 
 

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from atoll.baselines.compare import METHODS, Method, MethodOutcome, comparable, run_method
+from atoll.baselines.compare import METHODS, MeasuredMethod, MethodOutcome, comparable, run_method
 from atoll.chaos import plan as plans
 from atoll.chaos.plan import FaultPlan
 from atoll.cli.lists import names
@@ -55,7 +55,7 @@ def compare(plan: Path, out: Path | None, methods: str, checkpoint_every: int, f
 
 
 def _run_all(
-    plan: FaultPlan, places: dict[Method, RunDir], checkpoint_every: int, console: Console
+    plan: FaultPlan, places: dict[MeasuredMethod, RunDir], checkpoint_every: int, console: Console
 ) -> tuple[list[MethodOutcome], dict[str, str]]:
     """One after another: they would take the processor from each other."""
     outcomes: list[MethodOutcome] = []

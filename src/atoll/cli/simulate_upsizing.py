@@ -12,7 +12,7 @@ from atoll.estimate.bandwidth import BITS
 from atoll.estimate.upsizing import (
     METHODS,
     DailyHours,
-    Method,
+    UpsizingMethod,
     downtime_steps,
     grow,
     scavenge,
@@ -26,7 +26,7 @@ USUAL = "2,6,12,24"
 
 
 class Upsized(msgspec.Struct, frozen=True):
-    method: Method
+    method: UpsizingMethod
     copy_steps: float
     sync_every: int
     downtime_steps: float

@@ -33,7 +33,7 @@ class Behind(NamedTuple):
 
 Said = CopyMade | SlotFreed | VersionTaken | PartUploaded | PartFetched | fx.Saved | BoxReady
 SaidByAll = Said | Behind
-Key = tuple[str, int]
+EventKey = tuple[str, int]
 Answers = list[Any]
 """Of one kind, in order of rank."""
 
@@ -41,7 +41,7 @@ Answers = list[Any]
 @dataclass(slots=True)
 class RankEvents:
     ranks: int
-    _open: dict[Key, dict[int, Said]] = field(default_factory=dict)
+    _open: dict[EventKey, dict[int, Said]] = field(default_factory=dict)
 
     def add(self, rank: int, said: Said) -> SaidByAll | None:
         """What all ranks have said, once this is the last of them. PeerError: they do not agree."""
@@ -66,7 +66,7 @@ class RankEvents:
             del self._open[key]
 
 
-def _key_of(said: Said) -> Key:
+def _key_of(said: Said) -> EventKey:
     match said:
         case CopyMade(slot=slot) | SlotFreed(slot=slot, incoming=False):
             return "outgoing", slot

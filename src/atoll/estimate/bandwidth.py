@@ -238,12 +238,12 @@ def _legs_s(run: SpreadRun, gbit_s: float, down_gbit_s: float | None) -> list[fl
 
 # ---- questions and answers, one by one or every combination of them ------------------------------------------------
 
-Method = Literal["data-parallel", "decoupled"]
-METHODS: tuple[Method, ...] = get_args(Method)
+BandwidthMethod = Literal["data-parallel", "decoupled"]
+METHODS: tuple[BandwidthMethod, ...] = get_args(BandwidthMethod)
 
 
 class BandwidthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    method: Method
+    method: BandwidthMethod
     codec: CodecName
     step_s: float
     datacenters: int
@@ -260,7 +260,7 @@ class BandwidthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 class BandwidthCase(msgspec.Struct, frozen=True):
     """A method in a place."""
 
-    method: Method
+    method: BandwidthMethod
     run: SpreadRun
 
     @property
@@ -293,7 +293,7 @@ class BandwidthCase(msgspec.Struct, frozen=True):
 
 def cases(
     run: SpreadRun,
-    methods: Iterable[Method],
+    methods: Iterable[BandwidthMethod],
     codecs: Sequence[CodecName],
     steps_s: Iterable[float],
     places: Iterable[int],

@@ -27,8 +27,8 @@ import msgspec
 from atoll.estimate.bandwidth import above_0
 from atoll.protocol.errors import ConfigError
 
-Method = Literal["elastic-data-parallel", "decoupled"]
-METHODS: tuple[Method, ...] = get_args(Method)
+UpsizingMethod = Literal["elastic-data-parallel", "decoupled"]
+METHODS: tuple[UpsizingMethod, ...] = get_args(UpsizingMethod)
 STATE = ("weights", "first moment", "second moment")
 """What a newcomer needs, each as large as the model."""
 CHANGED = "fragments that changed"
@@ -54,7 +54,7 @@ def steps_per_copy(gbit: float, gbit_s: float, step_s: float) -> float:
     return gbit / (gbit_s * step_s)
 
 
-def grow(method: Method, copy_steps: float, sync_every: int) -> list[CopyPeriod]:
+def grow(method: UpsizingMethod, copy_steps: float, sync_every: int) -> list[CopyPeriod]:
     """Everything that happens from the moment a newcomer comes until it trains."""
     above_0("copy_steps", copy_steps)
     if sync_every < 1:

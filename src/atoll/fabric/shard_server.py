@@ -25,7 +25,7 @@ from atoll.fabric.host import error_response, range_start
 from atoll.fabric.listener import Tls
 from atoll.fabric.wire import SESSION_HEADER, FabricLimits, one_line
 from atoll.protocol.errors import PeerError
-from atoll.protocol.shard_messages import Body
+from atoll.protocol.messages import ContributionKey
 
 WAIT_S = 2.0
 _NUMBER = "[0-9]{1,12}"
@@ -34,17 +34,19 @@ _NUMBER = "[0-9]{1,12}"
 class ShardBodies(Protocol):
     """The service behind the port; PeerError is told to the peer in one line."""
 
-    def is_expected(self, body: Body) -> bool: ...
+    def is_expected(self, body: ContributionKey) -> bool: ...
 
     def is_asked(self, learner: str) -> bool:
         """Whether the first parameters are to come from this learner."""
         ...
 
-    def expect_contribution(self, body: Body, session: str, token: str, named: int, rank: int) -> memoryview: ...
+    def expect_contribution(
+        self, body: ContributionKey, session: str, token: str, named: int, rank: int
+    ) -> memoryview: ...
 
-    def contribution_arrived(self, body: Body, digest: str, rank: int) -> None: ...
+    def contribution_arrived(self, body: ContributionKey, digest: str, rank: int) -> None: ...
 
-    def contribution_aborted(self, body: Body, rank: int) -> None: ...
+    def contribution_aborted(self, body: ContributionKey, rank: int) -> None: ...
 
     def expect_initial(self, learner: str, session: str, token: str, fragment: int, rank: int) -> memoryview: ...
 
@@ -115,7 +117,7 @@ class ShardServer(BodyPort):
 
     async def _contribution(self, request: web.Request) -> web.Response:
         learner, session = request.match_info["learner"], request.headers.get(SESSION_HEADER, "")
-        body: Body = (learner, int(request.match_info["round"]), int(request.match_info["attempt"]))
+        body: ContributionKey = (learner, int(request.match_info["round"]), int(request.match_info["attempt"]))
         rank = rank_of(request)
         key = (*body, rank)
         await self._wait_for(lambda: self._bodies.is_expected(body))

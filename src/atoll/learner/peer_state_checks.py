@@ -62,10 +62,10 @@ class StateSpec:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).copy_(values)
 
 
-Key: TypeAlias = str | int
-StateLayout: TypeAlias = dict[Key, dict[str, StateSpec | type]]
+StateKey: TypeAlias = str | int
+StateLayout: TypeAlias = dict[StateKey, dict[str, StateSpec | type]]
 """By parameter and name: what the optimizer keeps of it."""
-States: TypeAlias = dict[Key, dict[str, Any]]
+States: TypeAlias = dict[StateKey, dict[str, Any]]
 
 
 @torch.no_grad()

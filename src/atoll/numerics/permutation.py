@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 ROUNDS = 8
 
-Words = NDArray[np.uint64]
+WordArray = NDArray[np.uint64]
 
 
 def permuted(positions: NDArray[np.int64], *, length: int, seed: int, dataset: int, epoch: int) -> NDArray[np.int64]:
@@ -38,20 +38,20 @@ def permuted(positions: NDArray[np.int64], *, length: int, seed: int, dataset: i
     return samples.astype(np.int64).reshape(positions.shape)
 
 
-def _keys(length: int, seed: int, dataset: int, epoch: int) -> Words:
+def _keys(length: int, seed: int, dataset: int, epoch: int) -> WordArray:
     """One for every round."""
     name = f"atoll permutation 1: length {length}, seed {seed}, dataset {dataset}, epoch {epoch}"
     return np.frombuffer(shake_256(name.encode()).digest(8 * ROUNDS), dtype="<u8").astype(np.uint64)
 
 
-def _through(pairs: Words, base: np.uint64, keys: Words) -> Words:
+def _through(pairs: WordArray, base: np.uint64, keys: WordArray) -> WordArray:
     x, y = pairs // base, pairs % base
     for key in keys:
         x, y = y, (x + _mixed(y + key) % base) % base
     return x * base + y
 
 
-def _mixed(words: Words) -> Words:
+def _mixed(words: WordArray) -> WordArray:
     """Every bit of the outcome hangs on every bit that goes in (the finish of SplitMix64), modulo 2⁶⁴."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

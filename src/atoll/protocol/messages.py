@@ -46,6 +46,8 @@ MOST_SHARDS = 64
 BUFFER_RULES = ("mean", "first")
 """How buffers of the model are merged, where they are (numerics/merge.py)."""
 
+ContributionKey = tuple[str, int, int]
+"""Learner, round, attempt: names a contribution, and its body."""
 Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
 
 

@@ -32,9 +32,8 @@ import msgspec
 from msgspec import Meta
 
 from atoll.protocol.limits import MANY, Count, Line, Name, Number, Real, Row, Words
+from atoll.protocol.messages import ContributionKey
 
-HeldKey = tuple[str, int, int]
-"""Learner, round, attempt."""
 MOST_HELD = 256
 """Bodies of one learner that a relay expects or holds; rounds under way are far fewer."""
 
@@ -155,13 +154,13 @@ class Held:
 class RelayHoldings:
     """What a relay expects, holds, sums and forgets."""
 
-    expected: dict[HeldKey, int] = field(default_factory=dict)
+    expected: dict[ContributionKey, int] = field(default_factory=dict)
     """Pulls that were passed on, with their fragments."""
-    held: dict[HeldKey, Held] = field(default_factory=dict)
+    held: dict[ContributionKey, Held] = field(default_factory=dict)
     summed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Ask → round and fragment, of sums that were sent and not settled."""
 
-    def expect_body(self, learner: str, round: int, attempt: int, fragment: int) -> list[HeldKey]:
+    def expect_body(self, learner: str, round: int, attempt: int, fragment: int) -> list[ContributionKey]:
         """A pull was passed on. Those that are forgotten for it: earlier attempts of the same round, and the oldest of
         too many."""
         earlier = [key for key in self._keys_of(learner) if key[1] == round]
@@ -172,18 +171,18 @@ class RelayHoldings:
             self.forget_body(key)
         return gone
 
-    def fragment_of(self, key: HeldKey) -> int | None:
+    def fragment_of(self, key: ContributionKey) -> int | None:
         """Of a body that may come; None: it was not asked for here, or is here."""
         return None if key in self.held else self.expected.get(key)
 
-    def hold_body(self, key: HeldKey, digest: str) -> bool:
+    def hold_body(self, key: ContributionKey, digest: str) -> bool:
         """False: it was forgotten while it came."""
         fragment = self.expected.pop(key, None)
         if fragment is not None:
             self.held[key] = Held(fragment, digest)
         return fragment is not None
 
-    def find_members(self, asked: SumAsked) -> list[HeldKey]:
+    def find_members(self, asked: SumAsked) -> list[ContributionKey]:
         """The bodies that an ask is about. ValueError says why they cannot be summed."""
         keys = [(member.learner, asked.round, member.attempt) for member in asked.members]
         if not keys or len({key[0] for key in keys}) < len(keys):
@@ -194,7 +193,7 @@ class RelayHoldings:
                 raise ValueError(f"the contribution of {key[0]} to round {asked.round} is not here")
         return keys
 
-    def describe_sum(self, asked: SumAsked, keys: Iterable[HeldKey], digest: str) -> SumReady:
+    def describe_sum(self, asked: SumAsked, keys: Iterable[ContributionKey], digest: str) -> SumReady:
         """What was summed, by the bodies themselves: whoever asked compares it with what it has asked for."""
         weights = {member.learner: member.weight for member in asked.members}
         members = tuple(
@@ -209,7 +208,7 @@ class RelayHoldings:
         if not asked.rows:
             self.summed[asked.ask] = (asked.round, asked.fragment)
 
-    def settle_round(self, settled: SumSettled) -> tuple[list[HeldKey], int | None]:
+    def settle_round(self, settled: SumSettled) -> tuple[list[ContributionKey], int | None]:
         """Bodies that are not needed any more, and the fragment whose feedback is now that of the sum; None: it was not
         made here, or is no sum."""
         gone = [key for key in {**self.expected, **self.held} if key[1] == settled.round]
@@ -220,18 +219,18 @@ class RelayHoldings:
             del self.summed[ask]  # of a round that was gathered again, or passed over
         return gone, fragment
 
-    def forget_body(self, key: HeldKey) -> None:
+    def forget_body(self, key: ContributionKey) -> None:
         self.expected.pop(key, None)
         self.held.pop(key, None)
 
-    def forget_learner(self, learner: str) -> list[HeldKey]:
+    def forget_learner(self, learner: str) -> list[ContributionKey]:
         """Its channel is gone: nothing more comes of it. What is held may still be merged."""
         gone = [key for key in self.expected if key[0] == learner]
         for key in gone:
             del self.expected[key]
         return gone
 
-    def lose_syncer(self) -> list[HeldKey]:
+    def lose_syncer(self) -> list[ContributionKey]:
         """A syncer that comes back asks again for all that is not committed."""
         gone = [*self.expected, *self.held]
         self.expected.clear()
@@ -239,7 +238,7 @@ class RelayHoldings:
         self.summed.clear()
         return gone
 
-    def _keys_of(self, learner: str) -> list[HeldKey]:
+    def _keys_of(self, learner: str) -> list[ContributionKey]:
         return [key for key in {**self.expected, **self.held} if key[0] == learner]
 
 
@@ -260,7 +259,7 @@ class SumGathering:
 
     relays: dict[str, str] = field(default_factory=dict)
     """Session → name, of those that are connected."""
-    held: dict[HeldKey, tuple[str, HeldBody]] = field(default_factory=dict)
+    held: dict[ContributionKey, tuple[str, HeldBody]] = field(default_factory=dict)
     """By the relay of this session."""
     asks: dict[int, OpenAsk] = field(default_factory=dict)
     last_ask: int = 0
@@ -280,17 +279,17 @@ class SumGathering:
             del self.asks[ask]
         return sorted({one.asked.round for one in gone.values() if not one.answered})
 
-    def hold_body(self, session: str, key: HeldKey, body: HeldBody) -> None:
+    def hold_body(self, session: str, key: ContributionKey, body: HeldBody) -> None:
         assert session in self.relays, "only a relay that is connected holds anything"
         self.held[key] = (session, body)
 
-    def drop_body(self, key: HeldKey) -> tuple[str, HeldDropped] | None:
+    def drop_body(self, key: ContributionKey) -> tuple[str, HeldDropped] | None:
         """Whom to tell that nobody wants it."""
         found = self.held.pop(key, None)
         return None if found is None else (found[0], HeldDropped(learner=key[0], round=key[1], attempt=key[2]))
 
     def ask_sums(
-        self, round: int, fragment: int, rule: str, members: Iterable[tuple[HeldKey, float]]
+        self, round: int, fragment: int, rule: str, members: Iterable[tuple[ContributionKey, float]]
     ) -> list[tuple[str, SumAsked]]:
         """One ask for each relay, of those members that are held at one. ValueError: one of them is lost."""
         by_relay: dict[str, list[SumMember]] = {}

@@ -20,12 +20,12 @@ from collections import deque
 from dataclasses import dataclass
 
 from atoll.protocol.effects import Fact
+from atoll.protocol.messages import ContributionKey
 from atoll.protocol.shard_messages import (
     SHARD_PROTOCOL,
     AnyDecision,
     AskInitial,
     AskValues,
-    Body,
     BodyHere,
     CutDone,
     CutHere,
@@ -139,7 +139,7 @@ class ExpectBody(Fact, frozen=True):
 
 
 class FreeBody(Fact, frozen=True):
-    body: Body
+    body: ContributionKey
 
 
 class AskFor(Fact, frozen=True):

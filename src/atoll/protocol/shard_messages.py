@@ -17,15 +17,13 @@ import msgspec
 from msgspec import Meta
 
 from atoll.protocol.limits import LINE, MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
-from atoll.protocol.messages import MOST_RANKS, RankBoxes
+from atoll.protocol.messages import MOST_RANKS, ContributionKey, RankBoxes
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, ResetRecord, TermRecord
 
 SHARD_PROTOCOL = 4
 """The version of these messages; checked at hello."""
 
 Digest = Annotated[str, Meta(max_length=64)]
-Body = tuple[str, int, int]
-"""Learner, round, attempt: names a contribution."""
 BoundedOuter = Annotated[dict[Name, str | float | bool], Meta(max_length=64)]
 """Settings of the outer step (config.Outer)."""
 Squares = Annotated[bytes, Meta(max_length=1 << 24)]
@@ -133,7 +131,7 @@ class BodyHere(ShardMessage, frozen=True):
     reason: Words = ""
 
     @property
-    def body(self) -> Body:
+    def body(self) -> ContributionKey:
         return (self.learner, self.round, self.attempt)
 
 
@@ -247,7 +245,7 @@ class Expect(ShardMessage, frozen=True):
     probe: bool = False
 
     @property
-    def body(self) -> Body:
+    def body(self) -> ContributionKey:
         return (self.learner, self.round, self.attempt)
 
 
@@ -259,7 +257,7 @@ class Forget(ShardMessage, frozen=True):
     attempt: Number
 
     @property
-    def body(self) -> Body:
+    def body(self) -> ContributionKey:
         return (self.learner, self.round, self.attempt)
 
 

@@ -22,8 +22,8 @@ from atoll.numerics.group_sums import mean_rows, sum_group
 from atoll.numerics.screen import measure_delta
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import FAR
-from atoll.protocol.messages import TensorSpec
-from atoll.protocol.relay import HeldBody, HeldKey, RelayHoldings, SumAsked, SumSettled
+from atoll.protocol.messages import ContributionKey, TensorSpec
+from atoll.protocol.relay import HeldBody, RelayHoldings, SumAsked, SumSettled
 from atoll.protocol.settings import Settings
 
 
@@ -41,7 +41,7 @@ class HeldBodies:
         self._threads = thread_count()
         self._codec: Codec = make_codec(settings.codec, self._threads)
         self.holdings = RelayHoldings()
-        self._bodies: dict[HeldKey, ByteArray] = {}
+        self._bodies: dict[ContributionKey, ByteArray] = {}
         self._feedback: dict[int, FloatArray] = {}
         self._rests: dict[int, FloatArray] = {}
         """By ask, of sums that are not committed."""
@@ -59,14 +59,14 @@ class HeldBodies:
         norm, broken = measure_delta(delta)
         return HeldBody(digest, min(norm, 0.99 * FAR), broken)
 
-    def hold(self, key: HeldKey, digest: str, data: ByteArray) -> bool:
+    def hold(self, key: ContributionKey, digest: str, data: ByteArray) -> bool:
         """False: it was forgotten while it came."""
         if not self.holdings.hold_body(key, digest):
             return False
         self._bodies[key] = data
         return True
 
-    def find_bodies(self, keys: list[HeldKey]) -> list[ByteArray]:
+    def find_bodies(self, keys: list[ContributionKey]) -> list[ByteArray]:
         """Taken before a thread sums them: meanwhile they may be dropped here."""
         return [self._bodies[key] for key in keys]
 
@@ -111,10 +111,10 @@ class HeldBodies:
             self._feedback[fragment] = rest
         self._rests = {ask: rest for ask, rest in self._rests.items() if ask in self.holdings.summed}
 
-    def expect(self, key: HeldKey, fragment: int) -> None:
+    def expect(self, key: ContributionKey, fragment: int) -> None:
         self._forget(self.holdings.expect_body(*key, fragment))
 
-    def drop(self, key: HeldKey) -> None:
+    def drop(self, key: ContributionKey) -> None:
         self.holdings.forget_body(key)
         self._forget([key])
 
@@ -123,6 +123,6 @@ class HeldBodies:
         self._bodies.clear()
         self._rests.clear()
 
-    def _forget(self, keys: list[HeldKey]) -> None:
+    def _forget(self, keys: list[ContributionKey]) -> None:
         for key in keys:
             self._bodies.pop(key, None)

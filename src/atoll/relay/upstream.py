@@ -27,7 +27,8 @@ from atoll.fabric.wire import (
     check_syncer_version,
 )
 from atoll.protocol.errors import PeerError, Unreachable
-from atoll.protocol.relay import HeldBody, HeldKey
+from atoll.protocol.messages import ContributionKey
+from atoll.protocol.relay import HeldBody
 
 DIALS = 16
 """For learners that the syncer has not let in yet, at once."""
@@ -127,7 +128,7 @@ class Upstream:
         async with request(self._bodies, method, self.url + path, headers=headers, data=data) as response:
             yield response
 
-    async def put_held(self, key: HeldKey, session: str, body: HeldBody) -> None:
+    async def put_held(self, key: ContributionKey, session: str, body: HeldBody) -> None:
         """What is held in place of a contribution's body. PeerError: the syncer does not want it."""
         learner, round, attempt = key
         path = f"{HELD}/{learner}/{round}/{attempt}"

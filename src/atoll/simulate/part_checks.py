@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from atoll.courier.rank_channel import UploadPart
 from atoll.mailbox.channel import AdoptOrder
+from atoll.protocol.messages import ContributionKey
 from atoll.protocol.records import AnyRecord, MergedRecord
-from atoll.protocol.relay import HeldKey, SumAsked
+from atoll.protocol.relay import SumAsked
 from atoll.protocol.shard_messages import RoundDecided
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.shard_effects import LEAD
@@ -138,7 +139,7 @@ class RelayInvariants:
     def __init__(self, disk: SimulatedDisk, learners: int, fragments: int) -> None:
         self._disk, self._most = disk, 3 * learners * (fragments + 1)
 
-    def watch_sums(self, sums: SyncerSums, merge: fx.Merge, counted: Sequence[tuple[HeldKey, float]]) -> None:
+    def watch_sums(self, sums: SyncerSums, merge: fx.Merge, counted: Sequence[tuple[ContributionKey, float]]) -> None:
         """A round is merged: `counted` is all that is in it, by what the bodies are."""
         wanted = {(part.learner, merge.round, part.attempt): part.weight for part in merge.parts}
         times = Counter(key for key, _ in counted)

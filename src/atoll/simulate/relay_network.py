@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 from atoll.fabric.client import RELAY_BACK, RELAY_S
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
-from atoll.protocol.messages import Ending, Finish
-from atoll.protocol.relay import HeldBody, HeldKey
+from atoll.protocol.messages import ContributionKey, Ending, Finish
+from atoll.protocol.relay import HeldBody
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.simulate.network import DIAL_S, NOTICE_S, STUCK_S, Network, NetworkWorld
 from atoll.simulate.simulated_learner import SimulatedLearner
@@ -42,7 +42,7 @@ class HeldUpload(NamedTuple):
     connection: Connection
     session: str
     """Of the relay's process that took it."""
-    key: HeldKey
+    key: ContributionKey
     digest: str
 
     @property
@@ -240,7 +240,12 @@ class RelayedNetwork(Network):
         self.queue.call_at(at, self._put_at_relay, learner, learner.machine, connection, key, payload)
 
     def _put_at_relay(
-        self, learner: SimulatedLearner, machine: LearnerMachine, connection: Connection, key: HeldKey, payload: Payload
+        self,
+        learner: SimulatedLearner,
+        machine: LearnerMachine,
+        connection: Connection,
+        key: ContributionKey,
+        payload: Payload,
     ) -> object:
         if learner.machine is not machine or not learner.alive:
             return False
@@ -260,7 +265,9 @@ class RelayedNetwork(Network):
             self.queue.call_later(self.delay() + self.body_s, self._uploaded, *args_on)
         return None
 
-    def _fail_upload(self, learner: SimulatedLearner, machine: LearnerMachine, key: HeldKey, why: str) -> object:
+    def _fail_upload(
+        self, learner: SimulatedLearner, machine: LearnerMachine, key: ContributionKey, why: str
+    ) -> object:
         failed = learner_fx.UploadFailed(*key[1:], why)
         self.queue.call_later(STUCK_S if why == "it got stuck" else 0.0, self.if_same, learner, machine, failed)
         return None

@@ -15,10 +15,9 @@ from atoll.digests import combine_digests
 from atoll.protocol import records
 from atoll.protocol.effects import Note
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Contribution, Pull, Welcome
+from atoll.protocol.messages import Contribution, ContributionKey, Pull, Welcome
 from atoll.protocol.shard_messages import (
     AskInitial,
-    Body,
     BodyHere,
     CutHere,
     FromLead,
@@ -253,7 +252,7 @@ class SimulatedLead:
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def take_own_body(self, body: Body, digest: str, *, broken: bool) -> None:
+    def take_own_body(self, body: ContributionKey, digest: str, *, broken: bool) -> None:
         learner, number, attempt = body
         here = BodyHere(learner=learner, round=number, attempt=attempt, digest=digest, broken=int(broken))
         self.hear_own(here)

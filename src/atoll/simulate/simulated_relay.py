@@ -11,25 +11,23 @@ from __future__ import annotations
 import random
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from typing import Any, Protocol
 
 from atoll.protocol import relay as rl
-from atoll.protocol.messages import Announce, FromSyncer, Pull, Welcome
+from atoll.protocol.messages import Announce, ContributionKey, FromSyncer, Pull, Welcome
 from atoll.protocol.syncer import effects as fx
 from atoll.relay.versions import WHOLE, KeptVersion, VersionCopies
 from atoll.simulate.oracle import weigh
 from atoll.simulate.training import Payload
-from atoll.simulate.virtual_time import EventQueue
+from atoll.simulate.virtual_time import Action, EventQueue
 
 AGAIN_S = 0.5
 """Between two dials."""
 SUM_S = 10.0
 """A sum that has not come after this time is given up."""
-
-Action = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class SumBody:
     """What a relay sends up, and what is in it, whatever its message says."""
 
     mean: float
-    counted: tuple[tuple[rl.HeldKey, float], ...]
+    counted: tuple[tuple[ContributionKey, float], ...]
     """Every body that was summed, with its weight."""
 
 
@@ -96,7 +94,7 @@ class SimulatedRelay:
         self.session = f"{self.name}/{self._processes}"
         self.holdings = rl.RelayHoldings()
         self.versions = VersionCopies()
-        self.bodies: dict[rl.HeldKey, Payload] = {}
+        self.bodies: dict[ContributionKey, Payload] = {}
         self.passages: list[Any] = []
         """Connections that come through."""
         self._newest: dict[str, Any] = {}
@@ -278,14 +276,14 @@ class SimulatedRelay:
 
     # ---- bodies -------------------------------------------------------------------------------------------------
 
-    def hold_body(self, key: rl.HeldKey, digest: str, payload: Payload) -> bool:
+    def hold_body(self, key: ContributionKey, digest: str, payload: Payload) -> bool:
         """False: it is not for this relay to hold."""
         if not self.sums or self.holdings.fragment_of(key) is None or not self.holdings.hold_body(key, digest):
             return False
         self.bodies[key] = payload
         return True
 
-    def drop_body(self, key: rl.HeldKey) -> None:
+    def drop_body(self, key: ContributionKey) -> None:
         self.holdings.forget_body(key)
         self._free_bodies()
 
@@ -321,7 +319,7 @@ class SimulatedRelay:
     def _if_same(self, session: str, action: Action, *arguments: object) -> object:
         return self.unless_paused(action, *arguments) if self.alive and self.session == session else False
 
-    def _send_sum(self, asked: rl.SumAsked, keys: list[rl.HeldKey], body: SumBody) -> None:
+    def _send_sum(self, asked: rl.SumAsked, keys: list[ContributionKey], body: SumBody) -> None:
         """Over the channel that it has by now."""
         ready = self.holdings.describe_sum(asked, keys, "digest")
         self.holdings.note_summed(asked)
@@ -349,8 +347,8 @@ class SumsSyncer(Protocol):
 
     alive: bool
     paused: bool
-    payloads: dict[rl.HeldKey, float]
-    held: set[rl.HeldKey]
+    payloads: dict[ContributionKey, float]
+    held: set[ContributionKey]
 
     def handle_event(self, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]: ...
 
@@ -358,7 +356,7 @@ class SumsSyncer(Protocol):
 
     def stage_bodies(self, merge: fx.Merge) -> None: ...
 
-    def watch_sums(self, merge: fx.Merge, counted: Sequence[tuple[rl.HeldKey, float]]) -> None: ...
+    def watch_sums(self, merge: fx.Merge, counted: Sequence[tuple[ContributionKey, float]]) -> None: ...
 
     def call_later(self, seconds: float, action: Action, *arguments: object) -> None: ...
 
@@ -446,10 +444,10 @@ class SyncerSums:
 
     # ---- bodies -------------------------------------------------------------------------------------------------
 
-    def hold_body(self, session: str, key: rl.HeldKey, body: rl.HeldBody) -> None:
+    def hold_body(self, session: str, key: ContributionKey, body: rl.HeldBody) -> None:
         self.gathering.hold_body(session, key, body)
 
-    def drop_body(self, key: rl.HeldKey) -> None:
+    def drop_body(self, key: ContributionKey) -> None:
         if (told := self.gathering.drop_body(key)) is not None and (link := self._links.get(told[0])) is not None:
             link.relay.send_down(link, told[1])
 
@@ -460,7 +458,7 @@ class SyncerSums:
 
     # ---- merging ------------------------------------------------------------------------------------------------
 
-    def begin_merge(self, merge: fx.Merge, held: Sequence[tuple[rl.HeldKey, float]]) -> None:
+    def begin_merge(self, merge: fx.Merge, held: Sequence[tuple[ContributionKey, float]]) -> None:
         """`held`: by relays, of its members."""
         self._merge = MergeOfSums(merge, {})
         try:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from atoll.protocol import shard as sh
 from atoll.protocol import shard_messages as msg
+from atoll.protocol.messages import ContributionKey
 from atoll.simulate.cells import Cells
 from atoll.simulate.virtual_time import EventQueue
 
@@ -119,8 +120,8 @@ class SimulatedShard:
         self._measured: dict[int, msg.Stage] = {}
         """By order, what waits for the norms of all."""
         """By fragment: the outer gradient of its part, and the new values."""
-        self.bodies: dict[msg.Body, Cells] = {}
-        self.expected: dict[msg.Body, msg.Expect] = {}
+        self.bodies: dict[ContributionKey, Cells] = {}
+        self.expected: dict[ContributionKey, msg.Expect] = {}
         self.asked: msg.AskInitial | None = None
 
     # ---- its processes ------------------------------------------------------------------------------------------
@@ -360,7 +361,7 @@ class SimulatedShard:
     def cut_out(self, whole: Cells, fragment: int) -> Cells:
         return Cells(whole.values[self.parts[fragment]])
 
-    def receive_body(self, body: msg.Body, session: str, part: Cells, digest: str) -> str:
+    def receive_body(self, body: ContributionKey, session: str, part: Cells, digest: str) -> str:
         """Why it is not taken; empty: it is."""
         expect = self.expected.get(body)
         if expect is None or expect.session != session:

@@ -18,7 +18,7 @@ from atoll.protocol import records, schedule
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
-from atoll.protocol.messages import Contribution, FromSyncer, Hello, Pull
+from atoll.protocol.messages import Contribution, ContributionKey, FromSyncer, Hello, Pull
 from atoll.protocol.relay import HeldBody
 from atoll.protocol.shard_messages import FromShard, InitialHere
 from atoll.protocol.syncer import effects as syncer_fx
@@ -33,8 +33,6 @@ from atoll.simulate.training import Payload
 from atoll.simulate.virtual_time import EventQueue, HostClock
 from atoll.syncer.ranks import check_ranks
 
-Key = tuple[str, int, int]
-"""Learner, round, attempt."""
 LEASE_CHECK_S = 1.0
 """How often it checks that no other syncer has claimed a newer term."""
 
@@ -88,14 +86,14 @@ class SyncerWorld(Protocol):
 
     def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: syncer_fx.SyncerEffect) -> None: ...
 
-    def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None: ...
+    def on_payload_received(self, syncer: SimulatedSyncer, key: ContributionKey, payload: Payload) -> None: ...
 
     def on_parts_merged(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None: ...
 
     def on_decision(self, record: records.MergedRecord) -> None: ...
 
     def on_sums_merged(
-        self, syncer: SimulatedSyncer, merge: syncer_fx.Merge, counted: Sequence[tuple[Key, float]]
+        self, syncer: SimulatedSyncer, merge: syncer_fx.Merge, counted: Sequence[tuple[ContributionKey, float]]
     ) -> None: ...
 
     def syncer_failed(self, syncer: SimulatedSyncer, reason: str) -> None: ...
@@ -131,8 +129,8 @@ class SimulatedSyncer:
         """Per fragment, the merged outer gradient and the new value."""
         self.restored: list[float] = []
         """What the run is about to be rolled back to."""
-        self.payloads: dict[Key, float] = {}
-        self.parts: dict[Key, dict[int, SentPart]] = {}
+        self.payloads: dict[ContributionKey, float] = {}
+        self.parts: dict[ContributionKey, dict[int, SentPart]] = {}
         """By rank, of contributions that come as parts."""
         self.lead: SimulatedLead | None = None
         """Of a syncer of several shards."""
@@ -142,12 +140,12 @@ class SimulatedSyncer:
         """Who sent them: learner and session."""
         self.rank_plans: dict[str, tuple[RankPlan, ...]] = {}
         """By learner, of those of several ranks that are connected."""
-        self.digests: dict[Key, str] = {}
+        self.digests: dict[ContributionKey, str] = {}
         """Of contributions that came as parts, or that a relay holds."""
-        self.held: set[Key] = set()
+        self.held: set[ContributionKey] = set()
         """Those that a relay holds."""
-        self._asked: set[Key] = set()
-        self._probes: dict[str, Key] = {}
+        self._asked: set[ContributionKey] = set()
+        self._probes: dict[str, ContributionKey] = {}
         self._order = EffectOrder()
         self._writing = False
         self._backlog: list[syncer_fx.SyncerEvent] = []
@@ -496,7 +494,7 @@ class SimulatedSyncer:
             self._probes[learner] = key
         self._asked.add(key)
 
-    def receive(self, key: Key, payload: Payload) -> bool:
+    def receive(self, key: ContributionKey, payload: Payload) -> bool:
         """A body has come whole; False: nobody asked for it, or it is here already."""
         if key not in self._asked or key in self.payloads:
             return False
@@ -504,7 +502,7 @@ class SimulatedSyncer:
         self.world.on_payload_received(self, key, payload)
         return True
 
-    def receive_part(self, key: Key, rank: int, part: SentPart) -> bool:
+    def receive_part(self, key: ContributionKey, rank: int, part: SentPart) -> bool:
         """A rank's part has come whole; False as above. With the last one the contribution is here."""
         parts, plans = self.parts.setdefault(key, {}), self.rank_plans.get(key[0], ())
         if key not in self._asked or key in self.payloads or rank in parts or not plans:
@@ -515,12 +513,14 @@ class SimulatedSyncer:
             self._put_together(key, fragment, {number: parts[number] for number in sorted(parts)}, plans)
         return True
 
-    def _put_together(self, key: Key, fragment: int, parts: dict[int, SentPart], plans: tuple[RankPlan, ...]) -> None:
+    def _put_together(
+        self, key: ContributionKey, fragment: int, parts: dict[int, SentPart], plans: tuple[RankPlan, ...]
+    ) -> None:
         self.digests[key] = combine_digests([part.digest for part in parts.values()])
         self.payloads[key] = delta = join_parts(plans, fragment, {rank: one.values for rank, one in parts.items()})
         self.world.on_payload_received(self, key, replace(parts[min(parts)].about, delta=delta))
 
-    def _discard(self, key: Key) -> None:
+    def _discard(self, key: ContributionKey) -> None:
         self._asked.discard(key)
         self.held.discard(key)
         for kept in (self.payloads, self.parts, self.digests):
@@ -555,7 +555,9 @@ class SimulatedSyncer:
     def knows_relay(self, session: str) -> bool:
         return self.alive and self.sums is not None and self.sums.is_connected(session)
 
-    def receive_held(self, connection: Connection, session: str, key: Key, body: HeldBody, payload: Payload) -> bool:
+    def receive_held(
+        self, connection: Connection, session: str, key: ContributionKey, body: HeldBody, payload: Payload
+    ) -> bool:
         """A relay holds it in place of the syncer; False: nobody asked for it, or not through that relay."""
         open_ = self.channels.get(key[0]) is connection
         if not open_ or not self.knows_relay(session) or not self.receive(key, payload):
@@ -569,7 +571,7 @@ class SimulatedSyncer:
     def call_later(self, seconds: float, action: Callable[..., object], *arguments: object) -> None:
         self.world.queue.call_later(seconds, action, *arguments)
 
-    def watch_sums(self, merge: syncer_fx.Merge, counted: Sequence[tuple[Key, float]]) -> None:
+    def watch_sums(self, merge: syncer_fx.Merge, counted: Sequence[tuple[ContributionKey, float]]) -> None:
         self.world.on_sums_merged(self, merge, counted)
 
     def stage_gradient(self, merge: syncer_fx.Merge, gradient: float, groups: tuple[tuple[str, ...], ...]) -> None:

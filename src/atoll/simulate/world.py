@@ -21,6 +21,7 @@ from atoll.protocol import records
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
+from atoll.protocol.messages import ContributionKey
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
@@ -40,7 +41,7 @@ from atoll.simulate.simulated_learner import TENSORS, SimulatedLearner
 from atoll.simulate.simulated_rank import SentPart
 from atoll.simulate.simulated_relay import SimulatedRelay, SyncerSums
 from atoll.simulate.simulated_shard import SimulatedShard
-from atoll.simulate.simulated_syncer import Connection, Key, SimulatedSyncer
+from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
 from atoll.simulate.trace import Trace
 from atoll.simulate.training import Payload, Training
 from atoll.simulate.virtual_time import EventQueue
@@ -342,7 +343,7 @@ class World:
         self.network.lose_relay(connections, reason)
 
     def on_sums_merged(
-        self, syncer: SimulatedSyncer, merge: syncer_fx.Merge, counted: Sequence[tuple[Key, float]]
+        self, syncer: SimulatedSyncer, merge: syncer_fx.Merge, counted: Sequence[tuple[ContributionKey, float]]
     ) -> None:
         assert syncer.sums is not None
         self.relay_checks.watch_sums(syncer.sums, merge, counted)
@@ -401,7 +402,7 @@ class World:
     def on_own(self, learner: Training) -> None:
         self.invariants.watch_own(learner)
 
-    def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None:
+    def on_payload_received(self, syncer: SimulatedSyncer, key: ContributionKey, payload: Payload) -> None:
         self.invariants.oracle.payloads[syncer.term, *key] = payload
 
     def on_parts_merged(self, learner: str, fragment: int, parts: Mapping[int, SentPart]) -> None:

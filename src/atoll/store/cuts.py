@@ -30,9 +30,9 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from atoll.digests import compute_digest, digest_pieces
+from atoll.numerics.arrays import ByteArray
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import HistoryState
 from atoll.store.atomic import make_folder, mode_in, sync_path, write_atomic
@@ -41,7 +41,6 @@ from atoll.store.removal import remove_folder_gently
 from atoll.store.segments import Position
 
 T = TypeVar("T", bound=msgspec.Struct)
-Bytes = npt.NDArray[np.uint8]
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """A learner and its file are named by a peer: a name that leads anywhere else is none."""
@@ -157,7 +156,7 @@ def write_syncer_part(
     cut: int,
     round: int,
     state: bytes,
-    arrays: Mapping[str, Bytes],
+    arrays: Mapping[str, ByteArray],
     check: Callable[[], None] = lambda: None,
     known: Mapping[str, str] = MappingProxyType({}),
     rests: Rests | None = None,
@@ -183,7 +182,7 @@ def write_syncer_part(
     return compute_digest(table)
 
 
-def read_syncer_part(root: Path, cut: int) -> tuple[SyncerPart, bytes, dict[str, Bytes]]:
+def read_syncer_part(root: Path, cut: int) -> tuple[SyncerPart, bytes, dict[str, ByteArray]]:
     """The part, its state and its arrays, every byte checked; BadCut names the file that is wrong."""
     folder = folder_of(root, cut)
     part = _read_part(folder)
@@ -324,7 +323,7 @@ def digest_file(path: Path) -> str:
 
 
 def _write_all(
-    draft: Path, arrays: Mapping[str, Bytes], known: Mapping[str, str], rests: Rests | None
+    draft: Path, arrays: Mapping[str, ByteArray], known: Mapping[str, str], rests: Rests | None
 ) -> dict[str, FileEntry]:
     """Durable but for their names: those are with the folder."""
     with ThreadPoolExecutor(WRITERS if rests is None else 1) as writers:
@@ -335,7 +334,7 @@ def _write_all(
     return {name: written.result() for name, written in under_way.items()}
 
 
-def _write(path: Path, values: Bytes, known: str | None, rests: Rests | None) -> FileEntry:
+def _write(path: Path, values: ByteArray, known: str | None, rests: Rests | None) -> FileEntry:
     """Zeros, such as the momentum of a run that has only begun, take no room on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode_in(path.parent))
     with open(descriptor, "wb") as file:
@@ -345,7 +344,7 @@ def _write(path: Path, values: Bytes, known: str | None, rests: Rests | None) ->
     return FileEntry(values.nbytes, known or compute_digest(values.data))
 
 
-def _read(path: Path, file: FileEntry) -> Bytes:
+def _read(path: Path, file: FileEntry) -> ByteArray:
     try:
         values = np.fromfile(path, dtype=np.uint8)
     except OSError as error:

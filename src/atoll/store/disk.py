@@ -20,13 +20,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Protocol, TypeAlias
+from typing import IO, Protocol
 
+from atoll.digests import Buffer
 from atoll.protocol.errors import AtollError
 from atoll.store.atomic import mode_in
 from atoll.store.removal import remove_gently
-
-Buffer: TypeAlias = bytes | memoryview
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LARGE = 1 << 20

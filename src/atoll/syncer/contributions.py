@@ -37,7 +37,7 @@ from atoll.numerics.rank_plan import RankPlan
 from atoll.numerics.screen import NormScreen
 from atoll.numerics.shard_plan import ShardPlan
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Contribution
+from atoll.protocol.messages import Contribution, ContributionKey
 from atoll.protocol.relay import HeldBody
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
@@ -45,8 +45,6 @@ from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.shared_filter import SharedFilter
 
-ContributionKey = tuple[str, int, int]
-"""Learner, round, attempt."""
 MOST_CYCLES = 16
 """Cycles of H steps that a contribution may claim when its norm is judged: a learner that was away gives several."""
 LARGE = SMALL_BYTES // 4

@@ -27,10 +27,9 @@ from atoll.numerics.shard_plan import ShardPlan, exchange_of
 from atoll.protocol import records
 from atoll.protocol.effects import Note
 from atoll.protocol.errors import AtollError, PeerError, RunFailed
-from atoll.protocol.messages import Contribution, Pull, RankBoxes, Welcome
+from atoll.protocol.messages import Contribution, ContributionKey, Pull, RankBoxes, Welcome
 from atoll.protocol.shard_messages import (
     AskInitial,
-    Body,
     BodyHere,
     CutHere,
     DeclareRanks,
@@ -257,7 +256,7 @@ class ShardLead:
         self.state.declare_ranks(DeclareRanks(learner=learner, ranks=ranks))
         self._carry_out()
 
-    def discard(self, body: Body) -> None:
+    def discard(self, body: ContributionKey) -> None:
         self.state.discard(body)
         self._carry_out()
 
@@ -273,7 +272,7 @@ class ShardLead:
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def body_arrived(self, body: Body, fragment: int, digest: str) -> None:
+    def body_arrived(self, body: ContributionKey, fragment: int, digest: str) -> None:
         """The lead's own part of a contribution is whole."""
         if self._parameters.plan.fragments[fragment].size <= LARGE:
             self._hear_own(self._measure(body, fragment, digest))
@@ -281,13 +280,13 @@ class ShardLead:
             self._spawn(self._measure_in_thread(body, fragment, digest, self._inbox.hold_buffers(body)))
 
     async def _measure_in_thread(
-        self, body: Body, fragment: int, digest: str, held: PendingContribution | None
+        self, body: ContributionKey, fragment: int, digest: str, held: PendingContribution | None
     ) -> None:
         here = await asyncio.to_thread(self._measure, body, fragment, digest)
         self._inbox.release_buffers(body, held)
         self._hear_own(here)
 
-    def _measure(self, body: Body, fragment: int, digest: str) -> BodyHere:
+    def _measure(self, body: ContributionKey, fragment: int, digest: str) -> BodyHere:
         try:
             delta = self._inbox.open_body(body, digest)
         except PeerError as error:

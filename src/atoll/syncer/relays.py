@@ -29,10 +29,10 @@ from atoll.numerics.group_sums import GroupTerm, count_rows, find_rows, merge_gr
 from atoll.numerics.screen import measure_delta
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import MANY
+from atoll.protocol.messages import ContributionKey
 from atoll.protocol.relay import (
     FromRelay,
     HeldBody,
-    HeldKey,
     RelayMode,
     RelayWelcome,
     SumAsked,
@@ -167,7 +167,7 @@ class RelaySums:
             if not digest:
                 self._fail(ask, "the sum broke off on its way")
 
-    def drop_body(self, key: HeldKey) -> None:
+    def drop_body(self, key: ContributionKey) -> None:
         if (told := self.gathering.drop_body(key)) is not None and (channel := self._channels.get(told[0])) is not None:
             channel.send(told[1])
 

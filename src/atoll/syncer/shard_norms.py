@@ -18,14 +18,15 @@ import numpy as np
 
 from atoll.numerics.arrays import DoubleArray
 from atoll.numerics.screen import MeasuredPart
-from atoll.protocol.shard_messages import Body, BodyHere
+from atoll.protocol.messages import ContributionKey
+from atoll.protocol.shard_messages import BodyHere
 
 WAIT_S = 60.0
 """For the slowest of the others. Those that are gone are noticed sooner: their channel is closed."""
 
 
 def body_here(
-    body: Body, digest: str, measured: MeasuredPart | None, *, version: int = -1, reason: str = ""
+    body: ContributionKey, digest: str, measured: MeasuredPart | None, *, version: int = -1, reason: str = ""
 ) -> BodyHere:
     """What the lead is told of a body."""
     learner, round, attempt = body

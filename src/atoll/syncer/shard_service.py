@@ -28,10 +28,10 @@ from atoll.numerics.screen import measure_part
 from atoll.numerics.shard_plan import exchange_of
 from atoll.protocol import shard as sh
 from atoll.protocol.errors import AtollError, PeerError
+from atoll.protocol.messages import ContributionKey
 from atoll.protocol.shard_messages import (
     AskInitial,
     AskValues,
-    Body,
     BodyHere,
     CutDone,
     CutHere,
@@ -93,7 +93,7 @@ class ShardService:
         self._inbox: Inbox | None = None
         self._learner_ranks: LearnerRanks | None = None
         self._initial: FirstParameters | None = None
-        self._expected: dict[Body, Expect] = {}
+        self._expected: dict[ContributionKey, Expect] = {}
         self._asked: AskInitial | None = None
         self._gatherings: dict[int, NormGathering] = {}
         """By order, of merges in threads."""
@@ -367,20 +367,20 @@ class ShardService:
             self._tell_operator(f"the ranks of {declared.learner} cannot be served: {one_line(error)}")
         self._spawn(self.server.announce_news())
 
-    def is_expected(self, body: Body) -> bool:
+    def is_expected(self, body: ContributionKey) -> bool:
         return body in self._expected
 
-    def expect_contribution(self, body: Body, session: str, token: str, named: int, rank: int) -> memoryview:
+    def expect_contribution(self, body: ContributionKey, session: str, token: str, named: int, rank: int) -> memoryview:
         if (expect := self._expected.get(body)) is None:
             raise PeerError(f"no contribution to round {body[1]} (attempt {body[2]}) is waited for")
         if (expect.session, expect.token) != (session, token):
             raise PeerError(f"{body[0]} came to the lead under another session or token than this request shows")
         return self._room.receive_body(body, named, rank)
 
-    def contribution_aborted(self, body: Body, rank: int) -> None:
+    def contribution_aborted(self, body: ContributionKey, rank: int) -> None:
         self._room.mark_aborted(body, rank)
 
-    def contribution_arrived(self, body: Body, digest: str, rank: int) -> None:
+    def contribution_arrived(self, body: ContributionKey, digest: str, rank: int) -> None:
         whole = self._room.mark_arrived(body, digest, rank)
         if (expect := self._expected.get(body)) is None:
             return  # it was discarded meanwhile

@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from atoll.numerics.arrays import ByteArray
 from atoll.protocol.errors import ConfigError
-
-Bytes = NDArray[np.uint8]
 
 BLOCK_BYTES = 16 * 1024
 HELD_OUT_ONE_IN = 32
@@ -42,8 +41,8 @@ class Text:
         self.digest = hashlib.sha256(content).hexdigest()
         whole = np.frombuffer(content, dtype=np.uint8)
         held_out = held_out_mask(len(whole))
-        self.train: Bytes = whole[~held_out]
-        self.held_out: Bytes = whole[held_out]
+        self.train: ByteArray = whole[~held_out]
+        self.held_out: ByteArray = whole[held_out]
 
     @classmethod
     def load(cls, data: Sequence[str] = ()) -> Text:
@@ -74,7 +73,7 @@ class Windows(Sequence[torch.Tensor]):
         return torch.from_numpy(self._windows[indices].astype(np.int64))
 
 
-def windows(part: Bytes, block: int, name: str) -> Bytes:
+def windows(part: ByteArray, block: int, name: str) -> ByteArray:
     """A view of `part` as overlapping rows of block + 1 bytes, `block` apart."""
     if len(part) < block + 1:
         raise ConfigError(

@@ -56,10 +56,10 @@ from atoll.store.writer_lease import acquire, hold_run
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import outer_of
 
-Key = tuple[type[AnyRecord], int]
+RecordKey = tuple[type[AnyRecord], int]
 
 
-def _key(record: MergedRecord | RestoredRecord) -> Key:
+def _key(record: MergedRecord | RestoredRecord) -> RecordKey:
     """Which round it is, or behind how many rounds."""
     return type(record), record.at if isinstance(record, RestoredRecord) else record.round
 
@@ -85,9 +85,9 @@ class RunReplay:
             logs.mkdir(parents=True, exist_ok=True)
             return self._make_syncer(score, terms, logs).play()
 
-    def _read_run(self) -> tuple[RunRecording, dict[Key, int]]:
+    def _read_run(self) -> tuple[RunRecording, dict[RecordKey, int]]:
         """The score, and the terms of all records that have a payload: it lies there."""
-        terms: dict[Key, int] = {}
+        terms: dict[RecordKey, int] = {}
 
         def lines() -> Iterator[AnyRecord]:
             for position, record in read(self.out.journal, disk=LocalDisk()):
@@ -100,7 +100,7 @@ class RunReplay:
             raise ConfigError(f"{self.out.path} holds no tape: its journal does not begin with the beginning of a run")
         return read_recording(lines()), terms
 
-    def _make_syncer(self, score: RunRecording, terms: dict[Key, int], logs: Path) -> ReplaySyncer:
+    def _make_syncer(self, score: RunRecording, terms: dict[RecordKey, int], logs: Path) -> ReplaySyncer:
         begun = score.begun
         if begun.parent and self.cut is None:
             newest = min(complete_cuts(self.out.cuts), default=None)

@@ -47,7 +47,7 @@ from atoll.observe.plots.style import (
     x_range,
 )
 
-Json = dict[str, Any]
+PlotlyPart = dict[str, Any]
 
 
 SYMBOLS = ("triangle-down", "x", "diamond", "circle", "square", "star", "cross")
@@ -72,11 +72,11 @@ def drawn(picture: Drawable) -> DrawnFigure:
             return DrawnFigure(picture.title, noted(picture.note, grain_s), *_lanes(shown))
 
 
-def _heat(picture: HeatMap) -> tuple[list[Json], Json]:
+def _heat(picture: HeatMap) -> tuple[list[PlotlyPart], PlotlyPart]:
     rows, columns = range(len(picture.rows)), range(len(picture.columns))
     values = [[picture.value(row, column) for column in columns] for row in rows]
     low, high = heat_range([value for row in values for value in row if value is not None])
-    trace: Json = {
+    trace: PlotlyPart = {
         "type": "heatmap",
         "z": [[None if value is None else round(100 * value, 4) for value in row] for row in values],
         "customdata": [[_told(picture, row, column) for column in columns] for row in rows],
@@ -97,8 +97,8 @@ def _heat(picture: HeatMap) -> tuple[list[Json], Json]:
     return [trace], layout
 
 
-def _cell(row: int, column: int, value: float | None, low: float, high: float) -> Json:
-    font: Json = {"size": 15} if value is None else {"size": 15, "color": ink_on_heat(value, low, high)}
+def _cell(row: int, column: int, value: float | None, low: float, high: float) -> PlotlyPart:
+    font: PlotlyPart = {"size": 15} if value is None else {"size": 15, "color": ink_on_heat(value, low, high)}
     return {"x": column, "y": row, "text": percent(value), "font": font, "showarrow": False}
 
 
@@ -109,7 +109,7 @@ def _told(picture: HeatMap, row: int, column: int) -> str:
     return f"{escape(picture.rows[row])}<br>{escape(picture.columns[column])}<br><b>{figure}{about}</b>"
 
 
-def _curves(picture: CurveChart) -> tuple[list[Json], Json]:
+def _curves(picture: CurveChart) -> tuple[list[PlotlyPart], PlotlyPart]:
     low, high = x_range(picture.lines)
     ticks = decimal_ticks(low, high)
     figures = f"<br>{escape(picture.x_label)}: %{{x:.3~g}}<br>{escape(picture.y_label)}: <b>%{{y:.1f}} %</b>"
@@ -136,7 +136,7 @@ def _curves(picture: CurveChart) -> tuple[list[Json], Json]:
     return traces, layout
 
 
-def _course(picture: TimeChart) -> tuple[list[Json], Json]:
+def _course(picture: TimeChart) -> tuple[list[PlotlyPart], PlotlyPart]:
     unit = unit_of(picture.last_s)
     scale, suffix = (100.0, " %") if picture.shares else (1.0, "")
     figure = f"%{{y:.1f}}{suffix}" if picture.shares else "%{y:.4~g}"
@@ -160,7 +160,7 @@ def _course(picture: TimeChart) -> tuple[list[Json], Json]:
         }
         for trail, stroke in zip(picture.trails, strokes(picture.trails), strict=True)
     ]
-    up: Json = {"range": [0, 103], "ticksuffix": " %", "dtick": 20} if picture.shares else {"nticks": 8}
+    up: PlotlyPart = {"range": [0, 103], "ticksuffix": " %", "dtick": 20} if picture.shares else {"nticks": 8}
     layout = _layout(height=340) | {
         "xaxis": _time(picture.last_s),
         "yaxis": _titled(picture.y_label) | up,
@@ -171,7 +171,7 @@ def _course(picture: TimeChart) -> tuple[list[Json], Json]:
     return traces, layout
 
 
-def _lanes(picture: LaneChart) -> tuple[list[Json], Json]:
+def _lanes(picture: LaneChart) -> tuple[list[PlotlyPart], PlotlyPart]:
     lane_px = 34 if len(picture.lanes) <= 16 else 15
     traces = [trace for kind in KINDS for full in (True, False) if (trace := _stretches(picture, kind, full))]
     height = lane_px * max(1, len(picture.lanes)) + 150
@@ -188,7 +188,7 @@ def _lanes(picture: LaneChart) -> tuple[list[Json], Json]:
     return [*traces, *_marks(picture, lane_px)], layout
 
 
-def _stretches(picture: LaneChart, kind: LaneKind, full: bool) -> Json | None:
+def _stretches(picture: LaneChart, kind: LaneKind, full: bool) -> PlotlyPart | None:
     """All of one kind in one trace; stepping has a second one for those in which slices are missing."""
     unit = unit_of(picture.end_s)
     found = [
@@ -221,7 +221,7 @@ def _when(lane: Lane, stretch: LaneSegment) -> str:
     return f"{escape(lane.name)}, {clock(stretch.start_s)} – {clock(stretch.end_s)}{slices}"
 
 
-def _marks(picture: LaneChart, lane_px: int) -> list[Json]:
+def _marks(picture: LaneChart, lane_px: int) -> list[PlotlyPart]:
     """A trace for every name, in the order in which they first come."""
     found = [(index, lane, mark) for index, lane in enumerate(picture.lanes) for mark in lane.marks]
     kinds = dict.fromkeys((mark.name, mark.good) for _, _, mark in sorted(found, key=lambda one: one[2].at_s))
@@ -234,7 +234,7 @@ def _marks(picture: LaneChart, lane_px: int) -> list[Json]:
     ]
 
 
-def _marked(picture: LaneChart, found: list[tuple[int, Lane, LaneMark]], symbol: str, lane_px: int) -> Json:
+def _marked(picture: LaneChart, found: list[tuple[int, Lane, LaneMark]], symbol: str, lane_px: int) -> PlotlyPart:
     unit = unit_of(picture.end_s)
     return {
         "type": "scatter",
@@ -249,7 +249,7 @@ def _marked(picture: LaneChart, found: list[tuple[int, Lane, LaneMark]], symbol:
     }
 
 
-def _layout(height: int) -> Json:
+def _layout(height: int) -> PlotlyPart:
     return {
         "height": height,
         "autosize": True,
@@ -260,23 +260,23 @@ def _layout(height: int) -> Json:
     }
 
 
-def _above(height: int) -> Json:
+def _above(height: int) -> PlotlyPart:
     """A legend in a row over a plot of this height."""
     return {"orientation": "h", "x": 0, "y": 1 + 8 / height, "yanchor": "bottom", "traceorder": "normal"}
 
 
-def _time(end_s: float) -> Json:
+def _time(end_s: float) -> PlotlyPart:
     unit = unit_of(end_s)
     return _titled(f"time in {unit.name}") | {"range": [0, end_s / unit.seconds or 1.0], "nticks": 14}
 
 
-def _titled(label: str) -> Json:
+def _titled(label: str) -> PlotlyPart:
     """An axis with its label and a little air between its ticks and the data."""
     air = {"ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}
     return {"title": {"text": escape(label), "standoff": 12}, "automargin": True} | air
 
 
-def _names(label: str, names: tuple[str, ...]) -> Json:
+def _names(label: str, names: tuple[str, ...]) -> PlotlyPart:
     """An axis of names that does not zoom: two of the same name are still two."""
     ticks = {"tickvals": list(range(len(names))), "ticktext": [escape(name) for name in names]}
     return _titled(label) | ticks | {"fixedrange": True, "showgrid": False, "zeroline": False}

@@ -26,13 +26,12 @@ import msgspec
 
 from atoll.protocol.effects import Note
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Contribution, Decline
+from atoll.protocol.messages import Contribution, ContributionKey, Decline
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, ResetRecord, TermRecord
 from atoll.protocol.shard_messages import (
     SHARD_PROTOCOL,
     AskInitial,
     AskValues,
-    Body,
     BodyHere,
     CutDone,
     CutHere,
@@ -126,7 +125,7 @@ class LeadShards:
         """The last cuts that are complete in every other shard."""
         self._ranks: dict[str, DeclareRanks] = {}
         """By learner, of those of several ranks that are connected."""
-        self._bodies: dict[Body, ExpectedBody] = {}
+        self._bodies: dict[ContributionKey, ExpectedBody] = {}
         self._orders = 0
         self._merge: PendingMerge | None = None
         self._failed: fx.Unmergeable | None = None
@@ -391,7 +390,7 @@ class LeadShards:
             body.told = True
             self._out.append(Complete(body.expect.learner, body.message, tuple(body.here[n] for n in holders)))
 
-    def discard(self, body: Body) -> None:
+    def discard(self, body: ContributionKey) -> None:
         if (known := self._bodies.pop(body, None)) is None:
             return
         for shard in self.holders(known.expect.fragment):
