@@ -1,6 +1,5 @@
 """A training loop that knows nothing of Atoll; two lines above it let it train with others. It goes on by itself:
 gradients are accumulated, the learning rate is the loop's own, and the end of the run ends the script.
-
 python examples/attached.py                                             # alone, 300 steps
 atoll train examples/attached.py --learners 2 --steps 200
 """

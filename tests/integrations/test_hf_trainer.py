@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import DistributedType, PartialState
 from safetensors import safe_open
 from tests.integrations.conftest import EXAMPLES, Run, told_loss
 from torch import distributed as dist
@@ -156,6 +157,30 @@ def test_ranks_that_trainer_does_not_know_of_are_refused(tmp_path: Path) -> None
             check_in_run(trainer.args, trainer.state)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+def test_what_shares_the_model_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: DistributedType
+) -> None:
+    """The state is Accelerate's own, as it is on GPUs: on a CPU it leaves FSDP out, whatever Trainer is told."""
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", kind)
+    with pytest.raises(ValueError, match=rf"shares the model by {kind.value} here.*one process or several under DDP"):
+        check_in_run(trainer.args, trainer.state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"}, "keeps its best model"),
+        ({"auto_find_batch_size": True}, "name the batch size"),
+    ],
+)
+def test_what_a_run_cannot_have_is_refused(tmp_path: Path, arguments: dict[str, Any], told: str) -> None:
+    trainer = make_trainer(tmp_path, **arguments)
+    with pytest.raises(ValueError, match=told):
+        check_in_run(trainer.args, trainer.state)
 
 
 def test_lora_on_a_stream_ends_with_the_run_and_so_does_its_learning_rate(run: Run) -> None:

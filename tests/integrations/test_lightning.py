@@ -12,6 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tests.integrations.conftest import EXAMPLES, Run, told_loss
 from tests.system.conftest import members
@@ -90,6 +91,19 @@ def test_a_step_is_counted_when_the_batch_moved_the_global_step(
     fit(module(), callback, **options)
     assert callback.learner is not None and callback.learner.steps == steps
     assert callback.learner._tally.tokens == 16 and "has left" in repr(callback.learner)
+
+
+def test_a_step_that_the_scaler_leaves_out_is_none() -> None:
+    class Overflowing(Module):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 3 else loss
+
+    callback = AtollCallback(tokens=len)
+    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    fit(Overflowing(), callback, plugins=[half])
+    assert callback.learner is not None and callback.learner.steps == 7
+    assert callback.learner._tally.tokens == 14
 
 
 def test_alone_it_trains_as_it_does_without() -> None:
