@@ -61,7 +61,7 @@ class FakeLink(BodyConnection):
         return 7, 21, "digest"
 
 
-class Place:
+class PlainTransfers:
     def __init__(self, tasks: asyncio.TaskGroup, codec: str) -> None:
         settings = Settings(fragments=3, sync_every=3, overlap=1, codec=codec).resolved(3)  # type: ignore[arg-type]
         self.box = Mailbox.create(make_plan(TENSORS, 3), settings)
@@ -91,9 +91,9 @@ class Place:
 
 
 @asynccontextmanager
-async def place(codec: str = "fp32") -> AsyncIterator[Place]:
+async def place(codec: str = "fp32") -> AsyncIterator[PlainTransfers]:
     async with asyncio.TaskGroup() as tasks:
-        made = Place(tasks, codec)
+        made = PlainTransfers(tasks, codec)
         yield made
         made.bodies.close()
         made.box.close()
@@ -236,7 +236,7 @@ async def test_version_0_is_sent_by_one_at_a_time() -> None:
         assert here.link.initial == [0, 1, 2]
 
 
-async def done(here: Place) -> None:
+async def done(here: PlainTransfers) -> None:
     async with asyncio.timeout(10):
         await asyncio.gather(*here.bodies._running, return_exceptions=True)
 

@@ -61,7 +61,7 @@ class SyncerLink(FakeLink):
         return FetchedVersion(served.version, served.digest)
 
 
-class Place:
+class HeldVersions:
     def __init__(self, tasks: asyncio.TaskGroup, tensors: tuple[TensorSpec, ...], version_codec: str) -> None:
         fragments = len(tensors)
         self.settings = Settings(fragments=fragments, sync_every=fragments, overlap=1, version_codec=version_codec)
@@ -99,15 +99,15 @@ class Place:
 
 
 @asynccontextmanager
-async def place(tensors: tuple[TensorSpec, ...] = TENSORS, version_codec: str = "int4") -> AsyncIterator[Place]:
+async def place(tensors: tuple[TensorSpec, ...] = TENSORS, version_codec: str = "int4") -> AsyncIterator[HeldVersions]:
     async with asyncio.TaskGroup() as tasks:
-        made = Place(tasks, tensors, version_codec)
+        made = HeldVersions(tasks, tensors, version_codec)
         yield made
         made.bodies.close()
         made.box.close()
 
 
-def whole(here: Place, fragment: int = 0) -> PartPlace:
+def whole(here: HeldVersions, fragment: int = 0) -> PartPlace:
     part = here.plan.fragments[fragment]
     return PartPlace(1, part, slice(0, part.size))
 

@@ -76,7 +76,7 @@ class RankLink(ShardLink):
         return found
 
 
-class Place:
+class RankTransfers:
     """The courier of rank 1, and a syncer of as many shards."""
 
     def __init__(self, tasks: asyncio.TaskGroup, count: int, codec: str) -> None:
@@ -114,9 +114,9 @@ class Place:
 
 
 @asynccontextmanager
-async def place(count: int = 3, codec: str = "fp32") -> AsyncIterator[Place]:
+async def place(count: int = 3, codec: str = "fp32") -> AsyncIterator[RankTransfers]:
     async with asyncio.TaskGroup() as tasks:
-        made = Place(tasks, count, codec)
+        made = RankTransfers(tasks, count, codec)
         yield made
         made.bodies.close()
         made.box.close()
@@ -177,7 +177,7 @@ async def test_a_version_comes_from_all_shards_into_the_places_of_this_rank(coun
         assert any(one.sent.size not in (0, one.held.size) for of in _cut(here) for one in of), "both lie apart"
 
 
-def _cut(here: Place) -> tuple[tuple[RankPart, ...], ...]:
+def _cut(here: RankTransfers) -> tuple[tuple[RankPart, ...], ...]:
     shards = here.bodies.shards._rank_shards
     assert shards is not None
     return shards.parts

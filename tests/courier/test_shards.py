@@ -71,7 +71,7 @@ class ShardLink(SyncerLink):
         return await super().get_fragment(index, into, deadline_s)
 
 
-class Place:
+class ShardedTransfers:
     """A courier's side and a syncer of as many shards."""
 
     def __init__(self, tasks: asyncio.TaskGroup, count: int, codec: str, version_codec: str) -> None:
@@ -145,9 +145,9 @@ class Place:
 
 
 @asynccontextmanager
-async def place(count: int = 3, codec: str = "fp32", version_codec: str = "fp32") -> AsyncIterator[Place]:
+async def place(count: int = 3, codec: str = "fp32", version_codec: str = "fp32") -> AsyncIterator[ShardedTransfers]:
     async with asyncio.TaskGroup() as tasks:
-        made = Place(tasks, count, codec, version_codec)
+        made = ShardedTransfers(tasks, count, codec, version_codec)
         yield made
         made.bodies.close()
         made.box.close()

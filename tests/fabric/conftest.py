@@ -167,7 +167,7 @@ class Learner:
             return await self.lost.get()
 
 
-class Place:
+class ServedFabric:
     """One server and everything a test does around it."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
@@ -255,9 +255,9 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 @pytest.fixture
-async def place() -> AsyncIterator[Place]:
+async def place() -> AsyncIterator[ServedFabric]:
     async with AsyncExitStack() as stack:
-        yield Place(stack)
+        yield ServedFabric(stack)
     for _ in range(3):
         await asyncio.sleep(0)  # a closed transport lets go of its socket in a later turn of the loop
 

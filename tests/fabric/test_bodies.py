@@ -18,7 +18,7 @@ from atoll.fabric.wire import FabricLimits
 from atoll.protocol.errors import PeerError, Unreachable
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 WAIT_S = 60.0
 BODY = bytes(range(256)) * 16
@@ -34,7 +34,7 @@ async def following(where: str) -> AsyncIterator[BodyConnection]:
         await link.close()
 
 
-async def ready(place: Place) -> None:
+async def ready(place: ServedFabric) -> None:
     await place.open()
     await place.joined()
     place.handlers.buffers["learner-0", 5, 1] = bytearray(len(BODY))
@@ -42,7 +42,7 @@ async def ready(place: Place) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-async def test_a_follower_sends_its_rank_under_the_learners_session(place: Place, rank: int) -> None:
+async def test_a_follower_sends_its_rank_under_the_learners_session(place: ServedFabric, rank: int) -> None:
     await ready(place)
     async with following(place.url) as link:
         await link.put_contribution("learner-0", "s0", 5, 1, memoryview(BODY), MARK, WAIT_S, rank=rank)
@@ -54,7 +54,7 @@ async def test_a_follower_sends_its_rank_under_the_learners_session(place: Place
                 await link.put_contribution(name, session, 5, 1, memoryview(BODY), MARK, WAIT_S, rank=rank)
 
 
-async def test_a_follower_fetches_its_part(place: Place) -> None:
+async def test_a_follower_fetches_its_part(place: ServedFabric) -> None:
     await ready(place)
     into = memoryview(bytearray(len(BODY) - 8))
     async with following(place.url) as link:
@@ -67,7 +67,7 @@ async def test_a_follower_fetches_its_part(place: Place) -> None:
             await link.get_fragment(4, into, WAIT_S, "learner-0", 2)
 
 
-async def test_a_part_that_breaks_off_goes_on_where_it_stopped(place: Place) -> None:
+async def test_a_part_that_breaks_off_goes_on_where_it_stopped(place: ServedFabric) -> None:
     await ready(place)
     part = BODY[8:]
     arrival = FragmentArrival(
@@ -80,7 +80,7 @@ async def test_a_part_that_breaks_off_goes_on_where_it_stopped(place: Place) -> 
 
 
 @pytest.mark.parametrize("rank", ["-1", "x", "1234567890123", "", "٣"])
-async def test_what_is_no_rank_is_refused(place: Place, rank: str) -> None:
+async def test_what_is_no_rank_is_refused(place: ServedFabric, rank: str) -> None:
     await ready(place)
     headers = {"Atoll-Session": "s0", "Atoll-Digest": MARK}
     asked = [("PUT", "contributions/learner-0/5/1?", BODY), ("GET", "fragments/0?learner=learner-0&", None)]
@@ -90,7 +90,7 @@ async def test_what_is_no_rank_is_refused(place: Place, rank: str) -> None:
     assert place.handlers.told("asked") == place.handlers.told("part") == []
 
 
-async def test_two_ranks_of_one_contribution_come_at_once(place: Place) -> None:
+async def test_two_ranks_of_one_contribution_come_at_once(place: ServedFabric) -> None:
     """Each body is one of its own, also for whoever sees that no body is received twice."""
     await ready(place)
     async with following(place.url) as link, asyncio.TaskGroup() as tasks:
@@ -100,7 +100,7 @@ async def test_two_ranks_of_one_contribution_come_at_once(place: Place) -> None:
     assert len(place.handlers.told("arrived")) == 4
 
 
-async def test_a_request_that_finds_no_syncer_moves_on_to_the_next_address(place: Place) -> None:
+async def test_a_request_that_finds_no_syncer_moves_on_to_the_next_address(place: ServedFabric) -> None:
     await ready(place)
     nobody = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     dead = f"http://127.0.0.1:{nobody.sockets[0].getsockname()[1]}"

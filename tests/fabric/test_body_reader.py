@@ -32,7 +32,7 @@ from atoll.fabric.wire import FabricLimits
 from atoll.protocol.errors import Unreachable
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 LARGE = bytes(range(256)) * 4 * 700
 """More than aiohttp reads ahead."""
@@ -130,7 +130,7 @@ async def send_whole(handlers: object, connection: Connection, cuts: Sequence[in
         assert buffer[GUARD:-GUARD] == body and is_intact(buffer)
 
 
-async def test_any_split_of_requests_gives_the_same_bodies_and_answers(place: Place) -> None:
+async def test_any_split_of_requests_gives_the_same_bodies_and_answers(place: ServedFabric) -> None:
     """Bodies, and requests behind them, on one connection."""
     await place.open()
     await place.joined()
@@ -184,7 +184,9 @@ async def test_any_split_of_requests_over_tls_gives_the_same_bodies_and_answers(
 
 @pytest.mark.parametrize("size", [0, 1, 1000, len(LARGE) - 1])
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-async def test_a_body_that_breaks_off_is_given_up_and_may_come_again(place: Place, size: int, reset: bool) -> None:
+async def test_a_body_that_breaks_off_is_given_up_and_may_come_again(
+    place: ServedFabric, size: int, reset: bool
+) -> None:
     await place.open()
     await place.joined()
     buffer = guarded(place.handlers, 0, len(LARGE))
@@ -221,7 +223,7 @@ async def test_a_body_over_tls_that_breaks_off_is_given_up(tmp_path: Path) -> No
         assert "the connection broke after" in str(aborted[-1]) and is_intact(buffer)
 
 
-async def test_more_bytes_than_the_body_has_are_no_part_of_it(place: Place) -> None:
+async def test_more_bytes_than_the_body_has_are_no_part_of_it(place: ServedFabric) -> None:
     """They are the next request: here one that nobody can read."""
     await place.open()
     await place.joined()
@@ -234,7 +236,7 @@ async def test_more_bytes_than_the_body_has_are_no_part_of_it(place: Place) -> N
     assert buffer[GUARD:-GUARD] == LARGE and is_intact(buffer)
 
 
-async def test_far_more_bytes_than_the_body_has_cost_the_connection(place: Place) -> None:
+async def test_far_more_bytes_than_the_body_has_cost_the_connection(place: ServedFabric) -> None:
     await place.open()
     await place.joined()
     buffer = guarded(place.handlers, 0, len(LARGE))
@@ -247,7 +249,7 @@ async def test_far_more_bytes_than_the_body_has_cost_the_connection(place: Place
     assert (await place.request("GET", "/v1/status"))[0] == 200
 
 
-async def test_behind_a_body_that_was_too_slow_requests_are_read_again_where_it_ended(place: Place) -> None:
+async def test_behind_a_body_that_was_too_slow_requests_are_read_again_where_it_ended(place: ServedFabric) -> None:
     """What is left of it is dropped as it comes, and never taken for a request."""
     await place.open(FabricLimits(body_idle_s=0.05, flush_s=WAIT_S))
     await place.joined()
@@ -266,7 +268,7 @@ async def test_behind_a_body_that_was_too_slow_requests_are_read_again_where_it_
 
 
 async def test_a_stop_waits_once_for_a_body_that_stands_still(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: ServedFabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """aiohttp waits for a request, ends it, and waits for that: the second wait is over at once."""
     await place.open(FabricLimits(flush_s=1.0))
@@ -288,7 +290,7 @@ async def test_a_stop_waits_once_for_a_body_that_stands_still(
 
 
 @pytest.mark.parametrize("turns", range(12))
-async def test_a_port_may_be_closed_in_any_turn_of_the_loop_while_a_body_comes(place: Place, turns: int) -> None:
+async def test_a_port_may_be_closed_in_any_turn_of_the_loop_while_a_body_comes(place: ServedFabric, turns: int) -> None:
     """aiohttp drops what comes from then on, also before anybody reads the body."""
     await place.open(FabricLimits(flush_s=0.1))
     await place.joined()

@@ -22,7 +22,7 @@ from atoll.fabric.wire import PROTOCOL_HEADER, FabricLimits
 from atoll.protocol.messages import PROTOCOL, Hello
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 PING_S = 0.2
 LIMITS = FabricLimits(ping_s=PING_S, flush_s=0.1)
@@ -141,7 +141,7 @@ async def test_a_busy_courier_does_not_take_its_syncer_for_dead(answers: bool) -
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_a_busy_syncer_does_not_take_a_learner_for_dead(place: Place, answers: bool) -> None:
+async def test_a_busy_syncer_does_not_take_a_learner_for_dead(place: ServedFabric, answers: bool) -> None:
     await place.open(LIMITS)
     learner = Learner(asyncio.get_running_loop(), place.server.port, answers=answers)
     learner.start()

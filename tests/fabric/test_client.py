@@ -15,13 +15,13 @@ from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Leave, Started
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 BODY = bytes(range(256)) * 16
 LARGE = bytes(range(256)) * (5 << 12)
 
 
-async def test_bodies_go_both_ways(place: Place) -> None:
+async def test_bodies_go_both_ways(place: ServedFabric) -> None:
     await place.open()
     link = (await place.joined()).link
     for data in (BODY, LARGE):
@@ -36,7 +36,7 @@ async def test_bodies_go_both_ways(place: Place) -> None:
     assert place.handlers.held == 0
 
 
-async def test_what_the_syncer_does_not_want_is_a_peer_error_in_its_words(place: Place) -> None:
+async def test_what_the_syncer_does_not_want_is_a_peer_error_in_its_words(place: ServedFabric) -> None:
     await place.open()
     link = (await place.joined()).link
     with pytest.raises(PeerError, match="round 9 did not ask learner-0 for attempt 1"):
@@ -45,7 +45,7 @@ async def test_what_the_syncer_does_not_want_is_a_peer_error_in_its_words(place:
         await link.get_fragment(1, memoryview(bytearray(8)), 10)
 
 
-async def test_a_fragment_of_another_length_or_digest_is_a_peer_error(place: Place) -> None:
+async def test_a_fragment_of_another_length_or_digest_is_a_peer_error(place: ServedFabric) -> None:
     await place.open()
     link = (await place.joined()).link
     place.handlers.fragments[0] = BODY
@@ -53,7 +53,7 @@ async def test_a_fragment_of_another_length_or_digest_is_a_peer_error(place: Pla
         await link.get_fragment(0, memoryview(bytearray(4095)), 10)
 
 
-async def test_whoever_holds_a_version_gets_the_steps_from_there(place: Place) -> None:
+async def test_whoever_holds_a_version_gets_the_steps_from_there(place: ServedFabric) -> None:
     await place.open()
     link = (await place.joined()).link
     place.handlers.fragments[0], place.handlers.steps = BODY, [b"aa", b"bb", b"cc"]
@@ -76,7 +76,7 @@ async def test_whoever_holds_a_version_gets_the_steps_from_there(place: Place) -
     ],
 )
 async def test_steps_that_do_not_lead_to_the_version_are_a_peer_error(
-    place: Place, have: int, step_bytes: int, steps: list[bytes], size: int, text: str
+    place: ServedFabric, have: int, step_bytes: int, steps: list[bytes], size: int, text: str
 ) -> None:
     await place.open()
     link = (await place.joined()).link
@@ -85,7 +85,7 @@ async def test_steps_that_do_not_lead_to_the_version_are_a_peer_error(
         await link.get_version(0, have, step_bytes, memoryview(bytearray(size)), 10)
 
 
-async def test_averaged_moments_are_those_of_one_version_and_fit_into_their_room(place: Place) -> None:
+async def test_averaged_moments_are_those_of_one_version_and_fit_into_their_room(place: ServedFabric) -> None:
     await place.open()
     link = (await place.joined()).link
     place.handlers.fragments[0] = BODY
@@ -100,14 +100,14 @@ async def test_averaged_moments_are_those_of_one_version_and_fit_into_their_room
 
 
 @pytest.mark.parametrize("have", ["-1", "x", "1" * 13, "\u0663", "1,2"])
-async def test_a_version_that_is_no_number_is_refused(place: Place, have: str) -> None:
+async def test_a_version_that_is_no_number_is_refused(place: ServedFabric, have: str) -> None:
     await place.open()
     place.handlers.fragments[0] = BODY
     with pytest.raises(PeerError, match="have is no version"):
         await get_json(place.url, f"/v1/fragments/0?have={have}")
 
 
-async def test_a_body_past_its_deadline_is_unreachable(place: Place) -> None:
+async def test_a_body_past_its_deadline_is_unreachable(place: ServedFabric) -> None:
     await place.open()
     link = (await place.joined()).link
     place.handlers.fragments[0] = BODY
@@ -115,7 +115,7 @@ async def test_a_body_past_its_deadline_is_unreachable(place: Place) -> None:
         await link.get_fragment(0, memoryview(bytearray(4096)), 0)
 
 
-async def test_a_link_outlives_its_syncer_and_joins_again_by_itself(place: Place) -> None:
+async def test_a_link_outlives_its_syncer_and_joins_again_by_itself(place: ServedFabric) -> None:
     await place.open()
     learner = await place.joined()
     port = place.server.port
@@ -132,7 +132,9 @@ async def test_a_link_outlives_its_syncer_and_joins_again_by_itself(place: Place
     assert [entry[2] for entry in place.handlers.told("opened")] == ["s0", "s0"]
 
 
-async def test_waits_between_dials_double_up_to_their_cap_and_a_good_message_sets_them_back(place: Place) -> None:
+async def test_waits_between_dials_double_up_to_their_cap_and_a_good_message_sets_them_back(
+    place: ServedFabric,
+) -> None:
     await place.open(FabricLimits(backoff_s=0.01, backoff_cap_s=0.04))
     learner = await place.joined()
     await place.server.stop()
@@ -144,7 +146,7 @@ async def test_waits_between_dials_double_up_to_their_cap_and_a_good_message_set
     assert learner.link._backoff_s == 0.01
 
 
-async def test_closing_sends_what_is_queued(place: Place) -> None:
+async def test_closing_sends_what_is_queued(place: ServedFabric) -> None:
     await place.open()
     learner = await place.joined()
     for number in range(100):
@@ -156,7 +158,7 @@ async def test_closing_sends_what_is_queued(place: Place) -> None:
     assert learner.lost.empty()
 
 
-async def test_who_is_closed_while_it_dials_says_no_hello(place: Place) -> None:
+async def test_who_is_closed_while_it_dials_says_no_hello(place: ServedFabric) -> None:
     """Its training process is dead: it would take the name from a successor that is there by now."""
     await place.open()
     link = SyncerConnection(
@@ -184,7 +186,7 @@ async def test_who_is_closed_while_it_dials_says_no_hello(place: Place) -> None:
     assert place.handlers.told("opened") == []
 
 
-async def test_a_full_queue_drops_the_channel_and_the_link_dials_again(place: Place) -> None:
+async def test_a_full_queue_drops_the_channel_and_the_link_dials_again(place: ServedFabric) -> None:
     await place.open(FabricLimits(send_queue=4))
     learner = await place.joined()
     assert [learner.link.send(Heartbeat()) for _ in range(5)] == [True, True, True, True, False]
@@ -192,7 +194,7 @@ async def test_a_full_queue_drops_the_channel_and_the_link_dials_again(place: Pl
     assert isinstance(await learner.heard(), Started)
 
 
-async def test_an_error_in_a_callback_is_ours_and_ends_run(place: Place) -> None:
+async def test_an_error_in_a_callback_is_ours_and_ends_run(place: ServedFabric) -> None:
     await place.open()
 
     def wrong(message: object) -> None:
@@ -212,7 +214,7 @@ async def test_an_error_in_a_callback_is_ours_and_ends_run(place: Place) -> None
     await link.close()
 
 
-async def test_redirects_are_not_followed(place: Place) -> None:
+async def test_redirects_are_not_followed(place: ServedFabric) -> None:
     await place.open()
 
     async def away(request: web.Request) -> web.Response:
@@ -255,7 +257,7 @@ def test_an_address_that_is_none_is_refused_with_an_example(url: str) -> None:
         )
 
 
-async def test_an_evaluator_needs_no_link(place: Place) -> None:
+async def test_an_evaluator_needs_no_link(place: ServedFabric) -> None:
     await place.open()
     place.handlers.fragments[0] = BODY
     assert await get_json(place.url, "/v1/manifest") == {"fragments": 1}

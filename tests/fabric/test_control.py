@@ -12,7 +12,7 @@ from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
 from atoll.protocol.messages import OLDEST, PROTOCOL, Ending, Heartbeat, Hello, Leave, Refused, Started
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 Make = Callable[..., Hello]
 
@@ -25,7 +25,7 @@ async def refusal(socket: aiohttp.ClientWebSocketResponse) -> Refused:
     return messages[-1]
 
 
-async def test_hello_opens_a_channel_both_ways(place: Place) -> None:
+async def test_hello_opens_a_channel_both_ways(place: ServedFabric) -> None:
     await place.open()
     learner = await place.joined()
     assert place.handlers.log[0] == ("opened", "learner-0", "s0")
@@ -37,7 +37,7 @@ async def test_hello_opens_a_channel_both_ways(place: Place) -> None:
 
 
 @pytest.mark.parametrize("version", [OLDEST - 1, PROTOCOL + 1])
-async def test_another_protocol_is_refused(place: Place, hello: Make, version: int) -> None:
+async def test_another_protocol_is_refused(place: ServedFabric, hello: Make, version: int) -> None:
     await place.open()
     socket = await place.socket()
     await socket.send_bytes(encode(hello(protocol=version)))
@@ -59,7 +59,7 @@ async def test_another_protocol_is_refused(place: Place, hello: Make, version: i
     ],
 )
 async def test_a_bad_frame_costs_its_sender_the_channel_and_nobody_else(
-    place: Place, hello: Make, frame: bytes | str, says: str
+    place: ServedFabric, hello: Make, frame: bytes | str, says: str
 ) -> None:
     await place.open()
     other = await place.joined("learner-1")
@@ -74,7 +74,7 @@ async def test_a_bad_frame_costs_its_sender_the_channel_and_nobody_else(
     assert await place.handlers.until("received") == ("received", "learner-1", Heartbeat())
 
 
-async def test_the_first_message_must_be_a_hello(place: Place) -> None:
+async def test_the_first_message_must_be_a_hello(place: ServedFabric) -> None:
     await place.open()
     socket = await place.socket()
     await socket.send_bytes(encode(Leave(reason="x")))
@@ -82,12 +82,12 @@ async def test_the_first_message_must_be_a_hello(place: Place) -> None:
     assert place.handlers.log == []
 
 
-async def test_a_hello_that_never_comes_ends_the_channel(place: Place) -> None:
+async def test_a_hello_that_never_comes_ends_the_channel(place: ServedFabric) -> None:
     await place.open(FabricLimits(hello_s=0.05))
     assert "no hello within 0.05 s" in (await refusal(await place.socket())).reason
 
 
-async def test_a_frame_over_the_limit_closes_the_channel_unread(place: Place, hello: Make) -> None:
+async def test_a_frame_over_the_limit_closes_the_channel_unread(place: ServedFabric, hello: Make) -> None:
     await place.open(FabricLimits(control_bytes=1000))
     socket = await place.socket()
     await socket.send_bytes(encode(hello()))
@@ -100,7 +100,9 @@ async def test_a_frame_over_the_limit_closes_the_channel_unread(place: Place, he
     assert place.handlers.told("received") == []
 
 
-async def test_a_newer_channel_of_the_same_session_replaces_the_older_silently(place: Place, hello: Make) -> None:
+async def test_a_newer_channel_of_the_same_session_replaces_the_older_silently(
+    place: ServedFabric, hello: Make
+) -> None:
     await place.open()
     older = await place.socket()
     await older.send_bytes(encode(hello()))
@@ -118,7 +120,7 @@ async def test_a_newer_channel_of_the_same_session_replaces_the_older_silently(p
     assert len(place.handlers.told("closed")) == 1
 
 
-async def test_a_newer_session_that_the_desk_refuses_leaves_the_older_channel(place: Place, hello: Make) -> None:
+async def test_a_newer_session_that_the_desk_refuses_leaves_the_older_channel(place: ServedFabric, hello: Make) -> None:
     await place.open()
     older = await place.socket()
     await older.send_bytes(encode(hello()))
@@ -132,7 +134,7 @@ async def test_a_newer_session_that_the_desk_refuses_leaves_the_older_channel(pl
     assert place.handlers.told("closed") == []
 
 
-async def test_what_was_sent_before_a_close_still_arrives(place: Place) -> None:
+async def test_what_was_sent_before_a_close_still_arrives(place: ServedFabric) -> None:
     await place.open()
     learner = await place.joined()
     channel = place.handlers.channels["learner-0"]
@@ -144,7 +146,7 @@ async def test_what_was_sent_before_a_close_still_arrives(place: Place) -> None:
     assert await place.handlers.until("closed") == ("closed", "learner-0", "s0", "expelled")
 
 
-async def test_a_learner_that_reads_too_slowly_loses_its_channel(place: Place, hello: Make) -> None:
+async def test_a_learner_that_reads_too_slowly_loses_its_channel(place: ServedFabric, hello: Make) -> None:
     await place.open(FabricLimits(send_queue=8))
     await place.joined("learner-1")
     socket = await place.socket()
@@ -156,7 +158,7 @@ async def test_a_learner_that_reads_too_slowly_loses_its_channel(place: Place, h
     assert not place.handlers.channels["learner-1"].closing
 
 
-async def test_a_dead_learner_is_noticed_by_pings(place: Place, hello: Make) -> None:
+async def test_a_dead_learner_is_noticed_by_pings(place: ServedFabric, hello: Make) -> None:
     await place.open(FabricLimits(ping_s=0.1))
     http = aiohttp.ClientSession()
     async with http, http.ws_connect(f"{place.url}/v1/control", autoping=False) as socket:
@@ -164,7 +166,7 @@ async def test_a_dead_learner_is_noticed_by_pings(place: Place, hello: Make) -> 
         await place.handlers.until("closed")
 
 
-async def test_pings_do_not_take_the_place_of_a_hello(place: Place) -> None:
+async def test_pings_do_not_take_the_place_of_a_hello(place: ServedFabric) -> None:
     await place.open(FabricLimits(hello_s=0.3))
     socket = await place.socket()
 
@@ -179,7 +181,7 @@ async def test_pings_do_not_take_the_place_of_a_hello(place: Place) -> None:
     assert place.handlers.log == []
 
 
-async def test_a_flood_of_pings_costs_the_channel_like_any_other(place: Place, hello: Make) -> None:
+async def test_a_flood_of_pings_costs_the_channel_like_any_other(place: ServedFabric, hello: Make) -> None:
     await place.open(FabricLimits(messages_rate=10))
     await place.joined("learner-1")
     socket = await place.socket()
@@ -192,7 +194,7 @@ async def test_a_flood_of_pings_costs_the_channel_like_any_other(place: Place, h
     assert not place.handlers.channels["learner-1"].closing
 
 
-async def test_pings_are_answered(place: Place, hello: Make) -> None:
+async def test_pings_are_answered(place: ServedFabric, hello: Make) -> None:
     await place.open()
     http = aiohttp.ClientSession()
     async with http, http.ws_connect(f"{place.url}/v1/control", autoping=False) as socket:
@@ -206,7 +208,7 @@ async def test_pings_are_answered(place: Place, hello: Make) -> None:
 
 
 async def test_a_learner_that_goes_while_its_ping_is_answered_is_only_gone(
-    place: Place, hello: Make, caplog: pytest.LogCaptureFixture
+    place: ServedFabric, hello: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     await place.open()
     for number in range(20):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.connect_proxy import FAR, ConnectProxy
-from tests.fabric.conftest import Place
+from tests.fabric.conftest import ServedFabric
 from tests.fabric.secured import Secured, secured_server
 
 from atoll.fabric.address import SyncerAddress, parse_address
@@ -34,7 +34,7 @@ async def test_every_step_is_timed_and_the_certificate_is_seen(secured: Secured)
     assert found.fingerprint == secured.pin and days_left(found.certificate) == pytest.approx(30, abs=0.1)
 
 
-async def test_in_the_clear_there_is_nothing_to_shake_hands_on(place: Place) -> None:
+async def test_in_the_clear_there_is_nothing_to_shake_hands_on(place: ServedFabric) -> None:
     await place.open()
     found = await dial(parse_address(place.url, {}), place.url, 5.0)
     assert found.reach_s > 0 and found.handshake_s == 0 and found.cipher == ""

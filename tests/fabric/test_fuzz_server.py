@@ -17,7 +17,7 @@ from atoll.fabric.wire import FabricLimits
 from atoll.protocol.messages import Heartbeat
 
 if TYPE_CHECKING:
-    from .conftest import Learner, Place
+    from .conftest import Learner, ServedFabric
 
 GROWN_MIB = 128.0
 """Of those that talk at once each may have a frame of 4 MiB on its way."""
@@ -57,7 +57,7 @@ async def one(port: int, pieces: Pieces) -> None:
             writer.transport.abort()
 
 
-async def honest(place: Place, learner: Learner, over: asyncio.Event) -> int:
+async def honest(place: ServedFabric, learner: Learner, over: asyncio.Event) -> int:
     """Says heartbeat after heartbeat, each of which the desk must hear before the next; how many there were."""
     beats = 0
     while not over.is_set():
@@ -69,7 +69,7 @@ async def honest(place: Place, learner: Learner, over: asyncio.Event) -> int:
     return beats
 
 
-def listen(place: Place) -> None:
+def listen(place: ServedFabric) -> None:
     """Handlers that count what they hear of the honest learner and the channels that others open."""
     place.handlers.heard = {"others": 0}  # type: ignore[attr-defined]
 
@@ -81,7 +81,7 @@ def listen(place: Place) -> None:
     place.handlers.note = note  # type: ignore[method-assign]
 
 
-async def storm(place: Place, connections: Sequence[Pieces] | Iterator[Pieces]) -> float:
+async def storm(place: ServedFabric, connections: Sequence[Pieces] | Iterator[Pieces]) -> float:
     """All of them, some at a time; by how many MiB memory grew after the first few hundred."""
     waiting, before, most = iter(connections), 0.0, 0.0
     count = 0
@@ -102,7 +102,7 @@ async def storm(place: Place, connections: Sequence[Pieces] | Iterator[Pieces]) 
     return most - before
 
 
-async def weather(place: Place, caplog: pytest.LogCaptureFixture, count: int, seed: int) -> None:
+async def weather(place: ServedFabric, caplog: pytest.LogCaptureFixture, count: int, seed: int) -> None:
     await place.open(LIMITS)
     place.handlers.fragments[0] = b"some bytes"
     learner = await place.joined("honest", "s")
@@ -121,10 +121,10 @@ async def weather(place: Place, caplog: pytest.LogCaptureFixture, count: int, se
     assert (await place.request("GET", "/v1/status"))[0] == 200
 
 
-async def test_no_bytes_disturb_a_server(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_bytes_disturb_a_server(place: ServedFabric, caplog: pytest.LogCaptureFixture) -> None:
     await weather(place, caplog, 800, seed=1)
 
 
 @pytest.mark.faults
-async def test_many_bytes_do_not_disturb_a_server(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+async def test_many_bytes_do_not_disturb_a_server(place: ServedFabric, caplog: pytest.LogCaptureFixture) -> None:
     await weather(place, caplog, 40_000, seed=1000)

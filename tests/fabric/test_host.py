@@ -13,7 +13,7 @@ from atoll.fabric.wire import MIB, FabricLimits
 from atoll.protocol.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
-    from .conftest import Learner, Place
+    from .conftest import Learner, ServedFabric
 
 STATE = bytes(range(251)) * (5 * MIB // 251)
 """Of no round length, so that a shift of its bytes shows."""
@@ -41,7 +41,7 @@ async def ask(
 class Newcomer:
     """One whose syncer can relay from `peer`, and who counts what it allocates."""
 
-    def __init__(self, place: Place, learner: Learner, peer: Learner) -> None:
+    def __init__(self, place: ServedFabric, learner: Learner, peer: Learner) -> None:
         self.place, self.peer = place, peer
         self.data = bytearray()
         self.sizes: list[int] = []
@@ -79,7 +79,7 @@ class Newcomer:
         return start
 
 
-async def newcomer_of(place: Place, limits: FabricLimits = QUICK) -> Newcomer:
+async def newcomer_of(place: ServedFabric, limits: FabricLimits = QUICK) -> Newcomer:
     await place.open(limits)
     place.handlers.tickets["t-1"] = ("newcomer", "peer")
     return Newcomer(place, await place.joined("newcomer", "n0"), await place.joined("peer", "p0"))
@@ -88,7 +88,7 @@ async def newcomer_of(place: Place, limits: FabricLimits = QUICK) -> Newcomer:
 # ---- what it answers ----------------------------------------------------------------------------------------------
 
 
-async def test_a_state_on_offer_is_given_whole_or_from_a_byte_on(place: Place) -> None:
+async def test_a_state_on_offer_is_given_whole_or_from_a_byte_on(place: ServedFabric) -> None:
     host = await place.host()
     offer(host)
     status, headers, body = await ask(host)
@@ -99,7 +99,7 @@ async def test_a_state_on_offer_is_given_whole_or_from_a_byte_on(place: Place) -
     assert body == STATE[1234567:] and host.bytes_out == 2 * len(STATE) - 1234567
 
 
-async def test_a_range_beyond_the_state_gives_it_whole(place: Place) -> None:
+async def test_a_range_beyond_the_state_gives_it_whole(place: ServedFabric) -> None:
     host = await place.host()
     offer(host)
     status, headers, body = await ask(host, headers={"Range": f"bytes={len(STATE)}-"})
@@ -118,7 +118,7 @@ async def test_a_range_beyond_the_state_gives_it_whole(place: Place) -> None:
     ],
 )
 async def test_anything_else_is_refused_in_one_line(
-    place: Place, method: str, path: str, headers: dict[str, str], status: int, says: str
+    place: ServedFabric, method: str, path: str, headers: dict[str, str], status: int, says: str
 ) -> None:
     host = await place.host()
     offer(host)
@@ -127,7 +127,7 @@ async def test_anything_else_is_refused_in_one_line(
     assert host.bytes_out == 0
 
 
-async def test_a_withdrawn_state_is_unknown_and_its_bytes_are_not_read_again(place: Place) -> None:
+async def test_a_withdrawn_state_is_unknown_and_its_bytes_are_not_read_again(place: ServedFabric) -> None:
     host, state = await place.host(), bytearray(64 * MIB)
     host.offer("t-1", [memoryview(state)], len(state), compute_digest(state))
     reader, writer = await place.raw(host.port)
@@ -142,7 +142,7 @@ async def test_a_withdrawn_state_is_unknown_and_its_bytes_are_not_read_again(pla
     host.withdraw("t-1")
 
 
-async def test_a_newcomer_that_stops_reading_is_cut_off(place: Place) -> None:
+async def test_a_newcomer_that_stops_reading_is_cut_off(place: ServedFabric) -> None:
     host = await place.host(FabricLimits(send_s=0.1))
     offer(host, bytes(64 * MIB))
     _, writer = await place.raw(host.port)
@@ -153,7 +153,7 @@ async def test_a_newcomer_that_stops_reading_is_cut_off(place: Place) -> None:
     assert host.bytes_out < 64 * MIB
 
 
-async def test_connections_and_silence_are_bounded(place: Place) -> None:
+async def test_connections_and_silence_are_bounded(place: ServedFabric) -> None:
     host = await place.host(FabricLimits(header_s=0.2))
     offer(host)
     quiet = [(await place.raw(host.port))[0] for _ in range(NEWCOMERS)]
@@ -170,7 +170,7 @@ async def test_connections_and_silence_are_bounded(place: Place) -> None:
 @pytest.mark.parametrize(
     "says", [b"", b"GET /v1/state/guess HTTP/1.1\r\nHost: [::1]\r\n\r\n"], ids=["nothing", "a guess"]
 )
-async def test_whoever_has_no_ticket_keeps_no_newcomer_away(place: Place, says: bytes) -> None:
+async def test_whoever_has_no_ticket_keeps_no_newcomer_away(place: ServedFabric, says: bytes) -> None:
     host = await place.host(FabricLimits(header_s=60.0))
     offer(host)
     for _ in range(3 * STRANGERS):
@@ -181,7 +181,7 @@ async def test_whoever_has_no_ticket_keeps_no_newcomer_away(place: Place, says: 
         assert (await ask(host))[0] == 200
 
 
-async def test_it_opens_on_this_machine_alone_and_says_where(place: Place) -> None:
+async def test_it_opens_on_this_machine_alone_and_says_where(place: ServedFabric) -> None:
     with pytest.raises(ConfigError, match="binding to 0"):
         StateHost(host="0.0.0.0")
     host = await place.host()
@@ -190,7 +190,7 @@ async def test_it_opens_on_this_machine_alone_and_says_where(place: Place) -> No
         await StateHost(port=host.port).start()
 
 
-async def test_stopping_ends_what_is_under_way(place: Place) -> None:
+async def test_stopping_ends_what_is_under_way(place: ServedFabric) -> None:
     host = await place.host()
     offer(host, bytes(64 * MIB))
     reader, writer = await place.raw(host.port)
@@ -204,7 +204,7 @@ async def test_stopping_ends_what_is_under_way(place: Place) -> None:
 # ---- how a newcomer uses it ---------------------------------------------------------------------------------------
 
 
-async def test_a_peer_that_can_be_reached_gives_its_state_past_the_syncer(place: Place) -> None:
+async def test_a_peer_that_can_be_reached_gives_its_state_past_the_syncer(place: ServedFabric) -> None:
     newcomer, host = await newcomer_of(place), await place.host()
     offer(host)
     assert await newcomer.fetch(host.url) == compute_digest(STATE)
@@ -215,7 +215,7 @@ async def test_a_peer_that_can_be_reached_gives_its_state_past_the_syncer(place:
 @pytest.mark.parametrize(
     "direct", ["http://127.0.0.1:1", "http://192.0.2.1:7077", "http://127.0.0.1:1/x?y", "nonsense"]
 )
-async def test_a_peer_that_cannot_be_reached_is_asked_through_the_syncer(place: Place, direct: str) -> None:
+async def test_a_peer_that_cannot_be_reached_is_asked_through_the_syncer(place: ServedFabric, direct: str) -> None:
     newcomer = await newcomer_of(place)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         got = tasks.create_task(newcomer.fetch(direct))
@@ -223,7 +223,7 @@ async def test_a_peer_that_cannot_be_reached_is_asked_through_the_syncer(place: 
     assert got.result() == compute_digest(STATE) and newcomer.data == STATE
 
 
-async def test_a_peer_that_knows_no_such_ticket_is_asked_through_the_syncer(place: Place) -> None:
+async def test_a_peer_that_knows_no_such_ticket_is_asked_through_the_syncer(place: ServedFabric) -> None:
     newcomer, host = await newcomer_of(place), await place.host()
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(newcomer.fetch(host.url))
@@ -231,7 +231,7 @@ async def test_a_peer_that_knows_no_such_ticket_is_asked_through_the_syncer(plac
     assert newcomer.data == STATE
 
 
-async def test_what_is_withdrawn_in_the_middle_comes_through_the_syncer_from_there_on(place: Place) -> None:
+async def test_what_is_withdrawn_in_the_middle_comes_through_the_syncer_from_there_on(place: ServedFabric) -> None:
     newcomer, host = await newcomer_of(place), await place.host()
     state = STATE * 12
     offer(host, state)
@@ -244,7 +244,7 @@ async def test_what_is_withdrawn_in_the_middle_comes_through_the_syncer_from_the
     assert newcomer.data == state and newcomer.sizes == [len(state)]
 
 
-async def test_a_broken_connection_to_the_peer_is_resumed_there_and_no_byte_is_sent_twice(place: Place) -> None:
+async def test_a_broken_connection_to_the_peer_is_resumed_there_and_no_byte_is_sent_twice(place: ServedFabric) -> None:
     """The peer's own server behind a wire that breaks after 2 MiB."""
     newcomer, host = await newcomer_of(place), await place.host()
     offer(host)
@@ -273,7 +273,7 @@ async def test_a_broken_connection_to_the_peer_is_resumed_there_and_no_byte_is_s
     assert place.handlers.told("wanted") == []
 
 
-async def test_a_peer_that_falls_silent_is_left_and_the_rest_comes_through_the_syncer(place: Place) -> None:
+async def test_a_peer_that_falls_silent_is_left_and_the_rest_comes_through_the_syncer(place: ServedFabric) -> None:
     newcomer = await newcomer_of(place, FabricLimits(backoff_s=0.001, body_idle_s=0.2))
     asked: list[bytes] = []
 
@@ -300,7 +300,9 @@ async def test_a_peer_that_falls_silent_is_left_and_the_rest_comes_through_the_s
     ],
     ids=["digest", "size"],
 )
-async def test_what_the_peer_itself_gives_is_checked_as_well(place: Place, state: bytes, name: str, says: str) -> None:
+async def test_what_the_peer_itself_gives_is_checked_as_well(
+    place: ServedFabric, state: bytes, name: str, says: str
+) -> None:
     newcomer, host = await newcomer_of(place), await place.host()
     host.offer("t-1", [memoryview(state)], len(state), name)
     most_bytes = MIB if "at most" in says else len(state)

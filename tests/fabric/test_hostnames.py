@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.fabric.conftest import Place
+from tests.fabric.conftest import ServedFabric
 
 from atoll.fabric.authorizer import Rejected, check_host, host_name, own_names
 
@@ -47,7 +47,7 @@ def test_one_host_and_no_more() -> None:
     + [("POST", "/v1/settings"), ("POST", "/v1/drain"), ("POST", "/v1/scores"), ("PUT", "/v1/initial/a/0")],
 )
 async def test_a_name_that_was_made_to_lead_here_gets_nothing_on_any_route(
-    place: Place, method: str, path: str
+    place: ServedFabric, method: str, path: str
 ) -> None:
     """Also where no token is asked for: DNS rebinding read the weights there."""
     await place.open()

@@ -13,7 +13,7 @@ from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Refused, Started
 from atoll.protocol.succession import REMEMBERED, SUCCEEDED
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 PATIENT = FabricLimits(answer_s=60.0)
 """Nobody waits for this in a test: whoever does not have to be asked is let in at once."""
@@ -24,7 +24,7 @@ def hello(session: str, proof: str = "", seq: int = 1, life: int = 0) -> bytes:
     return encode(replace(said, incarnation=life))
 
 
-async def dial(place: Place, said: bytes) -> aiohttp.ClientWebSocketResponse:
+async def dial(place: ServedFabric, said: bytes) -> aiohttp.ClientWebSocketResponse:
     """One that says hello and then reads nothing, so it answers no ping."""
     socket = await place.socket()
     await socket.send_bytes(said)
@@ -36,7 +36,7 @@ async def first_word(socket: aiohttp.ClientWebSocketResponse) -> object:
         return decode_from_syncer((await socket.receive()).data)
 
 
-async def test_a_second_process_is_refused_while_the_first_answers(place: Place) -> None:
+async def test_a_second_process_is_refused_while_the_first_answers(place: ServedFabric) -> None:
     await place.open(PATIENT)
     first = await dial(place, hello("first"))
     assert await first_word(first) == Started(uploader="nobody")
@@ -53,7 +53,7 @@ async def test_a_second_process_is_refused_while_the_first_answers(place: Place)
     reading.cancel()
 
 
-async def test_any_word_of_the_first_is_an_answer(place: Place) -> None:
+async def test_any_word_of_the_first_is_an_answer(place: ServedFabric) -> None:
     await place.open(PATIENT)
     first = await dial(place, hello("first"))
     await place.handlers.until("opened")
@@ -67,7 +67,7 @@ async def test_any_word_of_the_first_is_an_answer(place: Place) -> None:
     assert isinstance(await answer, Refused)
 
 
-async def test_proof_of_succession_frees_the_name_at_once(place: Place) -> None:
+async def test_proof_of_succession_frees_the_name_at_once(place: ServedFabric) -> None:
     """Also where the process before still has its channel, and whatever it would answer."""
     await place.open(PATIENT)
     first = await dial(place, hello("first", "p" * 32))
@@ -79,7 +79,7 @@ async def test_proof_of_succession_frees_the_name_at_once(place: Place) -> None:
         assert [decode_from_syncer(frame.data) async for frame in first] == [Started(uploader="nobody")]
 
 
-async def test_a_closed_connection_frees_the_name_at_once(place: Place) -> None:
+async def test_a_closed_connection_frees_the_name_at_once(place: ServedFabric) -> None:
     await place.open(PATIENT)
     first = await dial(place, hello("first", "p" * 32))
     await place.handlers.until("opened")
@@ -88,7 +88,7 @@ async def test_a_closed_connection_frees_the_name_at_once(place: Place) -> None:
     assert await first_word(await dial(place, hello("second", "q" * 32))) == Started(uploader="nobody")
 
 
-async def test_one_whose_connection_closes_while_it_is_asked_gives_the_name_up(place: Place) -> None:
+async def test_one_whose_connection_closes_while_it_is_asked_gives_the_name_up(place: ServedFabric) -> None:
     await place.open(PATIENT)
     first = await dial(place, hello("first"))
     await place.handlers.until("opened")
@@ -98,14 +98,14 @@ async def test_one_whose_connection_closes_while_it_is_asked_gives_the_name_up(p
     assert await first_word(second) == Started(uploader="nobody")
 
 
-async def test_a_first_that_does_not_answer_loses_its_name(place: Place) -> None:
+async def test_a_first_that_does_not_answer_loses_its_name(place: ServedFabric) -> None:
     await place.open(FabricLimits(answer_s=0.1))
     await dial(place, hello("first"))
     await place.handlers.until("opened")
     assert await first_word(await dial(place, hello("second"))) == Started(uploader="nobody")
 
 
-async def test_of_several_that_ask_for_a_dead_ones_name_one_has_it(place: Place) -> None:
+async def test_of_several_that_ask_for_a_dead_ones_name_one_has_it(place: ServedFabric) -> None:
     await place.open(FabricLimits(answer_s=0.1))
     await dial(place, hello("first"))
     await place.handlers.until("opened")
@@ -125,7 +125,7 @@ async def test_of_several_that_ask_for_a_dead_ones_name_one_has_it(place: Place)
         task.cancel()
 
 
-async def test_a_dead_processs_late_hello_does_not_take_the_name_from_its_successor(place: Place) -> None:
+async def test_a_dead_processs_late_hello_does_not_take_the_name_from_its_successor(place: ServedFabric) -> None:
     """Both show the proof of their folder; the courier of the dead one was dialling when its process was killed."""
     await place.open(PATIENT)
     first = await dial(place, hello("first", "p" * 32))
@@ -141,7 +141,7 @@ async def test_a_dead_processs_late_hello_does_not_take_the_name_from_its_succes
     assert place.handlers.told("closed") == []
 
 
-async def test_nor_while_the_successor_is_away_which_may_come_back(place: Place) -> None:
+async def test_nor_while_the_successor_is_away_which_may_come_back(place: ServedFabric) -> None:
     await place.open(PATIENT)
     for number, session in enumerate(("first", "second"), 1):
         socket = await dial(place, hello(session, "p" * 32))
@@ -152,7 +152,7 @@ async def test_nor_while_the_successor_is_away_which_may_come_back(place: Place)
     assert await first_word(await dial(place, hello("second", "p" * 32, seq=2))) == Started(uploader="nobody")
 
 
-async def test_nor_after_more_restarts_than_are_remembered(place: Place) -> None:
+async def test_nor_after_more_restarts_than_are_remembered(place: ServedFabric) -> None:
     """Otherwise the live one would then be refused, for good."""
     await place.open(PATIENT)
     for number in range(REMEMBERED + 1):

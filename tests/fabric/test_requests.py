@@ -12,7 +12,7 @@ from atoll.fabric.requests import HEAD_BYTES, RequestReader
 from atoll.fabric.wire import KIB, MIB, FabricLimits
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 STATUS = b"GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n"
 LARGE = b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\n\r\n"
@@ -25,7 +25,7 @@ def padding(size: int) -> bytes:
     return b"".join(b"X-%04d: %s\r\n" % (number, b"a" * (1024 - 10)) for number in range(size // 1024))
 
 
-def readers(place: Place) -> list[RequestReader]:
+def readers(place: ServedFabric) -> list[RequestReader]:
     listener = place.server._listener
     assert listener is not None
     return [one for one in listener._by_connection if isinstance(one, RequestReader)]
@@ -49,14 +49,14 @@ async def one_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         return int(head.split()[1]), await reader.readexactly(length)
 
 
-async def test_headers_that_are_too_long_in_all_are_refused(place: Place) -> None:
+async def test_headers_that_are_too_long_in_all_are_refused(place: ServedFabric) -> None:
     await place.open()
     reader, writer = await place.raw()
     writer.write(STATUS + padding(HEAD_BYTES))
     assert (await everything(reader)).startswith(b"HTTP/1.1 431 ")
 
 
-async def test_headers_that_are_long_are_read_in_whatever_pieces_they_come(place: Place) -> None:
+async def test_headers_that_are_long_are_read_in_whatever_pieces_they_come(place: ServedFabric) -> None:
     await place.open()
     reader, writer = await place.raw()
     request = STATUS + padding(HEAD_BYTES - 1024) + b"\r\n"
@@ -68,7 +68,7 @@ async def test_headers_that_are_long_are_read_in_whatever_pieces_they_come(place
         assert (await one_answer(reader))[0] == 200
 
 
-async def test_headers_of_a_later_request_that_never_end_are_cut_off(place: Place) -> None:
+async def test_headers_of_a_later_request_that_never_end_are_cut_off(place: ServedFabric) -> None:
     await place.open(FabricLimits(header_s=0.2))
     reader, writer = await place.raw()
     writer.write(STATUS + b"\r\n")
@@ -78,7 +78,7 @@ async def test_headers_of_a_later_request_that_never_end_are_cut_off(place: Plac
     await place.until(lambda: not readers(place))
 
 
-async def test_an_answer_that_is_not_read_holds_no_more_than_one_request_behind_it(place: Place) -> None:
+async def test_an_answer_that_is_not_read_holds_no_more_than_one_request_behind_it(place: ServedFabric) -> None:
     """It asks for a large body, reads nothing, and sends requests behind it: those wait unread, and then it is cut
     off."""
     place.handlers.fragments[0] = bytes(64 * MIB)
@@ -96,7 +96,7 @@ async def test_an_answer_that_is_not_read_holds_no_more_than_one_request_behind_
     await everything(reader)
 
 
-async def test_requests_in_one_piece_with_another_are_read_when_that_one_is_answered(place: Place) -> None:
+async def test_requests_in_one_piece_with_another_are_read_when_that_one_is_answered(place: ServedFabric) -> None:
     """Also behind a body, and behind one that asks for a WebSocket and gets none."""
     await place.open()
     reader, writer = await place.raw()
@@ -135,7 +135,7 @@ async def test_requests_in_one_piece_with_another_are_read_when_that_one_is_answ
         "a tunnel, and requests behind it",
     ],
 )
-async def test_what_could_hide_requests_is_refused(place: Place, request_: bytes, says: str) -> None:
+async def test_what_could_hide_requests_is_refused(place: ServedFabric, request_: bytes, says: str) -> None:
     await place.open(FabricLimits(flush_s=0.1))
     reader, writer = await place.raw()
     writer.write(request_)
@@ -146,7 +146,7 @@ async def test_what_could_hide_requests_is_refused(place: Place, request_: bytes
 # ---- answers ------------------------------------------------------------------------------------------------------
 
 
-async def test_an_answer_that_is_not_taken_costs_its_reader_the_connection(place: Place) -> None:
+async def test_an_answer_that_is_not_taken_costs_its_reader_the_connection(place: ServedFabric) -> None:
     await place.open(FabricLimits(send_s=0.1, body_rate=1024 * MIB))
     place.handlers.status = lambda: b'"' + b"a" * (32 * MIB) + b'"'  # type: ignore[method-assign]
     _, writer = await place.raw()
@@ -158,7 +158,7 @@ async def test_an_answer_that_is_not_taken_costs_its_reader_the_connection(place
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
-async def test_a_head_is_answered_without_the_body(place: Place, size: int) -> None:
+async def test_a_head_is_answered_without_the_body(place: ServedFabric, size: int) -> None:
     """Otherwise its reader takes the body for the answer to its next request."""
     await place.open()
     place.handlers.status = lambda: b'"' + b"a" * size + b'"'  # type: ignore[method-assign]
@@ -170,7 +170,7 @@ async def test_a_head_is_answered_without_the_body(place: Place, size: int) -> N
     assert await one_answer(reader) == (200, place.handlers.status())
 
 
-async def test_large_answers_that_are_not_taken_share_their_memory(place: Place) -> None:
+async def test_large_answers_that_are_not_taken_share_their_memory(place: ServedFabric) -> None:
     """More are refused while they wait; and small ones never."""
     await place.open(FabricLimits(answer_bytes=80 * MIB))
     small = place.handlers.status
@@ -187,7 +187,7 @@ async def test_large_answers_that_are_not_taken_share_their_memory(place: Place)
     await place.until(lambda: place.server._answers._by_token.total() == 0)
 
 
-async def test_a_probe_that_is_not_read_is_no_mistake_of_ours(place: Place) -> None:
+async def test_a_probe_that_is_not_read_is_no_mistake_of_ours(place: ServedFabric) -> None:
     await place.open(FabricLimits(send_s=0.1))
     _, writer = await place.raw()
     writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from atoll.fabric.wire import FabricLimits
 from atoll.protocol.errors import PeerError, Unreachable
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 BODY = bytes(range(256)) * 800
 OTHER = bytes(reversed(BODY))
@@ -55,7 +55,9 @@ def empty() -> FragmentArrival:
 
 
 @pytest.mark.parametrize("every", [1000, 1460, 4096, 10_000, 65_537, 200_000])
-async def test_a_body_that_is_cut_after_every_few_bytes_comes_whole_and_no_byte_twice(place: Place, every: int) -> None:
+async def test_a_body_that_is_cut_after_every_few_bytes_comes_whole_and_no_byte_twice(
+    place: ServedFabric, every: int
+) -> None:
     await place.open()
     place.handlers.fragments[0] = BODY
     cuts: list[int] = []
@@ -73,7 +75,7 @@ async def test_a_body_that_is_cut_after_every_few_bytes_comes_whole_and_no_byte_
     assert place.handlers.held == 0
 
 
-async def test_where_the_version_has_changed_meanwhile_the_newer_one_comes_whole(place: Place) -> None:
+async def test_where_the_version_has_changed_meanwhile_the_newer_one_comes_whole(place: ServedFabric) -> None:
     await place.open()
     place.handlers.fragments[0] = BODY
     tries: list[int] = []
@@ -91,7 +93,7 @@ async def test_where_the_version_has_changed_meanwhile_the_newer_one_comes_whole
     assert len(BODY) < arrival.received < len(BODY) + 50_000
 
 
-async def test_a_body_of_which_nothing_came_is_not_asked_for_again(place: Place) -> None:
+async def test_a_body_of_which_nothing_came_is_not_asked_for_again(place: ServedFabric) -> None:
     await place.open()
     place.handlers.fragments[0] = BODY
     tries: list[int] = []
@@ -106,7 +108,7 @@ async def test_a_body_of_which_nothing_came_is_not_asked_for_again(place: Place)
     assert len(tries) <= 2  # aiohttp itself dials again where no answer began
 
 
-async def test_a_body_that_stays_away_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_stays_away_is_given_up(place: ServedFabric, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.fabric.transfer.RESUME_S", 0.0)
     await place.open()
     place.handlers.fragments[0] = BODY
@@ -137,7 +139,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_a_range_that_cannot_be_is_refused_with_its_reason(place: Place, name: str) -> None:
+async def test_a_range_that_cannot_be_is_refused_with_its_reason(place: ServedFabric, name: str) -> None:
     headers, status, reason = WRONG[name]
     await place.open()
     place.handlers.fragments[0] = BODY
@@ -147,7 +149,7 @@ async def test_a_range_that_cannot_be_is_refused_with_its_reason(place: Place, n
     assert place.handlers.held == 0
 
 
-async def test_a_range_of_steps_is_refused(place: Place) -> None:
+async def test_a_range_of_steps_is_refused(place: ServedFabric) -> None:
     await place.open()
     place.handlers.fragments[0] = BODY
     status, reason = await place.request("GET", "/v1/fragments/0?have=1", headers={"Range": "bytes=1-", **NAMED})

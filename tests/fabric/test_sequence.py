@@ -14,7 +14,7 @@ from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Leave, Refused
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 
 def channel(learner: str = "a", session: str = "s") -> ControlChannel:
@@ -56,14 +56,14 @@ async def refused(socket: aiohttp.ClientWebSocketResponse) -> Refused:
     return last
 
 
-async def spoke(place: Place, *frames: bytes) -> aiohttp.ClientWebSocketResponse:
+async def spoke(place: ServedFabric, *frames: bytes) -> aiohttp.ClientWebSocketResponse:
     socket = await place.socket()
     for frame in frames:
         await socket.send_bytes(frame)
     return socket
 
 
-async def test_a_link_numbers_what_it_says_also_over_reconnects(place: Place) -> None:
+async def test_a_link_numbers_what_it_says_also_over_reconnects(place: ServedFabric) -> None:
     await place.open()
     learner = await place.joined()
     assert learner.link.send(Heartbeat())
@@ -78,7 +78,7 @@ async def test_a_link_numbers_what_it_says_also_over_reconnects(place: Place) ->
     )
 
 
-async def test_a_successor_of_a_dead_courier_begins_above_it(place: Place) -> None:
+async def test_a_successor_of_a_dead_courier_begins_above_it(place: ServedFabric) -> None:
     await place.open()
     first = await place.joined()
     for _ in range(100):
@@ -96,7 +96,7 @@ async def test_a_successor_of_a_dead_courier_begins_above_it(place: Place) -> No
         pytest.param(encode(Heartbeat()), "Heartbeat of learner-0 has no number", id="not-numbered"),
     ],
 )
-async def test_a_message_that_was_said_before_costs_the_channel(place: Place, again: bytes, says: str) -> None:
+async def test_a_message_that_was_said_before_costs_the_channel(place: ServedFabric, again: bytes, says: str) -> None:
     await place.open()
     socket = await spoke(place, hello(7), encode(Heartbeat(seq=9)), again)
     assert says in (await refused(socket)).reason
@@ -113,7 +113,7 @@ async def test_a_message_that_was_said_before_costs_the_channel(place: Place, ag
     ],
 )
 async def test_a_hello_that_was_said_before_opens_nothing_and_the_owner_stays(
-    place: Place, again: bytes, says: str
+    place: ServedFabric, again: bytes, says: str
 ) -> None:
     await place.open()
     owner = await spoke(place, hello(7), encode(Heartbeat(seq=9)))
@@ -124,13 +124,13 @@ async def test_a_hello_that_was_said_before_opens_nothing_and_the_owner_stays(
     await place.handlers.until("received", 2)
 
 
-async def test_a_hello_without_a_number_opens_nothing(place: Place) -> None:
+async def test_a_hello_without_a_number_opens_nothing(place: ServedFabric) -> None:
     await place.open()
     assert "Hello of learner-0 has no number" in (await refused(await spoke(place, hello(0)))).reason
     assert place.server.bad_frames == 1 and place.handlers.log == []
 
 
-async def test_another_session_counts_for_itself(place: Place) -> None:
+async def test_another_session_counts_for_itself(place: ServedFabric) -> None:
     await place.open()
     await spoke(place, hello(7))
     await place.handlers.until("opened")
@@ -139,7 +139,7 @@ async def test_another_session_counts_for_itself(place: Place) -> None:
     assert place.server.bad_frames == 0
 
 
-async def test_what_the_older_channel_still_says_is_passed_over(place: Place) -> None:
+async def test_what_the_older_channel_still_says_is_passed_over(place: ServedFabric) -> None:
     await place.open()
     older = await spoke(place, hello(7))
     await place.handlers.until("opened")
@@ -152,7 +152,7 @@ async def test_what_the_older_channel_still_says_is_passed_over(place: Place) ->
     assert place.server.bad_frames == 0 and place.handlers.told("received") == []
 
 
-async def test_a_hello_that_the_desk_refuses_takes_no_number(place: Place) -> None:
+async def test_a_hello_that_the_desk_refuses_takes_no_number(place: ServedFabric) -> None:
     await place.open(FabricLimits(sessions=2))
     owner = await spoke(place, hello(7))
     await place.handlers.until("opened")

@@ -14,14 +14,14 @@ from atoll.fabric.wire import FabricLimits, ScoreReport
 from atoll.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from .conftest import Place
+    from .conftest import ServedFabric
 
 BODY = bytes(range(256)) * 16
 HEADERS = {"Atoll-Session": "s0", "Atoll-Digest": compute_digest(BODY)}
 PATH = "/v1/contributions/learner-0/5/1"
 
 
-async def ready(place: Place, limits: FabricLimits | None = None) -> None:
+async def ready(place: ServedFabric, limits: FabricLimits | None = None) -> None:
     """A joined learner that is asked for a body of 4096 bytes."""
     await place.open(limits)
     await place.joined()
@@ -34,7 +34,9 @@ def error(text: str) -> str:
     return found
 
 
-async def begin(place: Place, sent: bytes, path: str = PATH) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def begin(
+    place: ServedFabric, sent: bytes, path: str = PATH
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A PUT whose body stops after `sent`, once the server asked its desk for the buffer."""
     asked = len(place.handlers.told("asked"))
     reader, writer = await place.raw()
@@ -46,7 +48,7 @@ async def begin(place: Place, sent: bytes, path: str = PATH) -> tuple[asyncio.St
     return reader, writer
 
 
-async def test_a_whole_body_arrives(place: Place) -> None:
+async def test_a_whole_body_arrives(place: ServedFabric) -> None:
     await ready(place)
     before = place.server.bytes_in
     assert await place.request("PUT", PATH, BODY, HEADERS) == (204, "")
@@ -57,7 +59,7 @@ async def test_a_whole_body_arrives(place: Place) -> None:
 
 
 @pytest.mark.parametrize("body", [BODY[:-1], BODY + b"x", b""], ids=["short", "long", "empty"])
-async def test_a_body_of_another_size_is_refused_naming_both(place: Place, body: bytes) -> None:
+async def test_a_body_of_another_size_is_refused_naming_both(place: ServedFabric, body: bytes) -> None:
     await ready(place)
     status, text = await place.request("PUT", PATH, body, HEADERS)
     assert status == 400
@@ -66,7 +68,7 @@ async def test_a_body_of_another_size_is_refused_naming_both(place: Place, body:
     assert len(place.handlers.told("aborted")) == 1
 
 
-async def test_a_body_without_a_length_is_refused(place: Place) -> None:
+async def test_a_body_without_a_length_is_refused(place: ServedFabric) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         yield BODY
 
@@ -75,7 +77,7 @@ async def test_a_body_without_a_length_is_refused(place: Place) -> None:
     assert status == 400 and "no length" in error(text)
 
 
-async def test_a_body_of_another_digest_is_refused(place: Place) -> None:
+async def test_a_body_of_another_digest_is_refused(place: ServedFabric) -> None:
     await ready(place)
     status, text = await place.request("PUT", PATH, BODY[::-1], HEADERS)
     assert status == 422 and compute_digest(BODY) in error(text)
@@ -95,7 +97,7 @@ async def test_a_body_of_another_digest_is_refused(place: Place) -> None:
     ],
 )
 async def test_a_body_nobody_asked_for_is_refused(
-    place: Place, path: str, headers: dict[str, str], status: int, says: str
+    place: ServedFabric, path: str, headers: dict[str, str], status: int, says: str
 ) -> None:
     await ready(place)
     found, text = await place.request("PUT", path, BODY, headers)
@@ -103,7 +105,7 @@ async def test_a_body_nobody_asked_for_is_refused(
     assert place.handlers.told("arrived") == []
 
 
-async def test_a_disconnect_in_the_middle_of_a_body_aborts_it(place: Place) -> None:
+async def test_a_disconnect_in_the_middle_of_a_body_aborts_it(place: ServedFabric) -> None:
     await ready(place)
     _, writer = await begin(place, BODY[:100])
     writer.close()
@@ -117,7 +119,7 @@ async def test_a_disconnect_in_the_middle_of_a_body_aborts_it(place: Place) -> N
     [FabricLimits(body_grace_s=0.05, body_rate=1_000_000), FabricLimits(body_grace_s=60, body_idle_s=0.05)],
     ids=["rate", "idle"],
 )
-async def test_a_body_that_trickles_is_cut_off(place: Place, limits: FabricLimits) -> None:
+async def test_a_body_that_trickles_is_cut_off(place: ServedFabric, limits: FabricLimits) -> None:
     await ready(place, limits)
     reader, _ = await begin(place, BODY[:100])
     async with asyncio.timeout(10):
@@ -126,7 +128,7 @@ async def test_a_body_that_trickles_is_cut_off(place: Place, limits: FabricLimit
     assert len(place.handlers.told("aborted")) == 1
 
 
-async def test_bodies_beyond_the_budget_of_a_learner_wait(place: Place) -> None:
+async def test_bodies_beyond_the_budget_of_a_learner_wait(place: ServedFabric) -> None:
     await ready(place, FabricLimits(budget_bytes=len(BODY) + 1))
     place.handlers.buffers["learner-0", 6, 1] = bytearray(len(BODY))
     _, writer = await begin(place, BODY[:100])
@@ -137,7 +139,7 @@ async def test_bodies_beyond_the_budget_of_a_learner_wait(place: Place) -> None:
     assert (await place.request("PUT", "/v1/contributions/learner-0/6/1", BODY, HEADERS))[0] == 204
 
 
-async def test_the_same_body_twice_at_once_is_refused_and_the_first_goes_on(place: Place) -> None:
+async def test_the_same_body_twice_at_once_is_refused_and_the_first_goes_on(place: ServedFabric) -> None:
     await ready(place)
     _, writer = await begin(place, BODY[:100])
     status, text = await place.request("PUT", PATH, BODY, HEADERS)
@@ -147,7 +149,7 @@ async def test_the_same_body_twice_at_once_is_refused_and_the_first_goes_on(plac
     assert place.handlers.told("aborted") == []
 
 
-async def test_a_body_of_an_older_session_counts_for_nothing(place: Place) -> None:
+async def test_a_body_of_an_older_session_counts_for_nothing(place: ServedFabric) -> None:
     await ready(place)
     _, writer = await begin(place, BODY[:100])
     await place.joined(session="s1")
@@ -156,7 +158,7 @@ async def test_a_body_of_an_older_session_counts_for_nothing(place: Place) -> No
     assert place.handlers.told("arrived") == []
 
 
-async def test_initial_parameters_arrive(place: Place) -> None:
+async def test_initial_parameters_arrive(place: ServedFabric) -> None:
     await ready(place)
     place.handlers.initials[2] = bytearray(len(BODY))
     assert (await place.request("PUT", "/v1/initial/learner-0/2", BODY, HEADERS))[0] == 204
@@ -164,13 +166,13 @@ async def test_initial_parameters_arrive(place: Place) -> None:
     assert place.handlers.told("initial") == [("initial", "learner-0", 2, compute_digest(BODY))]
 
 
-async def test_an_unknown_fragment_is_not_found(place: Place) -> None:
+async def test_an_unknown_fragment_is_not_found(place: ServedFabric) -> None:
     await place.open()
     status, text = await place.request("GET", "/v1/fragments/9")
     assert (status, error(text)) == (404, "there is no fragment 9")
 
 
-async def test_a_fragment_is_released_when_its_reader_goes_away_or_stalls(place: Place) -> None:
+async def test_a_fragment_is_released_when_its_reader_goes_away_or_stalls(place: ServedFabric) -> None:
     await place.open(FabricLimits(send_s=0.1))
     place.handlers.fragments[0] = bytes(64 << 20)
     _, leaving = await place.raw()
@@ -186,7 +188,7 @@ async def test_a_fragment_is_released_when_its_reader_goes_away_or_stalls(place:
     assert place.handlers.held == 0
 
 
-async def test_status_manifest_and_scores(place: Place) -> None:
+async def test_status_manifest_and_scores(place: ServedFabric) -> None:
     await place.open()
     assert await place.request("GET", "/v1/status") == (200, '{"round": 7}')
     assert await place.request("GET", "/v1/manifest") == (200, '{"fragments": 0}')
@@ -198,14 +200,14 @@ async def test_status_manifest_and_scores(place: Place) -> None:
 @pytest.mark.parametrize(
     ("body", "status"), [(b"{}", 400), (b'{"round": 1, "loss": "x", "cpu_s": 0}', 400), (b" " * 2_000_000, 413)]
 )
-async def test_a_bad_score_is_refused(place: Place, body: bytes, status: int) -> None:
+async def test_a_bad_score_is_refused(place: ServedFabric, body: bytes, status: int) -> None:
     await place.open()
     found, text = await place.request("POST", "/v1/scores", io.BytesIO(body))
     assert found == status and error(text)
     assert place.handlers.told("score") == []
 
 
-async def test_a_connection_that_says_nothing_is_closed(place: Place) -> None:
+async def test_a_connection_that_says_nothing_is_closed(place: ServedFabric) -> None:
     await place.open(FabricLimits(header_s=0.05))
     reader, writer = await place.raw()
     writer.write(b"GET /v1/st")
@@ -213,7 +215,7 @@ async def test_a_connection_that_says_nothing_is_closed(place: Place) -> None:
         assert await reader.read() == b""
 
 
-async def test_one_connection_too_many_is_closed(place: Place) -> None:
+async def test_one_connection_too_many_is_closed(place: ServedFabric) -> None:
     await place.open(FabricLimits(connections=2))
     await place.joined()
     first, _ = await place.raw()
@@ -223,7 +225,7 @@ async def test_one_connection_too_many_is_closed(place: Place) -> None:
     assert not first.at_eof()
 
 
-async def test_connections_that_went_without_a_word_count_no_more(place: Place) -> None:
+async def test_connections_that_went_without_a_word_count_no_more(place: ServedFabric) -> None:
     await place.open(FabricLimits(connections=4, header_s=60.0))
     for _ in range(12):
         _, writer = await place.raw()
@@ -243,7 +245,7 @@ async def test_connections_that_went_without_a_word_count_no_more(place: Place) 
     ],
 )
 async def test_a_handshake_that_is_no_text_is_refused_without_a_word_in_the_log(
-    place: Place, header: bytes, caplog: pytest.LogCaptureFixture
+    place: ServedFabric, header: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     await place.open()
     reader, writer = await place.raw()
@@ -253,7 +255,7 @@ async def test_a_handshake_that_is_no_text_is_refused_without_a_word_in_the_log(
     assert caplog.records == []
 
 
-async def test_what_is_no_http_fills_no_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_no_http_fills_no_log(place: ServedFabric, caplog: pytest.LogCaptureFixture) -> None:
     await place.open()
     reader, writer = await place.raw()
     writer.write(b"GET /v1/status HTTP/1.1\rHost: [::1]\r\r\n\r\n")
@@ -262,7 +264,7 @@ async def test_what_is_no_http_fills_no_log(place: Place, caplog: pytest.LogCapt
     assert caplog.records == []
 
 
-async def test_a_port_in_use_is_a_one_line_error_with_the_fix(place: Place) -> None:
+async def test_a_port_in_use_is_a_one_line_error_with_the_fix(place: ServedFabric) -> None:
     await place.open()
     with pytest.raises(ConfigError) as caught:
         await place.open(port=place.server.port)
@@ -270,7 +272,7 @@ async def test_a_port_in_use_is_a_one_line_error_with_the_fix(place: Place) -> N
     assert str(caught.value) == f"port {port} is in use on 127.0.0.1: choose another (--set port=7077), or 0 for any"
 
 
-def test_a_port_that_cannot_be_and_a_bind_beyond_this_machine_are_refused(place: Place) -> None:
+def test_a_port_that_cannot_be_and_a_bind_beyond_this_machine_are_refused(place: ServedFabric) -> None:
     with pytest.raises(ConfigError, match="port = 70000"):
         Server(place.handlers, host="127.0.0.1", port=70000)
     with pytest.raises(ConfigError, match="binding to 0"):

@@ -19,7 +19,7 @@ from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 
 if TYPE_CHECKING:
-    from .conftest import Learner, Place
+    from .conftest import Learner, ServedFabric
 
 STATE = bytes(range(251)) * (5 * MIB // 251)
 """Of no round length, so that a shift of its bytes shows."""
@@ -45,7 +45,7 @@ class Buffers:
 
 
 async def recovery(
-    place: Place, limits: FabricLimits | None = None, forwarding: ForwardingLimits | None = None
+    place: ServedFabric, limits: FabricLimits | None = None, forwarding: ForwardingLimits | None = None
 ) -> tuple[Learner, Learner]:
     """A newcomer and its peer, under ticket t-1."""
     await place.open(limits or QUICK, forwarding=forwarding)
@@ -91,7 +91,9 @@ def put_head(offset: int, size: int = len(STATE), name: str = compute_digest(STA
     return "\r\n".join(lines).encode()
 
 
-async def begun_put(place: Place, sent: bytes, offset: int = 0) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def begun_put(
+    place: ServedFabric, sent: bytes, offset: int = 0
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A peer that stops after these bytes, once the syncer has them."""
     before = place.states.bytes_in
     reader, writer = await place.raw()
@@ -100,7 +102,7 @@ async def begun_put(place: Place, sent: bytes, offset: int = 0) -> tuple[asyncio
     return reader, writer
 
 
-async def begun_get(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def begun_get(place: ServedFabric) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A newcomer that has asked, and reads when the test reads."""
     before = len(place.handlers.told("wanted"))
     reader, writer = await place.raw()
@@ -119,7 +121,7 @@ def error(text: str) -> str:
 # ---- whole transfers ----------------------------------------------------------------------------------------------
 
 
-async def test_a_state_passes_through_the_syncer_bit_for_bit(place: Place) -> None:
+async def test_a_state_passes_through_the_syncer_bit_for_bit(place: ServedFabric) -> None:
     newcomer, peer = await recovery(place)
     into, server = Buffers(), place.server
     bytes_in, bytes_out = server.bytes_in, server.bytes_out
@@ -131,7 +133,7 @@ async def test_a_state_passes_through_the_syncer_bit_for_bit(place: Place) -> No
     assert place.states._streams == {}
 
 
-async def test_one_ticket_after_another_goes_over_the_same_connections(place: Place) -> None:
+async def test_one_ticket_after_another_goes_over_the_same_connections(place: ServedFabric) -> None:
     newcomer, peer = await recovery(place)
     for number, state in enumerate((STATE, OTHER, STATE[:1]), 1):
         into = Buffers()
@@ -141,7 +143,7 @@ async def test_one_ticket_after_another_goes_over_the_same_connections(place: Pl
         assert into.data == state
 
 
-async def test_a_peer_that_breaks_off_is_resumed_and_no_byte_passes_twice(place: Place) -> None:
+async def test_a_peer_that_breaks_off_is_resumed_and_no_byte_passes_twice(place: ServedFabric) -> None:
     newcomer, peer = await recovery(place)
     into, received = Buffers(), newcomer.link.bytes_in
     async with fetching(newcomer, into):
@@ -156,14 +158,19 @@ async def test_a_peer_that_breaks_off_is_resumed_and_no_byte_passes_twice(place:
     assert newcomer.link.bytes_in - received == place.states.bytes_in == place.states.bytes_out == len(STATE)
 
 
-async def test_a_peer_with_another_state_makes_the_newcomer_start_over(place: Place) -> None:
+async def lose_peer(place: ServedFabric) -> int:
+    """One that dies after 2 MiB of STATE. Returns from where on the next one is asked."""
+    await place.handlers.until("wanted")
+    _, writer = await begun_put(place, STATE[: 2 * MIB])
+    writer.close()
+    return start(await place.handlers.until("wanted", 2))
+
+
+async def test_a_peer_with_another_state_makes_the_newcomer_start_over(place: ServedFabric) -> None:
     newcomer, peer = await recovery(place)
     into = Buffers()
     async with fetching(newcomer, into):
-        await place.handlers.until("wanted")
-        _, writer = await begun_put(place, STATE[: 2 * MIB])
-        writer.close()
-        assert start(await place.handlers.until("wanted", 2)) == 2 * MIB
+        assert await lose_peer(place) == 2 * MIB
         with pytest.raises(PeerError, match="the newcomer is gone"):
             await send(peer, OTHER, 2 * MIB)
         assert start(await place.handlers.until("wanted", 3)) == 0
@@ -171,14 +178,11 @@ async def test_a_peer_with_another_state_makes_the_newcomer_start_over(place: Pl
     assert into.data == OTHER and into.sizes == [len(STATE)]
 
 
-async def test_a_peer_whose_state_is_shorter_than_what_came_sends_it_whole(place: Place) -> None:
+async def test_a_peer_whose_state_is_shorter_than_what_came_sends_it_whole(place: ServedFabric) -> None:
     newcomer, peer = await recovery(place)
     into = Buffers()
     async with fetching(newcomer, into):
-        await place.handlers.until("wanted")
-        _, writer = await begun_put(place, STATE[: 2 * MIB])
-        writer.close()
-        at = start(await place.handlers.until("wanted", 2))
+        at = await lose_peer(place)
         await send(peer, OTHER[:MIB], at)
     assert into.data == OTHER[:MIB] and into.sizes == [len(STATE), MIB]
 
@@ -186,7 +190,7 @@ async def test_a_peer_whose_state_is_shorter_than_what_came_sends_it_whole(place
 # ---- what a newcomer does not take --------------------------------------------------------------------------------
 
 
-async def test_a_state_of_another_digest_than_named_is_a_peer_error(place: Place) -> None:
+async def test_a_state_of_another_digest_than_named_is_a_peer_error(place: ServedFabric) -> None:
     newcomer, peer = await recovery(place)
     async with asyncio.timeout(WAIT_S):
         got = asyncio.create_task(fetch(newcomer, Buffers()))
@@ -198,7 +202,7 @@ async def test_a_state_of_another_digest_than_named_is_a_peer_error(place: Place
             await got
 
 
-async def test_a_state_above_the_limit_is_a_peer_error_before_anything_is_allocated(place: Place) -> None:
+async def test_a_state_above_the_limit_is_a_peer_error_before_anything_is_allocated(place: ServedFabric) -> None:
     newcomer, peer = await recovery(place)
     into = Buffers()
     async with asyncio.timeout(WAIT_S):
@@ -211,14 +215,14 @@ async def test_a_state_above_the_limit_is_a_peer_error_before_anything_is_alloca
     assert into.sizes == [] and len(place.handlers.told("wanted")) == 1
 
 
-async def test_a_newcomer_whose_peer_never_comes_gives_up_after_five_tries(place: Place) -> None:
+async def test_a_newcomer_whose_peer_never_comes_gives_up_after_five_tries(place: ServedFabric) -> None:
     newcomer, _ = await recovery(place, forwarding=ForwardingLimits(peer_s=0.01))
     with pytest.raises(Unreachable, match=r"no peer sent its state within 0\.01 s"):
         await fetch(newcomer, Buffers())
     assert len(place.handlers.told("wanted")) == 5 and place.states._streams == {}
 
 
-async def test_a_deadline_covers_every_try_and_says_how_far_it_came(place: Place) -> None:
+async def test_a_deadline_covers_every_try_and_says_how_far_it_came(place: ServedFabric) -> None:
     newcomer, _ = await recovery(place)
     got = newcomer.link.get_state("t-1", Buffers(), learner="newcomer", session="n0", most_bytes=1, deadline_s=0.05)
     with pytest.raises(Unreachable, match=r"not done within 0\.05 s: 0 of \? bytes came"):
@@ -228,7 +232,7 @@ async def test_a_deadline_covers_every_try_and_says_how_far_it_came(place: Place
 # ---- endings ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_newcomer_that_goes_frees_its_peer(place: Place) -> None:
+async def test_a_newcomer_that_goes_frees_its_peer(place: ServedFabric) -> None:
     _, peer = await recovery(place)
     _, writer = await begun_get(place)
     sending = asyncio.create_task(send(peer, bytes(64 * MIB), 0))
@@ -240,7 +244,7 @@ async def test_a_newcomer_that_goes_frees_its_peer(place: Place) -> None:
     assert place.states._streams == {} and place.states.bytes_in < 64 * MIB
 
 
-async def test_a_newcomer_that_went_before_its_peer_came_is_not_waited_for(place: Place) -> None:
+async def test_a_newcomer_that_went_before_its_peer_came_is_not_waited_for(place: ServedFabric) -> None:
     _, peer = await recovery(place)
     _, writer = await begun_get(place)
     writer.close()
@@ -249,7 +253,7 @@ async def test_a_newcomer_that_went_before_its_peer_came_is_not_waited_for(place
         await send(peer, STATE, 0)
 
 
-async def test_a_newcomer_that_stops_reading_is_cut_off_and_frees_its_peer(place: Place) -> None:
+async def test_a_newcomer_that_stops_reading_is_cut_off_and_frees_its_peer(place: ServedFabric) -> None:
     _, peer = await recovery(place, FabricLimits(send_s=0.1))
     _, writer = await begun_get(place)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -257,7 +261,7 @@ async def test_a_newcomer_that_stops_reading_is_cut_off_and_frees_its_peer(place
         await send(peer, bytes(64 * MIB), 0)
 
 
-async def test_a_slow_newcomer_costs_the_syncer_no_more_than_its_window(place: Place) -> None:
+async def test_a_slow_newcomer_costs_the_syncer_no_more_than_its_window(place: ServedFabric) -> None:
     window = MIB
     _, peer = await recovery(place, forwarding=ForwardingLimits(window_bytes=window))
     reader, writer = await begun_get(place)
@@ -277,7 +281,7 @@ async def test_a_slow_newcomer_costs_the_syncer_no_more_than_its_window(place: P
     assert stuck <= window + 512 * KIB  # and a chunk in either hand
 
 
-async def test_a_peer_that_trickles_is_cut_off_and_what_it_sent_is_passed_on(place: Place) -> None:
+async def test_a_peer_that_trickles_is_cut_off_and_what_it_sent_is_passed_on(place: ServedFabric) -> None:
     await recovery(place, FabricLimits(body_idle_s=0.05))
     newcomer, _ = await begun_get(place)
     peer, _ = await begun_put(place, STATE[:100])
@@ -288,7 +292,7 @@ async def test_a_peer_that_trickles_is_cut_off_and_what_it_sent_is_passed_on(pla
     assert got.endswith(b"\r\n\r\n" + STATE[:100])
 
 
-async def test_a_second_request_replaces_the_first_before_the_peer_came(place: Place) -> None:
+async def test_a_second_request_replaces_the_first_before_the_peer_came(place: ServedFabric) -> None:
     newcomer, peer = await recovery(place)
     older, _ = await begun_get(place)
     into = Buffers()
@@ -300,7 +304,9 @@ async def test_a_second_request_replaces_the_first_before_the_peer_came(place: P
     assert into.data == STATE
 
 
-async def test_a_second_request_replaces_the_first_in_the_middle_and_the_peer_is_asked_again(place: Place) -> None:
+async def test_a_second_request_replaces_the_first_in_the_middle_and_the_peer_is_asked_again(
+    place: ServedFabric,
+) -> None:
     newcomer, peer = await recovery(place)
     older, _ = await begun_get(place)
     sender, writer = await begun_put(place, STATE[:MIB])
@@ -314,7 +320,7 @@ async def test_a_second_request_replaces_the_first_in_the_middle_and_the_peer_is
     assert into.data == STATE
 
 
-async def test_a_syncer_that_stops_ends_every_wait_at_once(place: Place) -> None:
+async def test_a_syncer_that_stops_ends_every_wait_at_once(place: ServedFabric) -> None:
     await recovery(place)
     newcomer, _ = await begun_get(place)
     await place.server.stop()
@@ -340,7 +346,7 @@ async def test_a_syncer_that_stops_ends_every_wait_at_once(place: Place) -> None
     ],
 )
 async def test_a_newcomer_without_the_right_to_a_state_is_refused(
-    place: Place, path: str, headers: dict[str, str], status: int, says: str
+    place: ServedFabric, path: str, headers: dict[str, str], status: int, says: str
 ) -> None:
     await recovery(place)
     found, text = await place.request("GET", path, headers=headers)
@@ -366,7 +372,7 @@ GOOD = {**PEER, "Atoll-Offset": "0", "Atoll-Size": "100", "Atoll-Digest": comput
     ],
 )
 async def test_a_peer_that_may_not_send_this_is_refused_and_the_newcomer_waits_on(
-    place: Place, headers: dict[str, str], status: int, says: str
+    place: ServedFabric, headers: dict[str, str], status: int, says: str
 ) -> None:
     newcomer, peer = await recovery(place)
     into = Buffers()
@@ -378,14 +384,14 @@ async def test_a_peer_that_may_not_send_this_is_refused_and_the_newcomer_waits_o
     assert into.data == STATE and len(place.handlers.told("wanted")) == 1
 
 
-async def test_a_state_nobody_waits_for_is_refused(place: Place) -> None:
+async def test_a_state_nobody_waits_for_is_refused(place: ServedFabric) -> None:
     _, peer = await recovery(place)
     with pytest.raises(PeerError, match="nobody waits for this state now"):
         await send(peer, STATE, 0)
     assert place.states.bytes_in == 0
 
 
-async def test_a_second_peer_at_the_same_time_is_refused(place: Place) -> None:
+async def test_a_second_peer_at_the_same_time_is_refused(place: ServedFabric) -> None:
     _, peer = await recovery(place)
     await begun_get(place)
     await begun_put(place, STATE[:MIB])
@@ -393,7 +399,7 @@ async def test_a_second_peer_at_the_same_time_is_refused(place: Place) -> None:
         await send(peer, STATE, 0)
 
 
-async def test_streams_are_bounded_and_those_whose_newcomer_is_gone_do_not_count(place: Place) -> None:
+async def test_streams_are_bounded_and_those_whose_newcomer_is_gone_do_not_count(place: ServedFabric) -> None:
     await recovery(place, forwarding=ForwardingLimits(streams=1))
     place.handlers.tickets["t-2"] = ("newcomer", "peer")
     _, writer = await begun_get(place)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.fabric.conftest import Place
+from tests.fabric.conftest import ServedFabric
 from tests.fabric.secured import SECRET, Secured, secured_server
 
 from atoll.digests import compute_digest
@@ -55,7 +55,7 @@ async def test_nobody_there_is_told_in_the_systems_words(secured: Secured) -> No
     assert await complaint(secured.link()) == f"GET {secured.url}/v1/status failed: Connection refused"
 
 
-async def test_tls_to_a_plain_port_is_told(place: Place, secured: Secured) -> None:
+async def test_tls_to_a_plain_port_is_told(place: ServedFabric, secured: Secured) -> None:
     await place.open()
     link = SyncerAddress(urls=(f"https://127.0.0.1:{place.server.port}",), token=SECRET, pin=secured.pin).link()
     assert "it answers, but not in TLS: is that the port of a plain HTTP server?" in await complaint(link)

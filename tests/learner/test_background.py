@@ -63,7 +63,7 @@ class SlowOffload(CpuOffload):
         self.released.append(slot)
 
 
-class Place:
+class BackgroundBoundary:
     """A training process of two fragments, and the courier's end of its socket in the test's hands."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +96,8 @@ class Place:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    made = Place(monkeypatch)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[BackgroundBoundary]:
+    made = BackgroundBoundary(monkeypatch)
     yield made
     for copy in [*made.offload.reads, *made.offload.brought.values()]:
         copy.over.set()
@@ -107,7 +107,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     assert not [one for one in threading.enumerate() if one.name == "atoll-frames"]
 
 
-def test_a_copy_is_told_between_two_boundaries(place: Place) -> None:
+def test_a_copy_is_told_between_two_boundaries(place: BackgroundBoundary) -> None:
     place.boundary.carry_out(ReadOrder(slot=3, round=0, fragment=0, step=1))
     place.step()
     assert not place.offload.reads[0].done()
@@ -116,7 +116,7 @@ def test_a_copy_is_told_between_two_boundaries(place: Place) -> None:
     assert isinstance(told, CopyMade) and (told.slot, told.t, told.steps) == (3, 1, 1)
 
 
-def test_copies_are_told_in_order(place: Place) -> None:
+def test_copies_are_told_in_order(place: BackgroundBoundary) -> None:
     place.boundary.carry_out(ReadOrder(slot=0, round=0, fragment=0, step=1))
     place.boundary.carry_out(ReadOrder(slot=1, round=1, fragment=1, step=1))
     place.step()
@@ -128,7 +128,7 @@ def test_copies_are_told_in_order(place: Place) -> None:
     assert [one.round for one in told if isinstance(one, CopyMade)] == [0, 1]
 
 
-def test_a_version_is_on_its_way_before_the_next_boundary_and_adopted_there(place: Place) -> None:
+def test_a_version_is_on_its_way_before_the_next_boundary_and_adopted_there(place: BackgroundBoundary) -> None:
     place.step()
     place.box.incoming(0, 0)[:] = 7.0
     place.courier.send(AdoptOrder(0, 0, 1, 0, "overwrite", 0.5, 0))
@@ -141,7 +141,7 @@ def test_a_version_is_on_its_way_before_the_next_boundary_and_adopted_there(plac
     assert place.box.adopted.tolist() == [1, 0] and place.offload.released == [0]
 
 
-def test_a_version_that_is_still_on_its_way_is_taken_at_a_later_boundary(place: Place) -> None:
+def test_a_version_that_is_still_on_its_way_is_taken_at_a_later_boundary(place: BackgroundBoundary) -> None:
     place.box.incoming(0, 0)[:] = 7.0
     place.courier.send(AdoptOrder(0, 0, 1, 0, "overwrite", 0.5, 0))
     place.process.wait(PATIENCE_S)
@@ -152,7 +152,7 @@ def test_a_version_that_is_still_on_its_way_is_taken_at_a_later_boundary(place: 
     assert place.w["w0"].tolist() == [7.0]
 
 
-def test_frames_keep_their_order_and_wake_who_waits(place: Place) -> None:
+def test_frames_keep_their_order_and_wake_who_waits(place: BackgroundBoundary) -> None:
     for committed in range(50):
         place.courier.send(RunProgress(committed))
     found: list[object] = []
@@ -162,7 +162,7 @@ def test_frames_keep_their_order_and_wake_who_waits(place: Place) -> None:
     assert found == [RunProgress(committed) for committed in range(50)]
 
 
-def test_a_courier_that_dies_leaves_no_thread_and_no_version_behind(place: Place) -> None:
+def test_a_courier_that_dies_leaves_no_thread_and_no_version_behind(place: BackgroundBoundary) -> None:
     place.box.incoming(0, 0)[:] = 7.0
     place.courier.send(AdoptOrder(0, 0, 1, 0, "overwrite", 0.5, 0))
     assert place.offload.begun.wait(PATIENCE_S)
@@ -177,7 +177,9 @@ def test_a_courier_that_dies_leaves_no_thread_and_no_version_behind(place: Place
     assert place.w["w0"].tolist() == [1.0]
 
 
-def test_an_error_of_the_thread_is_the_training_threads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_thread_is_the_training_threads(
+    place: BackgroundBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def breaks(order: AdoptOrder) -> None:
         raise RuntimeError("the device is gone")
 
@@ -188,7 +190,7 @@ def test_an_error_of_the_thread_is_the_training_threads(place: Place, monkeypatc
         place.process.receive()
 
 
-def test_both_threads_enter_the_device_by_themselves(place: Place) -> None:
+def test_both_threads_enter_the_device_by_themselves(place: BackgroundBoundary) -> None:
     place.boundary.carry_out(ReadOrder(slot=3, round=0, fragment=0, step=1))
     place.step()
     place.offload.reads[0].over.set()

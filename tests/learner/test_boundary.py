@@ -13,7 +13,7 @@ from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.effects import Adopted
 
 
-class Place:
+class SteppedBoundary:
     """Two fragments of one number each: w0 and w1."""
 
     def __init__(self) -> None:
@@ -42,20 +42,20 @@ class Place:
 
 
 @pytest.fixture
-def place() -> Place:
-    return Place()
+def place() -> SteppedBoundary:
+    return SteppedBoundary()
 
 
 def counters(box: Mailbox) -> tuple[list[int], list[int], list[int]]:
     return box.steps.tolist(), box.tokens.tolist(), box.adopted.tolist()
 
 
-def test_at_first_the_base_is_the_model_and_no_version_is_held(place: Place) -> None:
+def test_at_first_the_base_is_the_model_and_no_version_is_held(place: SteppedBoundary) -> None:
     assert place.box.base(0).tolist() == [1.0] and place.box.base(1).tolist() == [2.0]
     assert not place.boundary.recovered
 
 
-def test_tokens_of_a_life_that_is_over_are_dropped(place: Place) -> None:
+def test_tokens_of_a_life_that_is_over_are_dropped(place: SteppedBoundary) -> None:
     """Of several ranks they are known after their step."""
     place.step(tokens=0)
     place.boundary.carry_out(ForgetOrder(1, reset=False))
@@ -65,20 +65,20 @@ def test_tokens_of_a_life_that_is_over_are_dropped(place: Place) -> None:
     assert place.box.tokens.tolist() == [20, 20] and place.box.dropped.tolist() == [30, 30]
 
 
-def test_steps_and_tokens_count_for_every_fragment(place: Place) -> None:
+def test_steps_and_tokens_count_for_every_fragment(place: SteppedBoundary) -> None:
     place.step(tokens=10)
     place.step(tokens=5)
     assert counters(place.box) == ([2, 2], [15, 15], [-1, -1])
 
 
-def test_owning_makes_the_base_version_0_and_keeps_the_counters(place: Place) -> None:
+def test_owning_makes_the_base_version_0_and_keeps_the_counters(place: SteppedBoundary) -> None:
     place.step()
     place.boundary.carry_out(fx.Own())
     assert place.boundary.recovered
     assert counters(place.box) == ([1, 1], [10, 10], [0, 0])
 
 
-def test_a_copy_is_made_at_its_step_and_says_what_it_holds(place: Place) -> None:
+def test_a_copy_is_made_at_its_step_and_says_what_it_holds(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.reads(slot=3, round=1, step=2)
     place.step(change=0.5)
@@ -88,7 +88,7 @@ def test_a_copy_is_made_at_its_step_and_says_what_it_holds(place: Place) -> None
     assert place.box.outgoing(3, 1).tolist() == [3.0]
 
 
-def test_an_order_that_comes_late_is_served_at_the_next_boundary(place: Place) -> None:
+def test_an_order_that_comes_late_is_served_at_the_next_boundary(place: SteppedBoundary) -> None:
     place.step()
     place.reads(slot=0, round=0, step=1)
     place.step()
@@ -96,7 +96,7 @@ def test_an_order_that_comes_late_is_served_at_the_next_boundary(place: Place) -
     assert isinstance(copy, CopyMade) and copy.t == 2
 
 
-def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> None:
+def test_adoption_comes_before_the_copy_of_the_same_boundary(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.reads(slot=1, round=0, step=1)
     place.adopts(0, version=4, value=9.0)
@@ -107,7 +107,7 @@ def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> No
     assert place.box.outgoing(1, 0).tolist() == [9.0]
 
 
-def test_adoption_resets_the_counters_of_its_fragment_alone(place: Place) -> None:
+def test_adoption_resets_the_counters_of_its_fragment_alone(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.step()
     place.adopts(1, version=1, value=7.0)
@@ -128,7 +128,7 @@ class BaseCopy(Future[None]):
         self.heard_before = [type(frame) for frame in self._courier.sent]
 
 
-def test_the_courier_hears_of_an_adoption_once_a_snapshot_has_copied_the_base(place: Place) -> None:
+def test_the_courier_hears_of_an_adoption_once_a_snapshot_has_copied_the_base(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.step()
     copies = [BaseCopy(place.courier), BaseCopy(place.courier)]
@@ -140,7 +140,7 @@ def test_the_courier_hears_of_an_adoption_once_a_snapshot_has_copied_the_base(pl
     assert copies[0].heard_before is None, "the other fragment's base does not change"
 
 
-def test_a_version_for_a_later_step_waits_for_it(place: Place) -> None:
+def test_a_version_for_a_later_step_waits_for_it(place: SteppedBoundary) -> None:
     place.adopts(0, version=1, value=7.0, step=2)
     place.step()
     assert place.w["w0"].tolist() == [1.0]
@@ -148,14 +148,14 @@ def test_a_version_for_a_later_step_waits_for_it(place: Place) -> None:
     assert place.w["w0"].tolist() == [7.0]
 
 
-def test_blend_follows_the_orders_share(place: Place) -> None:
+def test_blend_follows_the_orders_share(place: SteppedBoundary) -> None:
     place.adopts(0, version=1, value=3.0, rule="blend", blend=0.25)
     place.step()
     assert place.w["w0"].tolist() == [0.25 * 1.0 + 0.75 * 3.0]
     assert counters(place.box)[0] == [0, 1]
 
 
-def test_carry_subtracts_the_copy_and_keeps_the_steps_since(place: Place) -> None:
+def test_carry_subtracts_the_copy_and_keeps_the_steps_since(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.reads(slot=2, round=0, step=1)
     place.step(change=1.0)  # w0 = 2, copied
@@ -168,7 +168,7 @@ def test_carry_subtracts_the_copy_and_keeps_the_steps_since(place: Place) -> Non
     assert place.courier.told() == [VersionTaken(0, Adopted(0, 1, t=3, steps=2, tokens=20), epoch=0)]
 
 
-def test_carry_without_a_copy_subtracts_the_base_and_keeps_every_step(place: Place) -> None:
+def test_carry_without_a_copy_subtracts_the_base_and_keeps_every_step(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.step(change=1.0)
     place.adopts(0, version=1, value=10.0, rule="carry", minus=BASE)
@@ -177,7 +177,7 @@ def test_carry_without_a_copy_subtracts_the_base_and_keeps_every_step(place: Pla
     assert counters(place.box)[0] == [2, 2]
 
 
-def test_a_hold_waits_from_its_step_until_its_round_is_adopted(place: Place) -> None:
+def test_a_hold_waits_from_its_step_until_its_round_is_adopted(place: SteppedBoundary) -> None:
     place.boundary.carry_out(HoldOrder(round=2, fragment=0, step=2))
     place.step()
     assert not place.boundary.is_held(place.t)
@@ -194,7 +194,7 @@ def test_a_hold_waits_from_its_step_until_its_round_is_adopted(place: Place) -> 
     assert not place.boundary.is_held(place.t)
 
 
-def test_letting_go_ends_a_hold(place: Place) -> None:
+def test_letting_go_ends_a_hold(place: SteppedBoundary) -> None:
     place.boundary.carry_out(HoldOrder(round=0, fragment=0, step=1))
     place.step()
     place.boundary.carry_out(fx.LetGo(0))
@@ -202,7 +202,7 @@ def test_letting_go_ends_a_hold(place: Place) -> None:
     assert not place.boundary.is_held(place.t)
 
 
-def test_a_cancelled_order_frees_its_slot_and_leaves_the_others(place: Place) -> None:
+def test_a_cancelled_order_frees_its_slot_and_leaves_the_others(place: SteppedBoundary) -> None:
     place.reads(slot=0, round=0, step=1)
     place.reads(slot=1, round=1, step=1)
     place.boundary.carry_out(fx.CancelRead(1))
@@ -213,20 +213,20 @@ def test_a_cancelled_order_frees_its_slot_and_leaves_the_others(place: Place) ->
     assert isinstance(copy, CopyMade) and (copy.slot, copy.round) == (0, 0)
 
 
-def test_one_boundary_makes_several_copies(place: Place) -> None:
+def test_one_boundary_makes_several_copies(place: SteppedBoundary) -> None:
     place.reads(slot=0, round=0, step=1)
     place.reads(slot=1, round=1, step=1)
     place.step()
     assert [copy.fragment for copy in place.courier.told() if isinstance(copy, CopyMade)] == [0, 1]
 
 
-def test_a_second_order_for_the_same_round_frees_the_slot_of_the_first(place: Place) -> None:
+def test_a_second_order_for_the_same_round_frees_the_slot_of_the_first(place: SteppedBoundary) -> None:
     place.reads(slot=0, round=0, step=5)
     place.reads(slot=1, round=0, step=6)
     assert place.courier.told() == [SlotFreed(0, incoming=False)]
 
 
-def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
+def test_forgetting_drops_orders_versions_and_counters(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.step()
     place.reads(slot=1, round=0, step=9)
@@ -241,14 +241,14 @@ def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
     assert place.courier.told() == [VersionTaken(0, Adopted(0, 0, t=2, dropped=10, missed=10), epoch=1)]
 
 
-def test_broken_numbers_are_gone_the_moment_it_forgets_them(place: Place) -> None:
+def test_broken_numbers_are_gone_the_moment_it_forgets_them(place: SteppedBoundary) -> None:
     place.w["w0"].fill_(float("nan"))
     place.boundary.carry_out(ForgetOrder(epoch=1, reset=True))
     assert [float(w) for w in place.w.values()] == [1.0, 2.0], "the base, at once: one more step would spread them"
     assert not place.boundary.recovered, "but what it holds is no version of the run"
 
 
-def test_orders_of_a_dead_courier_are_dropped_without_a_word_to_the_next(place: Place) -> None:
+def test_orders_of_a_dead_courier_are_dropped_without_a_word_to_the_next(place: SteppedBoundary) -> None:
     place.boundary.carry_out(ForgetOrder(epoch=3, reset=False))
     place.courier.told()
     place.reads(slot=0, round=0, step=1)
@@ -279,7 +279,9 @@ class Slow:
         self.waited = self.over = True
 
 
-def test_a_copy_is_told_once_it_is_in_host_memory_and_in_order(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_told_once_it_is_in_host_memory_and_in_order(
+    place: SteppedBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transfers = [Slow(), Slow()]
     monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot, *_: transfers[slot])
     place.reads(slot=0, round=0, step=1)
@@ -294,7 +296,7 @@ def test_a_copy_is_told_once_it_is_in_host_memory_and_in_order(place: Place, mon
 
 
 def test_a_dead_couriers_copies_under_way_are_waited_for_and_not_told(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: SteppedBoundary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer = Slow()
     monkeypatch.setattr(place.boundary._offload, "read", lambda *_: transfer)
@@ -306,7 +308,7 @@ def test_a_dead_couriers_copies_under_way_are_waited_for_and_not_told(
 
 
 def test_a_version_that_is_not_there_yet_is_taken_later_unless_a_hold_waits_for_it(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: SteppedBoundary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer = Slow()
     monkeypatch.setattr(place.boundary._offload, "bring", lambda *_, **__: transfer)
@@ -318,7 +320,7 @@ def test_a_version_that_is_not_there_yet_is_taken_later_unless_a_hold_waits_for_
     assert place.w["w0"].tolist() == [7.0] and transfer.waited
 
 
-def test_while_idle_everything_is_served_at_once(place: Place) -> None:
+def test_while_idle_everything_is_served_at_once(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.step()
     place.adopts(1, version=1, value=5.0, step=50)
@@ -328,7 +330,7 @@ def test_while_idle_everything_is_served_at_once(place: Place) -> None:
     assert place.w["w1"].tolist() == [5.0]
 
 
-def test_while_idle_the_same_values_are_not_copied_again_and_again(place: Place) -> None:
+def test_while_idle_the_same_values_are_not_copied_again_and_again(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.step()
     place.reads(slot=0, round=0, step=2)
@@ -342,7 +344,7 @@ def test_while_idle_the_same_values_are_not_copied_again_and_again(place: Place)
     assert [type(frame) for frame in place.courier.told()] == [VersionTaken, CopyMade]
 
 
-def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
+def test_before_the_first_step_a_copy_waits_for_its_step(place: SteppedBoundary) -> None:
     """Synchronous orders come before the run's parameters are all adopted; a copy at step 0 would hold nothing."""
     place.boundary.carry_out(fx.Own())
     place.reads(slot=0, round=0, step=1)
@@ -352,7 +354,7 @@ def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
     assert [type(frame) for frame in place.courier.told()] == [CopyMade]
 
 
-def test_a_finished_run_leaves_its_own_values_in_the_model(place: Place) -> None:
+def test_a_finished_run_leaves_its_own_values_in_the_model(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.box.base_version[:] = [3, -1]
     place.box.base(0)[:] = 8.0
@@ -363,7 +365,7 @@ def test_a_finished_run_leaves_its_own_values_in_the_model(place: Place) -> None
     assert place.w["w1"].tolist() == [3.0], "a base that is being written is nobody's value"
 
 
-def test_what_an_adoption_drops_is_told_by_cause(place: Place) -> None:
+def test_what_an_adoption_drops_is_told_by_cause(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     for _ in range(3):
         place.step()

@@ -32,7 +32,7 @@ def expected(box: Mailbox, codec: str, base: FloatArray, theta: FloatArray, frag
     return body.tobytes()
 
 
-class Place:
+class DeviceBoundary:
     """One fragment of 300 values, all alike."""
 
     def __init__(self, codec: str = "int8") -> None:
@@ -63,21 +63,21 @@ class Place:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
-    made = Place()
+def place() -> Iterator[DeviceBoundary]:
+    made = DeviceBoundary()
     yield made
     made.boundary.close()
     made.box.close()
 
 
-def test_a_copy_lies_encoded_in_its_slot(place: Place) -> None:
+def test_a_copy_lies_encoded_in_its_slot(place: DeviceBoundary) -> None:
     place.step(0.25)
     [copy] = place.copy(slot=2)
     assert copy == CopyMade(2, 1, 0, t=1, steps=1, tokens=10, base=0, epoch=0, feedback=-1)
     assert place.body(2) == place.expect(1.0, 1.25)
 
 
-def test_training_does_not_encode_itself(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_does_not_encode_itself(place: DeviceBoundary, monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     encode = module.encode_contribution
     monkeypatch.setattr(
@@ -88,7 +88,7 @@ def test_training_does_not_encode_itself(place: Place, monkeypatch: pytest.Monke
     assert names == ["atoll-encoder_0"]
 
 
-def test_what_was_adopted_is_the_base_of_the_next_copy_and_not_of_the_last(place: Place) -> None:
+def test_what_was_adopted_is_the_base_of_the_next_copy_and_not_of_the_last(place: DeviceBoundary) -> None:
     place.step(0.5)
     place.boundary.carry_out(ReadOrder(0, 1, 0, 1))
     place.boundary.make_copies(1)
@@ -102,7 +102,7 @@ def test_what_was_adopted_is_the_base_of_the_next_copy_and_not_of_the_last(place
     assert place.body(1) == place.expect(7.0, 7.25)
 
 
-def test_a_base_out_of_a_cut_is_taken_from_shared_memory(place: Place) -> None:
+def test_a_base_out_of_a_cut_is_taken_from_shared_memory(place: DeviceBoundary) -> None:
     place.box.base(0)[:] = 3.0
     place.boundary.take_base()
     place.step(0.5)
@@ -111,7 +111,7 @@ def test_a_base_out_of_a_cut_is_taken_from_shared_memory(place: Place) -> None:
 
 
 def test_where_the_device_has_no_memory_for_it_the_order_is_dropped_and_its_slot_free(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: DeviceBoundary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: object) -> None:
         raise torch.OutOfMemoryError("as if")
@@ -125,7 +125,9 @@ def test_where_the_device_has_no_memory_for_it_the_order_is_dropped_and_its_slot
     assert isinstance(copy, CopyMade) and place.body(3) == place.expect(1.0, 2.0)
 
 
-def test_more_rests_than_at_first_are_kept_while_there_is_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rests_than_at_first_are_kept_while_there_is_memory(
+    place: DeviceBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = count_rests(place.box.layout)
     place.box.rest_tag[:] = -1
     for number in range(first):
@@ -143,7 +145,7 @@ def test_more_rests_than_at_first_are_kept_while_there_is_memory(place: Place, m
 
 
 @pytest.mark.parametrize("what", ["forget", "new courier"])
-def test_rests_that_nobody_can_ask_for_are_dropped(place: Place, what: str) -> None:
+def test_rests_that_nobody_can_ask_for_are_dropped(place: DeviceBoundary, what: str) -> None:
     for slot in range(3):
         place.step()
         place.copy(slot)
@@ -161,7 +163,7 @@ def test_rests_that_nobody_can_ask_for_are_dropped(place: Place, what: str) -> N
     assert sorted(rests._held) == [place.box.tag_rest(0, t) for t in kept]
 
 
-def test_a_copy_without_steps_leaves_no_rest_and_spoils_none(place: Place) -> None:
+def test_a_copy_without_steps_leaves_no_rest_and_spoils_none(place: DeviceBoundary) -> None:
     """It can be a copy of the same step as the one that was merged, on the version that holds it."""
     place.step(0.3)
     place.copy()

@@ -458,7 +458,7 @@ def test_placement_device_is_refused_and_auto_takes_host() -> None:
 # ---- between two steps ----------------------------------------------------------------------------------------------
 
 
-class Place:
+class MomentsBoundary:
     def __init__(self, offload: type[Offload] | None = None) -> None:
         self.training, self.courier = Training(), Remembers()
         self.box = Mailbox.create(self.training.plan, SHARED)
@@ -494,7 +494,7 @@ class Place:
 
 @pytest.mark.parametrize("offload", [None, StreamOffload])
 def test_a_copy_has_its_moments_behind_it_and_a_version_is_adopted_with_its_own(offload: type[Offload] | None) -> None:
-    place = Place(offload)
+    place = MomentsBoundary(offload)
     place.boundary.carry_out(ReadOrder(2, 0, 0, 2))
     place.step()
     part = place.training.plan.fragments[0]
@@ -511,7 +511,7 @@ def test_a_copy_has_its_moments_behind_it_and_a_version_is_adopted_with_its_own(
 
 @pytest.mark.parametrize("offload", [None, StreamOffload])
 def test_carry_subtracts_what_was_sent_with_the_copy(offload: type[Offload] | None) -> None:
-    place = Place(offload)
+    place = MomentsBoundary(offload)
     place.boundary.carry_out(ReadOrder(2, 0, 0, 2))
     place.step()
     sent = read_moments(place.training.plan.fragments[0], place.box.outgoing_moments(2)).copy()
@@ -526,7 +526,7 @@ def test_carry_subtracts_what_was_sent_with_the_copy(offload: type[Offload] | No
 
 
 def test_a_version_without_moments_leaves_them_alone_and_the_tape_says_so() -> None:
-    place = Place()
+    place = MomentsBoundary()
     place.step()
     own = [place.training.own(key, 0) for key in place.training.keys]
     place.lands(np.zeros(0, np.uint8))

@@ -72,7 +72,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
     return result
 
 
-class Place:
+class StartedProcesses:
     def __init__(self, tmp_path: Path) -> None:
         self.path = tmp_path
         self.script = tmp_path / "script.py"
@@ -130,8 +130,8 @@ def _heed_interrupts() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path)
+def place(tmp_path: Path) -> Iterator[StartedProcesses]:
+    place = StartedProcesses(tmp_path)
     yield place
     for process in place.processes:
         process.kill()
@@ -173,7 +173,7 @@ def assert_is_the_runs(result: dict[str, Any], out: RunDir) -> None:
         pytest.param({"adopt": "overwrite", "synchronous": True, "overlap": 0}, id="sync"),
     ],
 )
-def test_both_end_with_the_runs_model(place: Place, rules: dict[str, object]) -> None:
+def test_both_end_with_the_runs_model(place: StartedProcesses, rules: dict[str, object]) -> None:
     out = place.syncer(steps=100_000, **rules)
     learners = {name: place.learner(name) for name in ("learner-0", "learner-1")}
     until(lambda: all(contributions(out, name) >= 2 for name in learners), "both contribute")
@@ -191,7 +191,9 @@ def test_both_end_with_the_runs_model(place: Place, rules: dict[str, object]) ->
     "rules",
     [pytest.param({}, id="asynchronous"), pytest.param({"synchronous": True, "overlap": 0}, id="synchronous")],
 )
-def test_a_killed_courier_is_replaced_and_its_learner_contributes_again(place: Place, rules: dict[str, object]) -> None:
+def test_a_killed_courier_is_replaced_and_its_learner_contributes_again(
+    place: StartedProcesses, rules: dict[str, object]
+) -> None:
     out = place.syncer(tokens=100_000_000, **rules)
     first, second = place.learner("learner-0"), place.learner("learner-1")
     until(lambda: contributions(out, "learner-0") >= 2 and contributions(out, "learner-1") >= 2, "both contribute")
@@ -206,7 +208,7 @@ def test_a_killed_courier_is_replaced_and_its_learner_contributes_again(place: P
 
 
 @pytest.mark.faults
-def test_a_compiled_learner_and_a_plain_one_with_a_loader_share_a_run(place: Place) -> None:
+def test_a_compiled_learner_and_a_plain_one_with_a_loader_share_a_run(place: StartedProcesses) -> None:
     out = place.syncer(tokens=100_000_000)
     learners = {
         "learner-0": place.learner("learner-0", HOW="compiled"),
@@ -224,7 +226,7 @@ def test_a_compiled_learner_and_a_plain_one_with_a_loader_share_a_run(place: Pla
 
 
 @pytest.mark.faults
-def test_learners_that_shuffle_alike_are_told_of(place: Place) -> None:
+def test_learners_that_shuffle_alike_are_told_of(place: StartedProcesses) -> None:
     out = place.syncer(tokens=100_000_000)
     learners = {name: place.learner(name, HOW="own") for name in ("learner-0", "learner-1")}
     [told] = until(lambda: events(out, "same_batches"), "it is told")
@@ -236,7 +238,7 @@ def test_learners_that_shuffle_alike_are_told_of(place: Place) -> None:
 
 
 @pytest.mark.faults
-def test_learners_outlive_a_syncer_and_join_the_next_on_its_port(place: Place) -> None:
+def test_learners_outlive_a_syncer_and_join_the_next_on_its_port(place: StartedProcesses) -> None:
     out = place.syncer(tokens=100_000_000)
     learners = {name: place.learner(name) for name in ("learner-0", "learner-1")}
     until(lambda: contributions(out, "learner-0") >= 2 and contributions(out, "learner-1") >= 2, "both contribute")
@@ -252,7 +254,7 @@ def test_learners_outlive_a_syncer_and_join_the_next_on_its_port(place: Place) -
 
 
 @pytest.mark.faults
-def test_one_stays_while_others_leave_early_are_interrupted_and_are_killed(place: Place) -> None:
+def test_one_stays_while_others_leave_early_are_interrupted_and_are_killed(place: StartedProcesses) -> None:
     out = place.syncer(learners=4, tokens=100_000_000)
     stays, early = place.learner("learner-0"), place.learner("learner-1", MOST_STEPS="30")
     interrupted, killed = place.learner("learner-2"), place.learner("learner-3")
@@ -278,7 +280,7 @@ def test_one_stays_while_others_leave_early_are_interrupted_and_are_killed(place
     assert_is_the_runs(place.result(stays, "learner-0"), out)
 
 
-def test_the_second_interrupt_ends_a_learner_at_once(place: Place) -> None:
+def test_the_second_interrupt_ends_a_learner_at_once(place: StartedProcesses) -> None:
     out = place.syncer(learners=1, tokens=100_000_000)
     learner = place.learner("learner-0")
     until(lambda: contributions(out, "learner-0") >= 2, "it contributes")

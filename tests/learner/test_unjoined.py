@@ -6,7 +6,7 @@ import signal
 import subprocess
 
 import pytest
-from tests.learner.test_two_learners import WAIT_S, Place, events, place, until
+from tests.learner.test_two_learners import WAIT_S, StartedProcesses, events, place, until
 
 __all__ = ["place"]
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -18,7 +18,7 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{os.environ['M
 """
 
 
-def check_ended(place: Place, name: str, learner: subprocess.Popen[bytes]) -> None:
+def check_ended(place: StartedProcesses, name: str, learner: subprocess.Popen[bytes]) -> None:
     assert learner.wait(WAIT_S) == 143, place.log(name)
     assert place.log(name).splitlines()[-1] == (
         "atoll: ended before it joined the run, which has nothing of it: its machine is taken away (SIGTERM); "
@@ -28,14 +28,14 @@ def check_ended(place: Place, name: str, learner: subprocess.Popen[bytes]) -> No
     assert not place.result_path(name).exists(), "what follows `with` runs on no untrained model"
 
 
-def test_sigterm_ends_one_that_nobody_answers(place: Place) -> None:
+def test_sigterm_ends_one_that_nobody_answers(place: StartedProcesses) -> None:
     learner = place.learner("learner-0")
     until(lambda: _handles_sigterm(learner), "it is joining")
     learner.send_signal(signal.SIGTERM)
     check_ended(place, "learner-0", learner)
 
 
-def test_sigterm_ends_one_that_waits_for_the_others(place: Place) -> None:
+def test_sigterm_ends_one_that_waits_for_the_others(place: StartedProcesses) -> None:
     out = place.syncer(steps=1000, wait_for_learners_s=600)
     learner = place.learner("learner-0")
     until(lambda: "connected to run" in place.log("learner-0"), "it waits for the second learner")
@@ -46,7 +46,7 @@ def test_sigterm_ends_one_that_waits_for_the_others(place: Place) -> None:
 
 
 @pytest.mark.faults
-def test_sigterm_ends_one_that_trains_without_having_joined(place: Place) -> None:
+def test_sigterm_ends_one_that_trains_without_having_joined(place: StartedProcesses) -> None:
     """Entering waits no longer: it makes steps, and is in no run."""
     place.syncer(steps=1000, wait_for_learners_s=600)
     text = place.script.read_text()
@@ -58,7 +58,7 @@ def test_sigterm_ends_one_that_trains_without_having_joined(place: Place) -> Non
 
 
 @pytest.mark.faults
-def test_sigterm_ends_all_ranks_of_one_that_waits(place: Place) -> None:
+def test_sigterm_ends_all_ranks_of_one_that_waits(place: StartedProcesses) -> None:
     out = place.syncer(steps=1000, wait_for_learners_s=600)
     text = place.script.read_text()
     place.script.write_text(text.replace("torch.manual_seed", f"{RANKED}torch.manual_seed", 1))

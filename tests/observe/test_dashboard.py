@@ -34,7 +34,7 @@ class NoDesk:
         pass
 
 
-class Place:
+class ServedDashboard:
     """The dashboard of a run, on a port of its own."""
 
     def __init__(self, folder: Path, status: RunStatus) -> None:
@@ -86,9 +86,9 @@ async def sent_away(socket: aiohttp.ClientWebSocketResponse) -> int:
 
 
 @pytest.fixture
-async def place(tmp_path: Path, events: list[Event], status: Status) -> AsyncIterator[Place]:
+async def place(tmp_path: Path, events: list[Event], status: Status) -> AsyncIterator[ServedDashboard]:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    place = Place(tmp_path, status())
+    place = ServedDashboard(tmp_path, status())
     await place.open()
     yield place
     await place.close()
@@ -97,7 +97,7 @@ async def place(tmp_path: Path, events: list[Event], status: Status) -> AsyncIte
 # ---- pages ----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_page_and_its_parts_are_served_and_load_nothing_from_elsewhere(place: Place) -> None:
+async def test_the_page_and_its_parts_are_served_and_load_nothing_from_elsewhere(place: ServedDashboard) -> None:
     code, page, headers = await place.get("/")
     assert code == 200 and "<title>Atoll</title>" in page
     policy = headers["Content-Security-Policy"]
@@ -109,30 +109,30 @@ async def test_the_page_and_its_parts_are_served_and_load_nothing_from_elsewhere
         assert "//cdn" not in text and "https://" not in text
 
 
-async def test_plotly_comes_from_the_installed_package(place: Place) -> None:
+async def test_plotly_comes_from_the_installed_package(place: ServedDashboard) -> None:
     code, text, headers = await place.get("/plotly.min.js")
     assert code == 200 and "plotly" in text[:200] and headers["Content-Type"].startswith("text/javascript")
 
 
 @pytest.mark.parametrize("path", ["/assets/nothing.js", "/assets/..%2fsite.py", "/assets/%2e%2e/site.py", "/elsewhere"])
-async def test_nothing_else_is_served(place: Place, path: str) -> None:
+async def test_nothing_else_is_served(place: ServedDashboard, path: str) -> None:
     code, text, _ = await place.get(path)
     assert code == 404 and "import" not in text
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 @pytest.mark.parametrize("path", ["/", "/metrics", "/v1/live", "/assets/app.js", "/plotly.min.js"])
-async def test_other_verbs_are_refused(place: Place, method: str, path: str) -> None:
+async def test_other_verbs_are_refused(place: ServedDashboard, method: str, path: str) -> None:
     assert (await place.get(path, method))[0] == 405
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/plotly.min.js"])
-async def test_a_head_has_no_body(place: Place, path: str) -> None:
+async def test_a_head_has_no_body(place: ServedDashboard, path: str) -> None:
     assert (await place.get(path, "HEAD"))[:2] == (200, "")
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/assets/app.js"])
-async def test_a_name_that_was_made_to_lead_here_reads_nothing(place: Place, path: str) -> None:
+async def test_a_name_that_was_made_to_lead_here_reads_nothing(place: ServedDashboard, path: str) -> None:
     code, text, _ = await place.get(path, Host="evil.example")
     assert code == 403 and "127.0.0.1" in text
     assert (await place.get(path, Host=f"localhost:{place.server.port}"))[0] == 200
@@ -141,7 +141,7 @@ async def test_a_name_that_was_made_to_lead_here_reads_nothing(place: Place, pat
 # ---- the live channel -----------------------------------------------------------------------------------------------
 
 
-async def test_a_viewer_gets_a_snapshot_and_then_what_is_new(place: Place, say: Callable[..., Event]) -> None:
+async def test_a_viewer_gets_a_snapshot_and_then_what_is_new(place: ServedDashboard, say: Callable[..., Event]) -> None:
     socket = await place.look()
     whole = await heard(socket)
     assert whole["type"] == "snapshot" and whole["now"]["round"] == 1203 and whole["began"] == 1002.0
@@ -158,25 +158,27 @@ async def test_a_viewer_gets_a_snapshot_and_then_what_is_new(place: Place, say: 
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1", "http://localhost:1"])
-async def test_pages_of_elsewhere_may_not_look_on(place: Place, origin: str) -> None:
+async def test_pages_of_elsewhere_may_not_look_on(place: ServedDashboard, origin: str) -> None:
     with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
         await place.look(origin)
     assert refusal.value.status == 403
 
 
-async def test_without_an_origin_nobody_looks_on(place: Place) -> None:
+async def test_without_an_origin_nobody_looks_on(place: ServedDashboard) -> None:
     assert (await place.get("/v1/live", Upgrade="websocket", Connection="Upgrade"))[0] == 403
     assert (await place.get("/v1/live", Origin=f"http://{place.host}"))[0] == 426
 
 
-async def test_the_control_channel_still_refuses_web_pages(place: Place) -> None:
+async def test_the_control_channel_still_refuses_web_pages(place: ServedDashboard) -> None:
     with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
         await place.session.ws_connect(f"http://{place.host}/v1/control", origin=f"http://{place.host}")
     assert refusal.value.status == 403
 
 
 @pytest.mark.parametrize("garbage", ["hello", b"\x00\xff", "x" * 5000], ids=["text", "bytes", "too long"])
-async def test_a_viewer_that_speaks_is_sent_away_and_nobody_else_notices(place: Place, garbage: str | bytes) -> None:
+async def test_a_viewer_that_speaks_is_sent_away_and_nobody_else_notices(
+    place: ServedDashboard, garbage: str | bytes
+) -> None:
     quiet, loud = await place.look(), await place.look()
     assert (await heard(quiet))["type"] == (await heard(loud))["type"] == "snapshot"
     await (loud.send_str(garbage) if isinstance(garbage, str) else loud.send_bytes(garbage))
@@ -186,7 +188,7 @@ async def test_a_viewer_that_speaks_is_sent_away_and_nobody_else_notices(place: 
         assert (await heard(quiet))["type"] == "delta"
 
 
-async def test_so_many_viewers_and_no_more(place: Place) -> None:
+async def test_so_many_viewers_and_no_more(place: ServedDashboard) -> None:
     sockets = [await place.look() for _ in range(site.MOST_VIEWERS)]
     with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
         await place.look()
@@ -230,7 +232,7 @@ async def test_a_viewer_that_reads_too_slowly_is_dropped() -> None:
     assert len(crowd) == 0 and slow.outbox.closed and slow.why == "you read too slowly"
 
 
-async def test_viewers_are_sent_away_when_the_port_closes(place: Place) -> None:
+async def test_viewers_are_sent_away_when_the_port_closes(place: ServedDashboard) -> None:
     socket = await place.look()
     await heard(socket)
     async with asyncio.TaskGroup() as tasks:
@@ -374,7 +376,7 @@ def test_a_restarted_syncer_shows_the_past_and_no_more_of_it_than_a_bound(tmp_pa
 # ---- figures for Prometheus -----------------------------------------------------------------------------------------
 
 
-async def test_metrics_can_be_scraped(place: Place) -> None:
+async def test_metrics_can_be_scraped(place: ServedDashboard) -> None:
     code, text, headers = await place.get("/metrics")
     assert code == 200 and headers["Content-Type"].startswith("text/plain")
     found = {one.name: one for one in text_string_to_metric_families(text)}
