@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.bucket.credentials import NAME, keep_credentials, read_credentials, select_credentials
+from atoll.bucket.client import CREDENTIALS, keep_credentials, read_credentials, select_credentials
 from atoll.protocol.errors import ConfigError
 
 TERMINAL = {
@@ -39,8 +39,8 @@ def test_they_are_kept_for_this_user_alone_and_the_newest_count(tmp_path: Path) 
     assert read_credentials(secrets) == {}
     keep_credentials(secrets, {"AWS_SECRET_ACCESS_KEY": "b"})
     assert read_credentials(secrets) == {"AWS_SECRET_ACCESS_KEY": "b"}
-    assert (secrets / NAME).stat().st_mode & 0o777 == 0o600 and secrets.stat().st_mode & 0o777 == 0o700
-    os.chmod(secrets / NAME, 0o644)
+    assert (secrets / CREDENTIALS).stat().st_mode & 0o777 == 0o600 and secrets.stat().st_mode & 0o777 == 0o700
+    os.chmod(secrets / CREDENTIALS, 0o644)
     with pytest.raises(ConfigError, match="can be read by others"):
         read_credentials(secrets)
     keep_credentials(secrets, {})

@@ -14,9 +14,9 @@ from torch import nn
 import atoll
 from atoll.fabric.wire import METRICS, ScoreReport, decode_score
 from atoll.launch.script import is_wrong_return, remove_own_frames
+from atoll.learner.evaluate import ScoredModule
 from atoll.learner.evaluator import Evaluator, ScoreFigures, read_figures
 from atoll.learner.model import describe
-from atoll.learner.scored_model import ScoredModule
 from atoll.numerics.fragments import make_plan
 from atoll.telemetry.status import RunStatus
 

@@ -2,7 +2,7 @@
 
 from tests.protocol.world import World
 
-from atoll.syncer.shortage import describe_shortage
+from atoll.syncer.status import describe_shortage
 
 MB = 10**6
 BODIES = {"fp32": 100 * MB, "bf16": 50 * MB, "int8": 27 * MB}

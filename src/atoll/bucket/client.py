@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
 from atoll.extras import missing
 from atoll.protocol.errors import AtollError, ConfigError
+from atoll.store.keys import KeyDir, check_private
 
 T = TypeVar("T")
 
@@ -29,6 +32,11 @@ CONNECT_S = 5
 PART_BYTES = 8 * 2**20
 """Of a large file: its parts are sent beside each other, and each is tried again by itself."""
 PARTS = 4
+CREDENTIALS = "store-credentials.json"
+_VARIABLES = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_", "file": "", "": ""}
+"""By scheme, how their names begin; the others are Azure's. A folder needs none, nor does a run without a store."""
+_OF_A_MACHINE = re.compile(r"AWS_(PROFILE|CONFIG_FILE|SHARED_CREDENTIALS_FILE|CONTAINER_\w+|WEB_IDENTITY_\w+|ROLE_\w+)")
+"""Where a machine has its role, and files in its home: elsewhere they lead nowhere."""
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -253,3 +261,37 @@ def _shorten(text: str) -> str:
     code = re.search(r"<Code>([^<]+)</Code>", text)
     first = re.sub(r"Error performing (\w+) \S+ in [\d.]+\S+( after \d+ retries[^-]*)? - ", "", first)
     return f"{first.removeprefix('Generic S3 error: ')[:200]}{f' ({code[1]})' if code else ''}"
+
+
+# ---- credentials ----------------------------------------------------------------------------------------------------
+# The variables that a bucket is opened with, where others open it than whoever named it: the syncers of a cluster. They
+# are what the terminal had when it started the run or went on with it. They lie in the secrets of the run's folder
+# (mode 600), which is never uploaded, so that a controller that is started again has them too. Where the terminal had
+# none, each node's own count: its variables, or its role.
+
+
+def select_credentials(url: str, environment: Mapping[str, str]) -> dict[str, str]:
+    family = _VARIABLES.get(urlsplit(url).scheme, "AZURE_")
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if family and name.startswith(family) and not _OF_A_MACHINE.fullmatch(name)
+    }
+
+
+def keep_credentials(secrets: Path, found: Mapping[str, str]) -> None:
+    """In place of those that were kept before."""
+    keys = KeyDir.create(secrets)
+    if found:
+        keys.write(keys.path / CREDENTIALS, msgspec.json.encode(found))
+    else:
+        (keys.path / CREDENTIALS).unlink(missing_ok=True)
+
+
+def read_credentials(secrets: Path) -> dict[str, str]:
+    """Those that were kept; empty: none."""
+    path = secrets / CREDENTIALS
+    if not path.exists():
+        return {}
+    check_private(path)
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, str])

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from atoll.bucket.credentials import select_credentials
+from atoll.bucket.client import select_credentials
 from atoll.cli.shared import close, document_of, short
 from atoll.cli.store import restore_if_empty
 from atoll.config import Config, convert, merged, parse_settings

@@ -25,8 +25,8 @@ from atoll.fabric.address import parse_address
 from atoll.fabric.bodies import fetch_one_version
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
+from atoll.learner.evaluate import ScoredModel
 from atoll.learner.model import view_piece
-from atoll.learner.scored_model import ScoredModel
 from atoll.learner.script import say
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors

@@ -34,7 +34,7 @@ from atoll.protocol.shard_messages import (
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer import shard_effects as to_shards
 from atoll.protocol.syncer import shards as pure
-from atoll.protocol.syncer.lead_rules import HeldEffects, expect_answer, find_wrong_parts, merge_of
+from atoll.protocol.syncer.shard_effects import HeldEffects, expect_answer, find_wrong_parts, merge_of
 from atoll.simulate.simulated_shard import ShardLink
 
 NOT_FINITE = "values that are not finite"

@@ -48,7 +48,7 @@ from atoll.protocol.shard_messages import (
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer import shard_effects as to_shards
 from atoll.protocol.syncer import shards as pure
-from atoll.protocol.syncer.lead_rules import HeldEffects, expect_answer, find_wrong_parts, merge_of
+from atoll.protocol.syncer.shard_effects import HeldEffects, expect_answer, find_wrong_parts, merge_of
 from atoll.syncer.contributions import LARGE, Inbox, Merging, PendingContribution
 from atoll.syncer.model import Model
 from atoll.syncer.parameters import Parameters

@@ -1,11 +1,12 @@
-"""What people and evaluators read of a run: its live figures, from the state machine and a few running sums; its
-manifest; and the event of a score."""
+"""What people and evaluators read of a run: its live figures, from the state machine and a few running sums; what it
+lacks, where it falls behind; its manifest; and the event of a score."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import ceil
 from statistics import fmean, median
 from typing import Any
 
@@ -13,15 +14,15 @@ import msgspec
 
 from atoll.bucket.uploader import StoreLag
 from atoll.config import Config
-from atoll.fabric.wire import ScoreReport, one_line
+from atoll.fabric.wire import MIB, ScoreReport, one_line
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import LearnerTime, format_score, participation, spread
+from atoll.protocol.syncer.flights import Flights
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer.recovery import outer_of
-from atoll.syncer.shortage import describe_shortage
 from atoll.telemetry.status import STEPPING, LearnerStatus, RunStatus
 
 RECENT = 256
@@ -32,6 +33,9 @@ BEHIND = 64
 """Versions of a fragment of which the round is remembered."""
 ENOUGH = 0.01
 """Of the budget: so much must be done before the rest is estimated by it."""
+MOST_OF = 0.8
+"""The syncer itself is what is slow if merging and writing take this share of the time between two commits."""
+GIGABIT = 1e9 / 8
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -299,6 +303,47 @@ def _training_phase(machine: Syncer | None) -> dict[str, Any]:
         "phase_until": ends,
         "earlier_h": tuple(told),
     }
+
+
+def describe_shortage(machine: Syncer) -> str:
+    """What is missing where rounds are committed more slowly than one per H/P steps, in one sentence with figures.
+    Empty: nothing is. All of it is measured: the time between two commits while rounds were behind, the bytes of a
+    contribution, and how long members take to answer. Rates are of those bytes alone, one way: from a learner to the
+    syncer."""
+    flights, settings, step_s = machine.rounds.flights, machine.settings, machine.members.step_s()
+    if machine.phase != "running" or settings.synchronous or step_s is None:
+        return ""
+    if flights.lacks_memory:
+        return _describe_lacking_memory(flights, len(machine.members.stepping_learners()))
+    if not flights.is_short or flights.gap_s is None:
+        return ""
+    due_s = schedule.interval(settings) * step_s
+    behind = flights.gap_s / due_s
+    if behind <= 1:
+        return ""
+    fits = f"sync_every = {ceil(settings.sync_every * behind - 1e-6)} would fit"
+    if (merging_s := flights.merging_s.value or 0.0) >= MOST_OF * flights.gap_s:
+        return f"the syncer merges and writes a round in {merging_s:.3g} s, and one is due every {due_s:.3g} s: {fits}"
+    slowest = max(machine.members.live_learners(), key=lambda one: one.answer_s.value or 0.0, default=None)
+    body = flights.bodies.get(settings.codec)
+    if slowest is None or body is None:
+        return ""
+    has, needs = body / flights.gap_s / GIGABIT, body / due_s / GIGABIT
+    smaller = [name for name, size in flights.bodies.items() if size * behind <= body]
+    if smaller:
+        fits += f", or codec = {max(smaller, key=flights.bodies.__getitem__)}"
+    return (
+        f"{slowest.name} answers slowest: {has:.3g} Gbit/s come from it where H = {settings.sync_every} takes "
+        f"{needs:.3g}, so {needs - has:.2g} Gbit/s are missing: {fits}"
+    )
+
+
+def _describe_lacking_memory(flights: Flights, learners: int) -> str:
+    needed = ceil(flights.needed * max(1, learners) * flights.contribution_bytes / MIB)
+    return (
+        f"round_memory_mib allows {flights.affordable} rounds under way where {flights.needed} keep H: "
+        f"round_memory_mib = {needed} would do"
+    )
 
 
 def manifest(machine: Syncer, plan: FragmentPlan, evaluate_every: int, shards: Sequence[str] = ()) -> bytes:

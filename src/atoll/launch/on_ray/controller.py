@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from atoll.bucket.claims import read_place
-from atoll.bucket.credentials import keep_credentials, read_credentials
+from atoll.bucket.client import keep_credentials, read_credentials
 from atoll.config import parse
 from atoll.fabric.address import SyncerAddress
 from atoll.fabric.certificates import fingerprint, make_server
