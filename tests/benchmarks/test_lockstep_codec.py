@@ -13,11 +13,12 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from lockstep_codec import find_blocks, transfer, work_on_blocks
 from lockstep_learner import Sender
 from shared_moments import transfer_moments
+from tests.numerics.moment_bodies import decode_moment
 
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, count_values, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.fragments import Fragment, make_plan, row_lengths
-from atoll.numerics.moments import Moment, decode_moment, encode_moment
+from atoll.numerics.moments import Moment, encode_moment
 from atoll.protocol.messages import TensorSpec
 
 SHAPES = {"a": (3, 70), "b": (24,), "c": (5, 64), "d": (2, 1300), "e": (), "f": (16, 64), "g": (2, 3, 128), "h": (320,)}

@@ -24,7 +24,7 @@ import msgspec
 
 from atoll.numerics import codec_kernels, group_kernels
 from atoll.numerics.arrays import ByteArray, FloatArray, IndexArray
-from atoll.numerics.codec import Delta, check_length, count_values, decode_in_parts
+from atoll.numerics.codec import BodyGroup, Delta, check_length, count_values, decode_in_parts
 from atoll.numerics.codec_kernels import ABSMAX_BLOCK
 from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
@@ -96,18 +96,8 @@ class Absmax(msgspec.Struct, frozen=True):
         width = tensor[1]
         codec_kernels.absmax_decode(data, out, starts, width, self.row_bytes(width), self.bits)
 
-    def add_bodies(
-        self,
-        bodies: tuple[ByteArray, ...],
-        scales: FloatArray,
-        count: int,
-        fresh: bool,
-        tensor: tuple[int, int],
-        start: int,
-        out: FloatArray,
-    ) -> None:
-        of = (start, tensor[1], self.row_bytes(tensor[1]), self.bits)
-        group_kernels.absmax_add_group(out, bodies, scales, count, fresh, *of)
+    def add_bodies(self, group: BodyGroup, tensor: tuple[int, int], start: int, out: FloatArray) -> None:
+        group_kernels.absmax_add_group(out, *group, start, tensor[1], self.row_bytes(tensor[1]), self.bits)
 
     def _run(self, work: Callable[[TensorBlocks, int, int], None], rows: Rows) -> None:
         """Over blocks `first` to `last` of each tensor: threads share the runs of all tensors, not of one at a time."""

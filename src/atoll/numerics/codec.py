@@ -94,22 +94,23 @@ class Codec(Protocol):
         ...
 
 
+class BodyGroup(NamedTuple):
+    """Up to GROUP bodies that are added in one pass (group_kernels.py), as kernels take them."""
+
+    bodies: tuple[ByteArray, ...]
+    """GROUP of them, `read_only`: where there are fewer the first stands for the others."""
+    scales: FloatArray
+    members: int
+    fresh: bool
+    """The first group of a sum: what `out` held does not count."""
+
+
 @runtime_checkable
 class AddingCodec(Codec, Protocol):
     """One whose bodies can be added up without their values in memory."""
 
-    def add_bodies(
-        self,
-        bodies: tuple[ByteArray, ...],
-        scales: FloatArray,
-        count: int,
-        fresh: bool,
-        tensor: tuple[int, int],
-        start: int,
-        out: FloatArray,
-    ) -> None:
-        """out ← out + Σ c Δ over the first `count` of GROUP bodies (group_kernels.py), in order; `fresh` starts with
-        the first. Of as many values of one tensor from `start` on as fill `out`; bodies and scales are `read_only`."""
+    def add_bodies(self, group: BodyGroup, tensor: tuple[int, int], start: int, out: FloatArray) -> None:
+        """out ← out + Σ c Δ over the group, in order. Of as many values of one tensor from `start` on as fill `out`."""
         ...
 
 

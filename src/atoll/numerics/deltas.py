@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray, IndexArray
-from atoll.numerics.codec import AddingCodec, Codec, body_parts, tensor_places
+from atoll.numerics.codec import AddingCodec, BodyGroup, Codec, body_parts, tensor_places
 from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Fragment, Piece
 from atoll.numerics.group_kernels import GROUP
@@ -121,13 +121,6 @@ def read_whole(delta: ReadableDelta, threads: int = 1) -> FloatArray:
 # ---- sums straight from bodies --------------------------------------------------------------------------------------
 
 
-class BodyGroup(NamedTuple):
-    bodies: tuple[ByteArray, ...]
-    """GROUP of them: where there are fewer the first stands for the others."""
-    scales: FloatArray
-    members: int
-
-
 class BodySum(NamedTuple):
     """Σ c Δ of one piece, of bodies of one codec: the bits of `take_mean` of what they decode to."""
 
@@ -137,8 +130,8 @@ class BodySum(NamedTuple):
 
     def add_values(self, start: int, out: FloatArray) -> None:
         """As many of its values from `start` on as fill `out`."""
-        for n, group in enumerate(self.groups):
-            self.codec.add_bodies(*group, n == 0, self.tensor, start, out)
+        for group in self.groups:
+            self.codec.add_bodies(group, self.tensor, start, out)
 
 
 def sum_bodies(deltas: Sequence[ReadableDelta], number: int, coefficients: DoubleArray) -> BodySum | None:
@@ -155,5 +148,5 @@ def sum_bodies(deltas: Sequence[ReadableDelta], number: int, coefficients: Doubl
         scales = np.zeros(GROUP, np.float32)
         scales[: len(data)] = coefficients[first : first + GROUP]
         filled = (*data, *([data[0]] * (GROUP - len(data))))
-        groups.append(BodyGroup(filled, read_only(scales), len(data)))
+        groups.append(BodyGroup(filled, read_only(scales), len(data), fresh=first == 0))
     return BodySum(codec, tensor, groups)

@@ -22,7 +22,7 @@ import numpy as np
 
 from atoll.numerics.arrays import ByteArray, DoubleArray, FloatArray
 from atoll.numerics.codec import Codec, count_values, make_codec
-from atoll.numerics.codec_kernels import ABSMAX_BLOCK, HALF_CODE, TINY, absmax_add_moment
+from atoll.numerics.codec_kernels import TINY, absmax_add_moment
 from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.fragments import Fragment, FragmentPlan, Rows, row_lengths
 from atoll.protocol.errors import PeerError
@@ -135,32 +135,10 @@ def encode_moment(codec: Codec, moment: Moment, values: FloatArray, out: ByteArr
         codec.encode(np.sqrt(values) if moment.squared else values, moment.rows, out[moment.data])
 
 
-def decode_moment(codec: Codec, moment: Moment, data: ByteArray) -> FloatArray:
-    """Of a body that was checked."""
-    values = _decode_plain(codec, moment, data)
-    if not moment.squared:
-        return values
-    np.maximum(values, _floor_roots(values, moment.rows), out=values)
-    positive = values > 0
-    np.square(values, out=values)
-    return np.maximum(values, TINY, out=values, where=positive)
-
-
 def _decode_plain(codec: Codec, moment: Moment, data: ByteArray) -> FloatArray:
     values = np.empty(sum(count * width for count, width in moment.rows), np.float32)
     codec.decode(data[moment.data], moment.rows, values)
     return values
-
-
-def _floor_roots(roots: FloatArray, rows: Rows) -> FloatArray:
-    """Half a code of each value's block."""
-    floors, start = [], 0
-    for count, width in rows:
-        values = roots[start : start + count * width].reshape(count, width)
-        largest = np.maximum.reduceat(values, range(0, width, ABSMAX_BLOCK), axis=1)
-        floors.append(np.repeat(largest * HALF_CODE, ABSMAX_BLOCK, axis=1)[:, :width].reshape(-1))
-        start += count * width
-    return np.concatenate(floors)
 
 
 # ---- the mean -------------------------------------------------------------------------------------------------------
@@ -236,7 +214,8 @@ def _average_moment(codec: Codec, moment: Moment, sent: Sequence[SentMoment], ou
 
 
 def _add_moment(codec: Codec, moment: Moment, body: ByteArray, share: float, total: DoubleArray) -> None:
-    """total ← total + share · what `decode_moment` gives, in one pass."""
+    """total ← total + share · what its bytes say: of squares, the square of a root that is at least half
+    a code of its block and at least TINY, where there is any."""
     ((count, width),) = moment.rows
     row_bytes = codec.nbytes(((1, width),))
     absmax_add_moment(read_only(body[moment.data]), total, width, row_bytes, share, moment.squared, count)

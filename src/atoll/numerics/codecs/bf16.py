@@ -9,7 +9,7 @@ import numpy as np
 
 from atoll.numerics import codec_kernels, group_kernels
 from atoll.numerics.arrays import ByteArray, FloatArray, HalfBits, IndexArray
-from atoll.numerics.codec import Delta, check_length, count_values, decode_in_parts, encode_in_steps
+from atoll.numerics.codec import BodyGroup, Delta, check_length, count_values, decode_in_parts, encode_in_steps
 from atoll.numerics.compiled import PART, in_parts, read_only
 from atoll.numerics.fragments import Rows
 
@@ -47,18 +47,9 @@ class Bf16(msgspec.Struct, frozen=True):
     def decode_runs(self, data: ByteArray, tensor: tuple[int, int], starts: IndexArray, out: FloatArray) -> None:
         codec_kernels.bf16_decode(data.view(np.uint16), out.view(np.uint32), starts)
 
-    def add_bodies(
-        self,
-        bodies: tuple[ByteArray, ...],
-        scales: FloatArray,
-        count: int,
-        fresh: bool,
-        tensor: tuple[int, int],
-        start: int,
-        out: FloatArray,
-    ) -> None:
-        halves = tuple(body.view(np.uint16)[start : start + out.size] for body in bodies)
-        group_kernels.bf16_add_group(out, halves, scales, count, fresh)
+    def add_bodies(self, group: BodyGroup, tensor: tuple[int, int], start: int, out: FloatArray) -> None:
+        halves = tuple(body.view(np.uint16)[start : start + out.size] for body in group.bodies)
+        group_kernels.bf16_add_group(out, halves, group.scales, group.members, group.fresh)
 
 
 make = Bf16

@@ -9,7 +9,7 @@ import numpy as np
 
 from atoll.numerics import codec_kernels, kernels
 from atoll.numerics.arrays import ByteArray, FloatArray, IndexArray
-from atoll.numerics.codec import Delta, check_length, count_values, decode_in_parts, encode_in_steps
+from atoll.numerics.codec import BodyGroup, Delta, check_length, count_values, decode_in_parts, encode_in_steps
 from atoll.numerics.fragments import Rows
 
 
@@ -39,18 +39,9 @@ class Fp32(msgspec.Struct, frozen=True):
     def decode_runs(self, data: ByteArray, tensor: tuple[int, int], starts: IndexArray, out: FloatArray) -> None:
         codec_kernels.fp32_decode(data.view(np.float32), out, starts)
 
-    def add_bodies(
-        self,
-        bodies: tuple[ByteArray, ...],
-        scales: FloatArray,
-        count: int,
-        fresh: bool,
-        tensor: tuple[int, int],
-        start: int,
-        out: FloatArray,
-    ) -> None:
-        values = tuple(body.view(np.float32)[start : start + out.size] for body in bodies)
-        kernels.accumulate(out, values, scales[np.newaxis], count, fresh)
+    def add_bodies(self, group: BodyGroup, tensor: tuple[int, int], start: int, out: FloatArray) -> None:
+        values = tuple(body.view(np.float32)[start : start + out.size] for body in group.bodies)
+        kernels.accumulate(out, values, group.scales[np.newaxis], group.members, group.fresh)
 
 
 make = Fp32
