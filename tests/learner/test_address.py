@@ -58,3 +58,16 @@ def test_a_file_that_others_can_read_ends_the_script(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit) as caught:
         find_syncer({"ATOLL_JOIN": str(file)})
     assert caught.value.code == 2 and "chmod 600" in capsys.readouterr().err
+
+
+def test_what_a_script_gives_comes_first_and_may_be_a_file_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "link.txt"
+    file.touch(mode=0o600)
+    file.write_text(LINK)
+    around = {"ATOLL_SYNCER": "http://127.0.0.1:7078"}
+    assert find_syncer(around, str(file)) == LINK == find_syncer(around, LINK)
+    with pytest.raises(SystemExit):
+        find_syncer(around, str(tmp_path / "nowhere"))
+    assert capsys.readouterr().err == f"atoll: syncer= names {tmp_path / 'nowhere'}, which is missing\n"

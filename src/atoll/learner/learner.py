@@ -74,7 +74,7 @@ class BaseLearner:
     ) -> None:
         refuse_evaluator()
         self._trained = trained
-        url = syncer or find_syncer(os.environ)
+        url = find_syncer(os.environ, syncer)
         self._ranks = _find_ranks() if url or count_ranks() > 1 else None
         self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""), self._ranks)
         self.name = folder.name
@@ -420,20 +420,24 @@ class Learner(BaseLearner):
                 optimizer.zero_grad()
                 learner.step(tokens=batch.numel(), loss=loss)
 
-    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one, or several of them
-    in a list or in a dict by name, all of parameters of `model`. Its state stays here, but for a copy that a newcomer
-    may ask for; joining a running run, or when this learner's numbers are broken, its tensors are replaced by a healthy
-    peer's, together with the model's buffers and what was registered for it; its options (learning rate, betas) stay
-    the script's own. `data` is a digest of what it trains on: it is noted in the run, and learners whose digests differ
-    are warned of.
-    `buffers` says how the model's buffers are merged: "mean" averages those of floating point, "first" takes those of a
-    round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
-    and all others are local. Frozen parameters and local buffers are not merged: where they are not those of the run's
-    first learner, a peer's are taken; with `frozen` = "refuse" the learner is refused, with "mine" they may differ.
-    `name` is its own in the run; by default the machine and the lowest free number (folder.py).
-    `placement` says where base and feedback are: "host", "device" or, by default, what fits (placement.py); also
-    ATOLL_PLACEMENT.
-    `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
+    - `model`: its trained parameters are replaced by the run's on entering.
+    - `optimizer`: the inner one, or several in a list or in a dict by name, all of parameters of `model`. Its state
+      stays here, but for a copy that a newcomer may ask for; joining a running run, or when this learner's numbers are
+      broken, its tensors are replaced by a healthy peer's, together with the model's buffers and what was registered
+      for it. Its options (learning rate, betas) stay the script's own.
+    - `syncer`: a join link, a file that holds one, or an address on this machine; by default what the script was
+      launched with (`atoll train`, `atoll learn`, ATOLL_JOIN), and without any of these it trains alone.
+    - `name`: its own in the run; by default the machine and the lowest free number.
+    - `seed`: of the run's random choices; by default the run's (ATOLL_SEED). `learner.seed` is made of it and the name.
+    - `data`: a digest of what it trains on: noted in the run, and learners whose digests differ are warned of.
+    - `tokens_per_step`: the most tokens that a step will have: noted too, and `step` with more is refused.
+    - `buffers`: how the model's buffers are merged. "mean" averages those of floating point, "first" takes those of a
+      round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
+      and all others are local.
+    - `frozen`: frozen parameters and local buffers are not merged. Where they are not those of the run's first learner,
+      a peer's are taken ("run"), the learner is refused ("refuse"), or they may differ ("mine").
+    - `placement`: where base and feedback are: "host", "device" or, by default, what fits; also ATOLL_PLACEMENT.
+    - `join_wait_s`: how long entering waits for the run's parameters and a peer's state before it trains without them.
     """
 
     @explain_keywords

@@ -52,13 +52,14 @@ def end_script(text: str, code: int, cause: BaseException) -> NoReturn:
     raise SystemExit(code) from cause
 
 
-def find_syncer(environment: Mapping[str, str]) -> str:
-    """A join link or addresses; empty: this script is alone. A file that is missing or
-    empty, or that others can read, ends the script."""
-    if named := environment.get("ATOLL_SYNCER"):
+def find_syncer(environment: Mapping[str, str], given: str | None = None) -> str:
+    """A join link or addresses, those that the script gave before the environment's; empty: this script is alone. A
+    file that is missing or empty, or that others can read, ends the script."""
+    if not given and (named := environment.get("ATOLL_SYNCER")):
         return named
+    said, named_by = (given, "syncer=") if given else (environment.get("ATOLL_JOIN", ""), "ATOLL_JOIN")
     try:
-        return read_link(environment["ATOLL_JOIN"]) if environment.get("ATOLL_JOIN") else ""
+        return read_link(said, named_by) if said else ""
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)
 
