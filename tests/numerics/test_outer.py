@@ -18,6 +18,16 @@ def test_nesterov_by_hand() -> None:
     assert (theta[0], state["momentum"][0]) == (2.375, 1.5)
 
 
+def test_the_last_step_of_nesterov_does_not_look_ahead() -> None:
+    """η = 0.5, μ = 0.5, b = 4, Δ = 2: Θ = 4 − 0.5 (2 + 0.25 · 4). Nesterov's own step takes 0.5 · 0.5 · 2 more."""
+    theta, delta, state = np.array([4], np.float32), np.array([2], np.float32), {"momentum": np.array([4], np.float32)}
+    ahead, beside = np.empty(1, np.float32), {"momentum": state["momentum"].copy()}
+    make_outer("nesterov", 0.5, 0.5).step(theta, ahead, beside, delta)
+    make_outer("nesterov-last", 0.5, 0.5).step(theta, theta, state, delta)
+    assert (theta[0], state["momentum"][0]) == (2.5, 4.0) and state["momentum"] == beside["momentum"]
+    assert ahead[0] == theta[0] - 0.5
+
+
 def test_sgd_by_hand() -> None:
     theta = np.array([1, -1], np.float32)
     make_outer("sgd", 2.0, 0.0).step(theta, theta, {}, np.array([3, 0.5], np.float32))
@@ -48,7 +58,7 @@ def test_nesterov_is_torchs() -> None:
     np.testing.assert_allclose(theta, weight.detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "sgd"])
+@pytest.mark.parametrize("name", ["nesterov", "nesterov-last", "sgd"])
 @pytest.mark.parametrize("size", [1, 100, 4099])
 def test_in_place_and_apart_give_the_same_bits(name: str, size: int) -> None:
     rng = np.random.default_rng(size)

@@ -62,9 +62,11 @@ def test_the_state_moves_on_by_the_gradient_that_an_update_stands_for(
     assert abs(float(state["momentum"][0]) - (mu * b + gradient)) <= 8 * 2**-24 * size + TINY
 
 
-@given(rates, momenta, st.lists(numbers, min_size=1, max_size=8))
-def test_without_loss_state_and_theta_go_the_way_of_the_step(lr: float, mu: float, deltas: list[float]) -> None:
-    outer = updating("nesterov", lr, mu)
+@given(st.sampled_from(["nesterov", "nesterov-last"]), rates, momenta, st.lists(numbers, min_size=1, max_size=8))
+def test_without_loss_state_and_theta_go_the_way_of_the_step(
+    name: str, lr: float, mu: float, deltas: list[float]
+) -> None:
+    outer = updating(name, lr, mu)
     theta, state, size = one(1), {"momentum": one(0)}, 0.0
     again, b = one(1), {"momentum": one(0)}
     for delta in deltas:
@@ -78,10 +80,11 @@ def test_without_loss_state_and_theta_go_the_way_of_the_step(lr: float, mu: floa
     np.testing.assert_allclose(again, theta, rtol=0, atol=1e-4 * (1 + lr * len(deltas) * size))
 
 
+@pytest.mark.parametrize("name", ["nesterov", "nesterov-last"])
 @pytest.mark.parametrize("lr", [0.0, 1e-50, 1e-40])
-def test_without_a_learning_rate_no_update_stands_for_a_gradient(lr: float) -> None:
+def test_without_a_learning_rate_no_update_stands_for_a_gradient(name: str, lr: float) -> None:
     state = {"momentum": one(2.0)}
-    updating("nesterov", lr, 0.5).advance(state, one(3.0))
+    updating(name, lr, 0.5).advance(state, one(3.0))
     assert state["momentum"][0] == 1.0
 
 
@@ -93,7 +96,7 @@ def test_sgd_has_no_state_to_move() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(choices.CODEC.names()), st.sampled_from(["nesterov", "sgd"]), st.integers(0, 2**32))
+@given(st.sampled_from(choices.CODEC.names()), st.sampled_from(choices.OUTER_OPTIMIZER.names()), st.integers(0, 2**32))
 def test_feedback_makes_up_for_what_the_bytes_leave_out(codec: str, name: str, seed: int) -> None:
     """After any number of rounds: Θ lowered by all updates, and the feedback, is what all t without loss would give."""
     by, dice = make_codec(codec), np.random.default_rng(seed)

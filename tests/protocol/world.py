@@ -5,7 +5,7 @@ Learners are connected from the start, faults happen at once, and every note and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from atoll.protocol import records
@@ -37,6 +37,7 @@ class World(simulated.World):
         jitter: float = 0.0,
         seed: int = 0,
         outer_lr: float = 1.0,
+        outer: Mapping[str, str | float | bool] | None = None,
         theta: float = 1.0,
         direct: bool = True,
         courier_s: float = 0.0,
@@ -58,6 +59,7 @@ class World(simulated.World):
             latency_s=latency_s,
             jitter=jitter,
             outer_lr=outer_lr,
+            outer=outer,
             theta=theta,
             gradient=gradient,
             direct=direct,

@@ -20,6 +20,7 @@ from tests.store.written import (
     wrong,
 )
 
+from atoll.choices import OUTER_OPTIMIZER
 from atoll.config import Outer
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import make_plan
@@ -168,8 +169,8 @@ def test_large_fragments_and_other_optimizers_come_out_bit_for_bit(tmp_path: Pat
         TensorSpec("b", (70_001,), "float32"),
         TensorSpec("c", (9,), "float32"),
     )
-    for name, outer in {"nesterov": OUTER, "sgd": {**OUTER, "optimizer": "sgd"}}.items():
-        run = with_rounds(tmp_path / name, 4, tensors=tensors, outer=outer)
+    for name in OUTER_OPTIMIZER.names():
+        run = with_rounds(tmp_path / name, 4, tensors=tensors, outer={**OUTER, "optimizer": name})
         run.cut()
         for _ in range(P):
             run.round()

@@ -7,6 +7,9 @@ reads the journal, and told to the learners. It is made while no round is betwee
 merged under the settings that it was frozen under. Nobody waits for it but rounds.
 
 A run never goes back to an earlier phase, also where its budget is raised later.
+
+The last cycle of a run is like a phase too: its outer steps do not look ahead (docs/adr/0039). Where the run goes on
+later, its own optimizer comes back.
 """
 
 from __future__ import annotations
@@ -85,3 +88,18 @@ def outer_in(phase: TrainingPhase, own: OuterValues, now: OuterValues) -> dict[s
     but for what phases may change."""
     set_since = {key: value for key, value in now.items() if key not in OUTER_PHASED}
     return {**own, **set_since, **phase.outer}
+
+
+LAST_OPTIMIZERS = {"nesterov": "nesterov-last"}
+"""By outer optimizer, the one of the last cycle (numerics/outers/), with the same state; any other stays as it is."""
+
+
+def outer_at_end(now: OuterValues) -> dict[str, str | float | bool]:
+    """The outer settings of the last cycle."""
+    name = str(now.get("optimizer", ""))
+    return {**now, "optimizer": LAST_OPTIMIZERS[name]} if name in LAST_OPTIMIZERS and now.get("momentum") else {**now}
+
+
+def outer_again(own: OuterValues, now: OuterValues) -> dict[str, str | float | bool]:
+    """The outer settings of a run that goes on behind its last cycle. No run changes its optimizer in any other way."""
+    return {**now, "optimizer": own["optimizer"]} if "optimizer" in own else {**now}

@@ -60,6 +60,7 @@ class World:
         sync_s: float = 0.0,
         every_round: bool = True,
         outer_lr: float = 1.0,
+        outer: Mapping[str, str | float | bool] | None = None,
         theta: float = 1.0,
         gradient: Callable[[int], float] = lambda t: 1.0,
         direct: bool = True,
@@ -75,9 +76,10 @@ class World:
         relays: DrawnRelays | None = None,
     ) -> None:
         """`ranks`: of learners of several, by name, of this model. `shards`: where the syncer has several. `relays`:
-        where some stand between learners and syncer."""
+        where some stand between learners and syncer. `outer`: the outer settings in the run's records. Steps are
+        those of plain SGD with `outer_lr`, whatever they are."""
         self.settings = settings
-        self.begun = records.BegunRecord("run", settings, {}, (), "plan")
+        self.begun = records.BegunRecord("run", settings, dict(outer or {}), (), "plan")
         self.queue, self.random = EventQueue(), random.Random(seed)
         self.trace = trace
         self.events = 0

@@ -14,8 +14,9 @@ from math import inf
 
 from atoll.protocol import schedule
 from atoll.protocol.messages import Ending, Finish
-from atoll.protocol.records import EndedRecord
-from atoll.protocol.syncer.effects import Finished
+from atoll.protocol.phases import outer_at_end
+from atoll.protocol.records import ChangedRecord, EndedRecord
+from atoll.protocol.syncer.effects import Finished, Retune
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
@@ -130,7 +131,8 @@ class RunEnd:
 class LastCycle:
     """The last cycle: when the learners have stopped, one unpaced cycle of P rounds brings their last steps in.
 
-    Rounds under way are finished first. A fragment of which nobody has steps left is skipped. Whoever does not stop,
+    Rounds under way are finished first. A fragment of which nobody has steps left is skipped. The outer steps of the
+    others do not look ahead (docs/adr/0039). Whoever does not stop,
     or does not take the version that holds its last contribution, is waited for with a patience, anew after every
     commit. One that was muted or stalled is asked too: a training loop that has ended answers at once, however slow
     its steps were. Nobody is asked twice, so a moment of silence leaves nobody out: it takes a missed deadline, which
@@ -164,10 +166,19 @@ class LastCycle:
                 return False
             reachable = self.state.members.reachable_learners()
             if any(self.rounds.closing.has_last_steps(one, fragment) for one in reachable):
+                self._stop_looking_ahead()
                 self.rounds.open_one(now)
                 return False
             self.rounds.skip_next()
         return True
+
+    def _stop_looking_ahead(self) -> None:
+        """The outer steps of this cycle are followed by none (phases.py). No round is under way when it begins."""
+        history = self.state.history
+        outer = outer_at_end(history.outer)
+        if outer != history.outer:
+            self.state.out.persist(ChangedRecord(history.settings, outer, "the last cycle"))
+            self.state.out.add_effect(Retune(outer))
 
     def _patience_s(self) -> float:
         """Long enough for the slowest learner to come to its next boundary, and for a message to it and its answer. One

@@ -27,7 +27,7 @@ from atoll.protocol import messages as msg
 from atoll.protocol import schedule
 from atoll.protocol.effects import Tick
 from atoll.protocol.history import History
-from atoll.protocol.phases import due_phase, outer_in
+from atoll.protocol.phases import due_phase, outer_again, outer_in
 from atoll.protocol.records import BegunRecord, ChangedRecord, ResetRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Spread
@@ -341,9 +341,12 @@ class Syncer:
         if self.state.is_merging() or (other_rounds and self.state.has_frozen_rounds()):
             return
         self._asked = None
-        differ = (asked.settings, asked.outer) != (self.state.settings, self.state.history.outer)
+        outer, before = asked.outer, self.state.history.outer
+        if asked.reopen:
+            outer, before = (outer_again(self.state.history.begun.outer, one) for one in (outer, before))
+        differ = (asked.settings, outer) != (self.state.settings, before)
         scaled = asked.settings.learners != self.settings.learners
-        self._apply_change(ChangedRecord(asked.settings, asked.outer, asked.what, asked.reopen))
+        self._apply_change(ChangedRecord(asked.settings, outer, asked.what, asked.reopen))
         if other_rounds:
             self._tell_changed_rounds()
         if asked.reopen:
