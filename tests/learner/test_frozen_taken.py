@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.learner.test_peer import Post
-from tests.learner.test_two_learners import WAIT_S, Place, until
+from tests.learner.test_two_learners import WAIT_S, StartedProcesses, until
 from torch import nn
 
 from atoll.learner.peer_state_transfer import PeerStates
@@ -120,8 +120,8 @@ json.dump({name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path)
+def place(tmp_path: Path) -> Iterator[StartedProcesses]:
+    place = StartedProcesses(tmp_path)
     place.script.write_text(SCRIPT)
     yield place
     for process in place.processes:
@@ -132,7 +132,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.faults
 @pytest.mark.system
 @pytest.mark.timeout(900)
-def test_two_learners_without_a_seed_train_one_model(place: Place) -> None:
+def test_two_learners_without_a_seed_train_one_model(place: StartedProcesses) -> None:
     run = place.syncer()
     first = place.learner("learner-0", ATOLL_FOLDER=str(run.learner("learner-0")))
     until(lambda: any(run.cuts.glob("*/syncer.json")), "the run begins")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.learner.test_two_learners import Place, assert_is_the_runs, contributions, events, place, until
+from tests.learner.test_two_learners import StartedProcesses, assert_is_the_runs, contributions, events, place, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -58,7 +58,7 @@ json.dump({"model": values, "given": diary.given}, open(sys.argv[1], "w"))
 """
 
 
-def joined(place: Place, name: str) -> dict[str, Any]:
+def joined(place: StartedProcesses, name: str) -> dict[str, Any]:
     """What the script found when it had joined."""
     path = Path(f"{place.result_path(name)}.joined")
 
@@ -76,7 +76,9 @@ def joined(place: Place, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "direct", [pytest.param("1", id="direct"), pytest.param("0", id="relay", marks=pytest.mark.faults)]
 )
-def test_a_latecomer_and_one_that_was_killed_have_their_peers_adamw_bit_for_bit(place: Place, direct: str) -> None:
+def test_a_latecomer_and_one_that_was_killed_have_their_peers_adamw_bit_for_bit(
+    place: StartedProcesses, direct: str
+) -> None:
     place.script.write_text(SCRIPT)
     out = place.syncer(tokens=100_000_000)
     first = place.learner("learner-0", ATOLL_DIRECT=direct)
