@@ -177,6 +177,7 @@ class Container:
         root.mkdir(exist_ok=True)
         mounts = [Volume(one, str(one), read_only=True) for one in _host_folders()]
         mounts += [Volume(Path("/proc"), "/proc"), Volume(Path("/dev"), "/dev"), *self.volumes]
+        mounts.sort(key=lambda one: len(Path(one.target).parts))  # a volume at /tmp does not hide a clone below it
         flat = [word for one in mounts for word in (("ro" if one.read_only else "rw"), str(one.source), one.target)]
         user, _, group = self.user.partition(":")
         rights = ["setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups"]
