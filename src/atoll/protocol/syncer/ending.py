@@ -16,7 +16,7 @@ from atoll.protocol import schedule
 from atoll.protocol.messages import Ending, Finish
 from atoll.protocol.phases import outer_at_end
 from atoll.protocol.records import ChangedRecord, EndedRecord
-from atoll.protocol.syncer.effects import Finished, Retune
+from atoll.protocol.syncer.effects import Finished
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
@@ -132,12 +132,12 @@ class LastCycle:
     """The last cycle: when the learners have stopped, one unpaced cycle of P rounds brings their last steps in.
 
     Rounds under way are finished first. A fragment of which nobody has steps left is skipped. The outer steps of the
-    others do not look ahead (docs/adr/0039). Whoever does not stop,
-    or does not take the version that holds its last contribution, is waited for with a patience, anew after every
-    commit. One that was muted or stalled is asked too: a training loop that has ended answers at once, however slow
-    its steps were. Nobody is asked twice, so a moment of silence leaves nobody out: it takes a missed deadline, which
-    is longer here (`RoundClosing.last_deadline_s`), or a link that is given up. Whoever misses it is asked for no more:
-    one that reports and never answers holds up the end once, not once a fragment.
+    others do not look ahead (docs/adr/0039). Whoever does not stop, or does not take the version that holds its last
+    contribution, is waited for with a patience, anew after every commit. One that was muted or stalled is asked too: a
+    training loop that has ended answers at once, however slow its steps were. Nobody is asked twice, so a moment of
+    silence leaves nobody out: it takes a missed deadline, which is longer here (`RoundClosing.last_deadline_s`), or a
+    link that is given up. Whoever misses it is asked for no more: one that reports and never answers holds up the end
+    once, not once a fragment.
     """
 
     def __init__(self, state: SyncerState, rounds: Rounds) -> None:
@@ -177,8 +177,7 @@ class LastCycle:
         history = self.state.history
         outer = outer_at_end(history.outer)
         if outer != history.outer:
-            self.state.out.persist(ChangedRecord(history.settings, outer, "the last cycle"))
-            self.state.out.add_effect(Retune(outer))
+            self.state.change_settings(ChangedRecord(history.settings, outer, "the last cycle"))
 
     def _patience_s(self) -> float:
         """Long enough for the slowest learner to come to its next boundary, and for a message to it and its answer. One

@@ -321,7 +321,7 @@ class Syncer:
         settings = self.settings.in_phase(due, history.begun.settings)
         outer = outer_in(phases[due - 1], history.begun.outer, history.outer)
         what = f"phase {due} of {len(phases)}: {phases[due - 1].describe()}"
-        self._apply_change(ChangedRecord(settings, outer, what, training_phase=due))
+        self.state.change_settings(ChangedRecord(settings, outer, what, training_phase=due))
         self._tell_changed_rounds()
         self.state.out.note("phase", what, training_phase=due, **settings.phased_values)
 
@@ -346,7 +346,7 @@ class Syncer:
             outer, before = (outer_again(self.state.history.begun.outer, one) for one in (outer, before))
         differ = (asked.settings, outer) != (self.state.settings, before)
         scaled = asked.settings.learners != self.settings.learners
-        self._apply_change(ChangedRecord(asked.settings, outer, asked.what, asked.reopen))
+        self.state.change_settings(ChangedRecord(asked.settings, outer, asked.what, asked.reopen))
         if other_rounds:
             self._tell_changed_rounds()
         if asked.reopen:
@@ -356,11 +356,6 @@ class Syncer:
             named: dict[str, Any] = dict(self.settings.phased_values) if other_rounds else {}
             named |= {"learners": self.settings.learners} if scaled else {}
             self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what, **named)
-
-    def _apply_change(self, record: ChangedRecord) -> None:
-        self.state.out.persist(record)
-        self.state.out.add_effect(fx.Retune(record.outer))
-        self.state.change_settings()
 
     def _tell_changed_rounds(self) -> None:
         """H, τ or adoption are others from the next round on."""

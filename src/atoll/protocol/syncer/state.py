@@ -12,7 +12,9 @@ from typing import Literal
 
 from atoll.protocol.history import History
 from atoll.protocol.messages import Contribution
+from atoll.protocol.records import ChangedRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effects import Retune
 from atoll.protocol.syncer.membership import Membership
 from atoll.protocol.syncer.outbox import Outbox
 
@@ -164,8 +166,10 @@ class SyncerState:
     def settings(self) -> Settings:
         return self.history.settings
 
-    def change_settings(self) -> None:
-        """The history holds other settings now."""
+    def change_settings(self, record: ChangedRecord) -> None:
+        """What it says holds from now on, and is written down like a round."""
+        self.out.persist(record)
+        self.out.add_effect(Retune(record.outer))
         self.members.settings = self.history.settings
 
     def enter_phase(self, phase: RunPhase, reason: str = "") -> None:
