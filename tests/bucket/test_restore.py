@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.store.written import WrittenRun, whole
+from tests.store.written import OUTER, WrittenRun, ended_run, whole
 
 from atoll.bucket.claims import claim_term, release_term
 from atoll.bucket.client import open_bucket
@@ -14,7 +14,9 @@ from atoll.bucket.layout import read_listing, released_key
 from atoll.cli.store import finish_upload, open_copy, restore
 from atoll.config import Config, Service
 from atoll.launch.restoring import attach_store
+from atoll.launch.resume import read_head
 from atoll.protocol.errors import ConfigError
+from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
 
 pytest.importorskip("obstore")
@@ -29,11 +31,15 @@ def url(tmp_path: Path) -> str:
 def stored(tmp_path: Path, url: str) -> WrittenRun:
     """A run that ended and is in its bucket, released."""
     run = whole(tmp_path / "run")
+    store_run(run, url)
+    return run
+
+
+def store_run(run: WrittenRun, url: str) -> None:
     run.journal.close()
     run.dir.settings.write_bytes(Config(service=Service(store=url)).toml())
     attach_store(run.dir, url)
     assert finish_upload(run.dir, Console(quiet=True)) == ""
-    return run
 
 
 def test_a_run_is_verified_from_its_bucket_and_no_copy_is_left(stored: WrittenRun, url: str) -> None:
@@ -88,6 +94,19 @@ def test_a_claim_that_another_has_followed_is_not_taken_up_again(
     release_term(bucket, 4)
     restore(url=url, out=again, take_over=False, read_only=False)
     assert read_listing(bucket.list_objects()).terms == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_only_a_new_run_looks_ahead_again_behind_the_last_cycle(tmp_path: Path, url: str, released: bool) -> None:
+    old, again = ended_run(tmp_path / "run"), tmp_path / "again"
+    store_run(old, url)
+    if not released:
+        open_bucket(url).delete([released_key(1)])
+    restore(url=url, out=again, take_over=not released, read_only=False)
+    head = read_head(RunDir(again))
+    assert head is not None and (head.run == "small") == released
+    assert head.outer == {**OUTER, "lr": 0.3, "optimizer": "nesterov-last" if released else "nesterov"}
+    assert bool(head.ended) == released and verify_run(again).ok
 
 
 def test_a_torn_cut_is_passed_over_for_the_one_before_it(

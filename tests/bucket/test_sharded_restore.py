@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.syncer.test_shards import begin, play, sharded
+from tests.syncer.test_shards import begin, make_ended_run, outers_at, play, sharded
 
 from atoll.bucket.client import open_bucket
 from atoll.bucket.layout import released_key, shard_url
@@ -35,10 +35,14 @@ async def stored(tmp_path: Path, url: str) -> RunDir:
         await play(learners, 0, 7)
         await stage.until("cut")
         await stage.end()
-    stage.out.settings.write_bytes(Config(service=Service(store=url, shards=2)).toml())
-    attach_store(stage.out, url)
-    assert finish_upload(stage.out, Console(quiet=True)) == ""
+    store_run(stage.out, url)
     return stage.out
+
+
+def store_run(run: RunDir, url: str) -> None:
+    run.settings.write_bytes(Config(service=Service(store=url, shards=2)).toml())
+    attach_store(run, url)
+    assert finish_upload(run, Console(quiet=True)) == ""
 
 
 def bring_back(url: str, out: Path, *, take_over: bool = False) -> RunDir:
@@ -82,3 +86,12 @@ async def test_of_a_run_that_was_not_released_a_new_one_begins_where_all_shards_
     assert finish_upload(again, Console(quiet=True)) == ""
     third = bring_back(url, tmp_path / "third")
     assert rounds_of(third) == rounds_of(again)
+
+
+async def test_a_new_run_looks_ahead_again_in_all_shards_behind_the_last_cycle(tmp_path: Path, url: str) -> None:
+    ended = await make_ended_run(tmp_path, 2)
+    store_run(ended, url)
+    open_bucket(url).delete([released_key(1)])
+    again = bring_back(url, tmp_path / "again", take_over=True)
+    assert outers_at(ended, 7) == ["nesterov-last"] * 2
+    assert outers_at(again, 7) == ["nesterov"] * 2

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.store.written import WrittenRun, begun, cut_run, flip, with_rounds
+from tests.store.written import OUTER, WrittenRun, begun, cut_run, ended_run, flip, with_rounds
 
-from atoll.launch.resume import Resume, describe_resume, describe_unspent, from_cut, plan_resume
+from atoll.launch.resume import Resume, describe_resume, describe_unspent, from_cut, plan_resume, read_head
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.records import BegunRecord, ChangedRecord, EndedRecord, TermRecord
 from atoll.store import disk as disk_module
@@ -504,6 +504,22 @@ def test_a_run_that_had_ended_goes_on_in_the_new_one(tmp_path: Path) -> None:
     begins = recover(new, disk=LocalDisk())
     assert not found.reopen
     assert begins is not None and (begins.history.ended, begins.history.finished) == ("", False)
+
+
+@pytest.mark.parametrize("cut", [4, 6, 8])
+def test_a_new_run_looks_ahead_again_also_from_a_cut_of_the_last_cycle(tmp_path: Path, cut: int) -> None:
+    old = ended_run(tmp_path / "old")
+    set_since = {"lr": 0.3} if cut > 4 else {}
+    new, _ = new_run(old, cut, tmp_path / "new")
+    head = read_head(new)
+    assert head is not None and head.outer == {**OUTER, **set_since}
+    assert verify_run(new.path).ok
+
+
+def test_the_same_run_ends_as_it_began_to_unless_it_is_opened_again(tmp_path: Path) -> None:
+    old = ended_run(tmp_path / "old")
+    head = read_head(old.dir)
+    assert head is not None and head.outer == {**OUTER, "lr": 0.3, "optimizer": "nesterov-last"}
 
 
 def test_a_cut_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:

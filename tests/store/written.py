@@ -198,7 +198,7 @@ class WrittenRun:
         settings = msgspec.convert({**msgspec.to_builtins(self.history.settings), "guard": guard}, Settings)
         self.write(ChangedRecord(settings, self.history.outer, f"guard={guard}"))
 
-    def set_outer(self, **changes: float) -> None:
+    def set_outer(self, **changes: str | float) -> None:
         outer = {**self.history.outer, **changes}
         self.write(ChangedRecord(self.history.settings, outer, "outer"))
         self.parameters.change_outer(msgspec.convert(outer, Outer))
@@ -354,6 +354,21 @@ def cut_run(path: Path) -> WrittenRun:
     run.round()
     run.cut()
     run.round()
+    return run
+
+
+def ended_run(path: Path) -> WrittenRun:
+    """Of which rounds 5 to 7 are the last cycle, with cuts in the middle of it, at 6, and behind it, at 8."""
+    run = cut_run(path)
+    run.set_outer(lr=0.3)
+    run.write(EndedRecord("24 steps are done", step=run.history.step))
+    run.set_outer(optimizer="nesterov-last")
+    run.round()
+    run.cut()
+    run.round()
+    run.round()
+    run.cut()
+    run.end()
     return run
 
 

@@ -118,7 +118,7 @@ class FakeLearner:
         self.t += 1
         self.report()
 
-    def report(self, *, leaving: bool = False) -> None:
+    def report(self, *, leaving: bool = False, stopped: bool = False) -> None:
         t, steps = self.t, [self.t - since for since in self.since]
         progress = Progress(
             incarnation=self.incarnation,
@@ -133,6 +133,7 @@ class FakeLearner:
             dropped=tuple(self.dropped),
             counted=tuple(self.versions),
             leaving=leaving,
+            stopped=stopped,
         )
         assert self.link.send(progress)
 

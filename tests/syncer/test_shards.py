@@ -24,10 +24,10 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.numerics.shard_plan import ShardPlan, locate_bodies, make_shard_plan
 from atoll.protocol.errors import ConfigError, PeerError
-from atoll.protocol.messages import Announce, Pull, Refused, TensorSpec, Welcome
+from atoll.protocol.messages import Announce, CutSaved, Ending, Pull, Refused, TensorSpec, Welcome
 from atoll.protocol.records import MergedRecord
 from atoll.protocol.shard import Shard
-from atoll.store.cuts import folder_of, read_state
+from atoll.store.cuts import CutState, digest_file, folder_of, read_state
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read, seal
 from atoll.store.rundir import RunDir
@@ -43,6 +43,7 @@ from atoll.syncer.shard_store import ShardStore
 WEIGHTS = [TensorSpec(f"layer-{n}.weight", (12 + n, 20), "float32") for n in range(6)]
 TENSORS = (*WEIGHTS, TensorSpec("norm", (17,), "float32"))
 FRAGMENTS = 2
+NESTEROV = {"optimizer": "nesterov", "lr": 0.5, "momentum": 0.5}
 ROBUST = {"robust": True, "merge": "rda-row", "optimizer": "nesterov", "lr": 0.5, "momentum": 0.5}
 
 
@@ -206,6 +207,37 @@ async def play(learners: list[ShardedLearner], first: int, rounds: int) -> None:
             await one.until(Announce, lambda said, n=number: said.round == n)  # type: ignore[misc]
 
 
+async def make_ended_run(path: Path, shards: int) -> RunDir:
+    """Five rounds; one of the last cycle, of the fragment of which learners have steps left; and the last cut, 7."""
+    async with sharded(path, shards, outer=NESTEROV, cut_every=100, cut_wait_s=WAIT_S) as stage:
+        learners = await begin(stage)
+        await play(learners, 0, 5)
+        stage.service.end("the test is over")
+        for one in learners:
+            await one.until(Ending)
+            one.report(stopped=True)
+        for one in learners:
+            await one.contribute(await one.until(Pull, lambda pull: pull.round == 5), 0.01)
+        for one in learners:
+            await one.until(Announce, lambda said: said.round == 5)
+            one.report(stopped=True)
+        for one in learners:
+            await one.until(Ending, lambda said: said.cut == 7)
+            state = stage.out.learner(one.name) / "cut-000007.safetensors"
+            state.write_text(f"the state of {one.name}")
+            said = CutSaved(of=7, incarnation=1, t=one.t, file=state.name, digest=digest_file(state))
+            assert one.link.send(said)
+        await stage.until("cut")
+    return stage.out
+
+
+def outers_at(run: RunDir, cut: int) -> list[str]:
+    """The outer optimizer of each part of the syncer in a cut."""
+    _, lead = read_state(run.cuts, cut, CutState)
+    others = [read_state(run.shard(n).cuts, cut, ShardCut)[1] for n in range(2, lead.history.begun.shards + 1)]
+    return [str(outer["optimizer"]) for outer in (lead.history.outer, *(other.outer for other in others))]
+
+
 @pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("bf16", "fp32"), ("int4", "int4")], ids="/".join)
 async def test_no_bit_depends_on_the_number_of_shards(tmp_path: Path, codecs: tuple[str, str]) -> None:
     found: list[dict[str, Any]] = []
@@ -356,6 +388,28 @@ async def test_a_new_run_of_a_cut_has_the_parts_of_all_shards(tmp_path: Path) ->
         assert report.ok, report.problem
     for other in found[1:]:
         assert all(np.array_equal(other[name].view(np.uint8), found[0][name].view(np.uint8)) for name in other)
+
+
+async def test_a_new_run_of_the_last_cut_looks_ahead_in_all_shards(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    for count in (1, 2):
+        old, new = tmp_path / str(count), tmp_path / f"{count}-again"
+        ended, again = await make_ended_run(old, count), RunDir(new / "run")
+        assert outers_at(ended, 7) == ["nesterov-last"] * count
+        from_cut(ended, 7, again.path)
+        assert outers_at(again, 7) == ["nesterov"] * count
+        async with sharded(new, count, outer=NESTEROV) as stage:
+            learners = [stage.join_sharded(name) for name in "cd"]
+            for one in learners:
+                one.versions = list((await one.until(Welcome)).versions)
+                one.report()
+            await play(learners, 7, 2)
+            await stage.end()
+            assert stage.saved is not None
+            found.append(stage.saved)
+        report = verify_run(again.path)
+        assert report.ok, report.problem
+    assert all(np.array_equal(found[0][name].view(np.uint8), found[1][name].view(np.uint8)) for name in found[0])
 
 
 async def test_a_killed_shard_comes_back_with_everything_that_was_decided(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from atoll.protocol import records
+from atoll.protocol.history import HistoryState
 from atoll.protocol.records import BegunRecord, MergedRecord
 from atoll.protocol.shard_messages import TakeUp, decision_of
 from atoll.store.cuts import (
@@ -75,13 +76,13 @@ def _cut_off(draft: RunDir, end: Position) -> None:
         file.truncate(end.offset)
 
 
-def begin_shards_anew(draft: RunDir, old: BegunRecord, begun: BegunRecord, cut: int) -> tuple[str, ...]:
+def begin_shards_anew(draft: RunDir, old: BegunRecord, history: HistoryState, cut: int) -> tuple[str, ...]:
     """Every other shard's part of a new run, as it was at the end of the lead's journal, which is still there: a chain
     of its own, and a part of that cut. The digests of their tables."""
-    return tuple(_begin_shard(draft, old, begun, shard, cut) for shard in range(2, begun.shards + 1))
+    return tuple(_begin_shard(draft, old, history, shard, cut) for shard in range(2, old.shards + 1))
 
 
-def _begin_shard(draft: RunDir, old: BegunRecord, begun: BegunRecord, shard: int, cut: int) -> str:
+def _begin_shard(draft: RunDir, old: BegunRecord, history: HistoryState, shard: int, cut: int) -> str:
     out, before = draft.shard(shard), next(iter(complete_cuts(draft.cuts)))
     lease = acquire(out.journal)
     store = ShardStore(out, lease, shard)
@@ -89,7 +90,7 @@ def _begin_shard(draft: RunDir, old: BegunRecord, begun: BegunRecord, shard: int
     since = (decision_of(record, shard) for _, record in read(draft.journal, start=start, disk=LocalDisk()))
     decisions = tuple(one for one in since if one is not None)
     parameters, _ = store.take_up(TakeUp(begun=records.encode(old), cut=before, decisions=decisions))
-    buffers, outer = parameters.committed_buffers(), store.outer
+    begun, buffers = history.begun, parameters.committed_buffers()
     store.close()
     arrays = {name: np.ascontiguousarray(values).view(np.uint8) for name, values in parameters.hold_arrays().items()}
     clear_written(out)
@@ -97,7 +98,7 @@ def _begin_shard(draft: RunDir, old: BegunRecord, begun: BegunRecord, shard: int
     journal.append([(begun, None)])
     journal.close()
     versions, rounds = tuple(one.version for one in buffers), tuple(one.round for one in buffers)
-    state = ShardCut(begun.run, shard, begun.shards, versions, rounds, journal.position, 0, outer)
+    state = ShardCut(begun.run, shard, begun.shards, versions, rounds, journal.position, 0, history.outer)
     digest = write_syncer_part(out.cuts, begun.run, cut, cut, msgspec.msgpack.encode(state), arrays)
     write_manifest(out.cuts, Manifest(begun.run, cut, cut, digest, {}))
     return digest

@@ -134,15 +134,14 @@ def _write_beginning(draft: RunDir, found: Recovered, run: str, term: int) -> No
     history, parameters = found.history, found.parameters
     assert parameters is not None
     cut = history.committed
-    begun = msgspec.structs.replace(history.begun, run=run, parent=f"{history.run} round {cut}")
-    state = msgspec.structs.replace(history.state(), begun=begun, term=term, cuts=[], ended="", finished=False)
+    state = history.state().begin_run(run, f"round {cut}", term=term)
     arrays = {name: np.ascontiguousarray(values).view(np.uint8) for name, values in parameters.hold_arrays().items()}
     before = next(iter(complete_cuts(draft.cuts)), None)
     learners = check_cut(draft.cuts, draft.learners, before).manifest.learners if before is not None else {}
-    shards = begin_shards_anew(draft, history.begun, begun, cut)
+    shards = begin_shards_anew(draft, history.begun, state, cut)
     clear_written(draft)
     journal = Journal.begin(draft.journal, term, after=ORIGIN, disk=LocalDisk())
-    journal.append([(begun, None)])
+    journal.append([(state.begun, None)])
     now = CutState(state, journal.position, 0, tuple(parameters.version_rounds()))
     journal.close()
     write_syncer_part(draft.cuts, run, cut, cut, msgspec.msgpack.encode(now), arrays)

@@ -30,7 +30,7 @@ import msgspec
 from atoll.digests import compute_digest
 from atoll.protocol import records
 from atoll.protocol.errors import AtollError, ConfigError
-from atoll.protocol.history import History
+from atoll.protocol.history import History, HistoryState
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.effects import ChangeAsked
 from atoll.protocol.syncer.machine import Syncer
@@ -267,11 +267,10 @@ def from_cut(
     _check_cut_has_budget(old, cut, History.restore(copy.deepcopy(then.history)), changes)
     new = RunDir.create(out, force=force, shared=shared)
     run = secrets.token_hex(4)
-    begun = msgspec.structs.replace(then.history.begun, run=run, parent=f"{part.run} cut {cut}")
-    history = msgspec.structs.replace(then.history, begun=begun, term=1, cuts=[], ended="", finished=False)
-    now = CutState(history, _begin_journal(new, begun), 0, then.rounds)
+    history = then.history.begin_run(run, f"cut {cut}", term=1)
+    now = CutState(history, _begin_journal(new, history.begun), 0, then.rounds)
     write_syncer_part(new.cuts, run, cut, part.round, msgspec.msgpack.encode(now), arrays)
-    digests = tuple(_copy_shard_part(new, begun, one, shared=shared) for one in shards)
+    digests = tuple(_copy_shard_part(new, history, one, shared=shared) for one in shards)
     for file in (*_list_parts(old, manifest), *old.learners.glob(f"*/{UNMERGED}")):
         place = new.learners / file.relative_to(old.learners)
         make_folder(place.parent)
@@ -296,13 +295,14 @@ def _begin_journal(out: RunDir, begun: records.BegunRecord) -> Position:
     return journal.position
 
 
-def _copy_shard_part(new: RunDir, begun: records.BegunRecord, shard: StoredPart, *, shared: bool) -> str:
+def _copy_shard_part(new: RunDir, history: HistoryState, shard: StoredPart, *, shared: bool) -> str:
     """Another shard's part of the cut in the new run, complete; the digest of its table."""
-    out, part = RunDir.open_shard(new.shard(shard.shard).path, shared=shared), shard.part
-    state = msgspec.structs.replace(shard.state, run=begun.run, position=_begin_journal(out, begun), file=0)
+    out, part, run = RunDir.open_shard(new.shard(shard.shard).path, shared=shared), shard.part, history.begun.run
+    position = _begin_journal(out, history.begun)
+    state = msgspec.structs.replace(shard.state, run=run, position=position, file=0, outer=history.outer)
     data = msgspec.msgpack.encode(state)
-    digest = write_syncer_part(out.cuts, begun.run, part.cut, part.round, data, shard.arrays)
-    write_manifest(out.cuts, Manifest(begun.run, part.cut, part.cut, digest, {}))
+    digest = write_syncer_part(out.cuts, run, part.cut, part.round, data, shard.arrays)
+    write_manifest(out.cuts, Manifest(run, part.cut, part.cut, digest, {}))
     return digest
 
 

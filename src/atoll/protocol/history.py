@@ -15,6 +15,7 @@ from atoll.protocol import guard
 from atoll.protocol.leases import DatasetSpec, Leases, LeasesState
 from atoll.protocol.ledger import Ledger, LedgerState
 from atoll.protocol.messages import TensorSpec
+from atoll.protocol.phases import outer_again
 from atoll.protocol.records import (
     AlarmedRecord,
     AnyRecord,
@@ -108,6 +109,13 @@ class HistoryState(msgspec.Struct, array_like=True):
     good_cut: int = 0
     training_phase: int = 0
     cuts_from: int = 0
+
+    def begin_run(self, run: str, at: str, *, term: int) -> HistoryState:
+        """The state of a new run that begins with this one. It goes on, however this one ended, so its outer steps look
+        ahead again (phases.py). `at`: where in this run that is."""
+        begun = msgspec.structs.replace(self.begun, run=run, parent=f"{self.begun.run} {at}")
+        outer = outer_again(begun.outer, self.outer)
+        return msgspec.structs.replace(self, begun=begun, outer=outer, term=term, cuts=[], ended="", finished=False)
 
 
 class History:
