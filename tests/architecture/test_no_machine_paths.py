@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from tests.architecture.pages import read_files
 
 # The leading slash is a class of its own, so that this line does not find itself.
 MACHINE_PATH = re.compile(r"(?<![\w.\-])[/](?:(?:work|home|root|Users)[/]|tmp[/]v)\w")
@@ -22,22 +19,8 @@ def machine_paths(text: str) -> list[str]:
     ]
 
 
-def files_of_the_repository() -> list[Path]:
-    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True, text=True, timeout=60).stdout
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return [path for path in ROOT.rglob("*.py") if ".venv" not in path.parts]  # unpacked from an archive
-    return [path for name in names.split("\0") if name and (path := ROOT / name).is_file()]
-
-
 def test_no_machine_paths() -> None:
-    found = {}
-    for path in files_of_the_repository():
-        content = path.read_bytes()
-        if b"\0" not in content and (lines := machine_paths(content.decode("utf-8", "replace"))):
-            found[str(path.relative_to(ROOT))] = lines
-    assert found == {}
+    assert {name: lines for name, text in read_files().items() if (lines := machine_paths(text))} == {}
 
 
 @pytest.mark.parametrize("folder", ["work", "home", "root", "Users"])

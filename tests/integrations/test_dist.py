@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.integrations, pytest.mark.timeout(600)]
 
 def test_the_wheel_alone_simulates_and_serves_in_an_empty_environment(tmp_path: Path) -> None:
     pytest.importorskip("build", reason="needs build, hatchling and twine (make integrations)")
+    if not (ROOT / ".git").exists():
+        pytest.skip("no clone: tools/dist.py compares what it builds with what is committed")
     command = [sys.executable, str(ROOT / "tools" / "dist.py"), "--out", str(tmp_path), "--without-torch"]
     done = subprocess.run([*command, sys.executable], capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr
