@@ -99,10 +99,12 @@ def test_a_name_that_needs_torch_says_so_and_can_be_caught(tmp_path: Path, name:
     assert (caught.stdout, caught.stderr) == (f"{told}\n", "")
 
 
-@pytest.mark.parametrize("name", ["hf", "lightning"])
-def test_an_integration_says_so_too(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "extra"), [("hf", "hf"), ("lightning", "lightning"), ("loaders", "torch"), ("jax", "jax")]
+)
+def test_an_integration_says_so_too(tmp_path: Path, name: str, extra: str) -> None:
     told = python(tmp_path, "-c", f"import atoll.integrations.{name}")
-    assert told.stderr.count("\n") == 1 and told.stderr.endswith(f": {install_command(name)}\n")
+    assert told.stderr.count("\n") == 1 and told.stderr.endswith(f": {install_command(extra)}\n")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ with explained(__name__, "hf"):
     from atoll.learner.ranks import count_ranks
     from atoll.learner.script import find_syncer, say
 
+__all__ = ["AtollCallback", "joined"]
+
 SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
 """What Trainer.evaluate measures of itself."""
 COUNTS = ("epoch", "num_input_tokens_seen")

@@ -29,6 +29,8 @@ with explained(__name__, "lightning"):
     from atoll.integrations.loaders import follow_run, lease_samples, share_stream
     from atoll.learner.script import say
 
+__all__ = ["AtollCallback"]
+
 
 class AtollCallback(Callback):  # type: ignore[misc]
     """`tokens(batch)` is how many tokens (or samples) a batch has; `learner`: what `atoll.Learner` takes."""

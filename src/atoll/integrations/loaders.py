@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from atoll.extras import explained
 
-from atoll.learner.learner import Learner
+with explained(__name__, "torch"):
+    from torch.optim.lr_scheduler import LambdaLR
+    from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+    from atoll.learner.learner import Learner
+
+__all__ = ["follow_run", "lease_samples", "share_stream"]
 
 
 class LeasedIndices(Sampler[int]):
@@ -33,7 +38,9 @@ class LeasedIndices(Sampler[int]):
 
 
 def lease_samples(loader: Any, learner: Learner) -> bool:
-    """Let a dataloader load what the run leases; False: its data has no length or makes its own batches."""
+    """Let a dataloader load what the run leases; False: its data has no length or makes its own batches.
+
+    `loader`: torch's DataLoader, or what Accelerate's `prepare` or Lightning has made of it, before it is read."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if isinstance(loader.dataset, IterableDataset):
         return False
@@ -71,7 +78,9 @@ def _whole(shard: Any) -> Any:
 
 
 def follow_run(schedule: object, learner: Learner, steps: int) -> bool:
-    """Let a schedule over `steps` steps be as far as the run is; False: it is no LambdaLR, and is left as it is."""
+    """Let a schedule over `steps` steps be as far as the run is; False: it is no LambdaLR, and is left as it is.
+
+    `schedule`: torch's own, as transformers' `get_scheduler` makes it; of what Accelerate's `prepare` returns, its `.scheduler`."""
     if not isinstance(schedule, LambdaLR):
         return False
     schedule.lr_lambdas = [_at_progress(factor, learner, steps) for factor in schedule.lr_lambdas]
