@@ -38,10 +38,13 @@ API = {
     "atoll.integrations.jax.Learner": ("integrations/jax.py", "Learner"),
     "atoll.integrations.jax.evaluate": ("integrations/jax.py", "evaluate"),
     "atoll.integrations.jax.load": ("integrations/jax.py", "load"),
+    "atoll.integrations.jax.AS_TORCH": ("integrations/jax.py", "AS_TORCH"),
     "atoll.integrations.hf.joined": ("integrations/hf.py", "joined"),
     "atoll.integrations.hf.AtollCallback": ("integrations/hf.py", "AtollCallback"),
     "atoll.integrations.lightning.AtollCallback": ("integrations/lightning.py", "AtollCallback"),
     "atoll.integrations.loaders.lease_samples": ("integrations/loaders.py", "lease_samples"),
+    "atoll.integrations.loaders.share_stream": ("integrations/loaders.py", "share_stream"),
+    "atoll.integrations.loaders.follow_run": ("integrations/loaders.py", "follow_run"),
 }
 BASES = {"BaseLearner": "learner/learner.py"}
 CALLBACKS = "on_train", "on_step", "on_epoch", "on_exception"
@@ -103,7 +106,7 @@ def signature(name: str, function: ast.FunctionDef, *, bound: bool = False) -> s
 
 
 def fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
-    """Name, default and text of every field of a struct."""
+    """Name, default and text of every field of a struct; the name as in a file of settings."""
     for at, one in enumerate(node.body):
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
             behind = node.body[at + 1] if at + 1 < len(node.body) else None
@@ -111,7 +114,10 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
             if isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant):
                 text = " ".join(str(behind.value.value).split())
             default = ast.unparse(one.value) if one.value is not None else ""
-            yield one.target.id, default, text
+            name = one.target.id
+            if renamed := re.fullmatch(r"msgspec\.field\(name='(\w+)'\)", default):
+                name, default = renamed[1], ""
+            yield name, default, text
 
 
 def cell(text: str) -> str:
@@ -126,8 +132,11 @@ def write_api() -> str:
         "# Python API\n\nEvery public name, with its own text. How they are used: [your own script](../scripts.md)."
     ]
     for name, (path, inner) in API.items():
-        node = find(read(path), inner)
         parts.append(f"## {name}")
+        if inner.isupper():
+            parts += write_constant(path, inner)
+            continue
+        node = find(read(path), inner)
         if isinstance(node, ast.FunctionDef):
             parts += [fence(signature(name, node)), told(node)]
             continue
@@ -145,6 +154,14 @@ def write_api() -> str:
         elif bases:
             parts.append("All else is as of [atoll.Learner](#atolllearner).")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def write_constant(path: str, name: str) -> list[str]:
+    body = read(path).body
+    [at] = [at for at, node in enumerate(body) if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name]
+    behind = body[at + 1]
+    assert isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant)
+    return [fence(ast.get_source_segment((SOURCE / path).read_text(), body[at]) or ""), str(behind.value.value)]
 
 
 def find_bases(node: ast.ClassDef) -> list[ast.ClassDef]:
@@ -192,7 +209,7 @@ def write_settings() -> str:
         ("[protocol]", find(rules, "Settings"), "The rules; by `--set NAME=VALUE`."),
         ("[outer]", find(config, "Outer"), "Merge and outer step; `lr`, `momentum` and `optimizer` are `outer_lr` … on a command line."),
         ("[service]", find(config, "Service"), "The syncer."),
-        ("[[scavenge]]", find(config, "ScavengePlan"), "Plans of hours; `from` in the file."),
+        ("[[scavenge]]", find(config, "ScavengePlan"), "Plans of hours."),
         ("[[phases]]", find(read("protocol/phases.py"), "TrainingPhase"), "Phases of training ([what they do](../algorithm.md#phases-of-training))."),
         ("[workload]", find(read("workloads/settings.py"), "WorkloadSettings"), "Of the built-in GPT; `--set workload.NAME=VALUE`."),
     ]  # fmt: skip

@@ -47,6 +47,7 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     merge: str = "rda-row"
     """Embeddings are merged by the mean, but under `rda-row-embeddings`."""
     optimizer: str = "nesterov"
+    """The outer optimizer, which moves the model by the merged contributions: `atoll set --help` lists them."""
     lr: float = 0.6
     """η, the outer learning rate. docs/LOG.md has the runs behind this and the next."""
     momentum: float = 0.6
@@ -130,6 +131,7 @@ class ScavengePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     to: str
     """… and 06:00: what ends before it begins goes over midnight."""
     learners: int
+    """How many more than otherwise."""
 
     def __post_init__(self) -> None:
         if self.begins == self.ends:
@@ -154,6 +156,7 @@ def _time_of_day(text: str) -> time:
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seed: int = 0
+    """Of the order of leased samples, and of what `atoll train` starts (`ATOLL_SEED`, `learner.seed`)."""
     init: str = ""
     """Pretrained weights to begin with: a safetensors file. Empty: the first learner's own."""
     script: tuple[str, ...] = ()

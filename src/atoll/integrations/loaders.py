@@ -80,7 +80,8 @@ def _whole(shard: Any) -> Any:
 def follow_run(schedule: object, learner: Learner, steps: int) -> bool:
     """Let a schedule over `steps` steps be as far as the run is; False: it is no LambdaLR, and is left as it is.
 
-    `schedule`: torch's own, as transformers' `get_scheduler` makes it; of what Accelerate's `prepare` returns, its `.scheduler`."""
+    `schedule`: torch's own, as `get_scheduler` of transformers makes it; of one that Accelerate has prepared, its
+    `.scheduler`."""
     if not isinstance(schedule, LambdaLR):
         return False
     schedule.lr_lambdas = [_at_progress(factor, learner, steps) for factor in schedule.lr_lambdas]

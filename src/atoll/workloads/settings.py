@@ -16,37 +16,39 @@ PARALLEL = ("fsdp", "ddp")
 
 class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     depth: int = 2
-    # Blocks of the GPT, and the one dial of its size: 32 * depth channels, depth attention heads.
+    """Blocks of the GPT, and the one dial of its size: 32 * depth channels, depth attention heads."""
     experts: int = 0
-    # Networks in each block of the GPT, of which a byte goes through two; 0: one network for all.
+    """Networks in each block of the GPT, of which a byte goes through two; 0: one network for all."""
     block: int = 64
-    # Bytes of context per training window.
+    """Bytes of context per training window."""
     batch: int = 8
-    # Windows per learner and step; of a learner of several ranks, per rank.
+    """Windows per learner and step; of a learner of several ranks, per rank."""
     parallel: str = "fsdp"
-    # How the ranks of a learner share the model: "fsdp", each holds a part of every tensor, or "ddp", each holds all.
+    """How the ranks of a learner (`--ranks`) share the model: "fsdp", each holds a part of every tensor, or "ddp", each
+    holds all."""
     optimizer: str = "adamw"
-    # What a learner steps with: "adamw", or "muon" for the matrices of the blocks and AdamW for the rest.
+    """What a learner steps with: "adamw", or "muon" (torch 2.9 or newer) for the matrices of the blocks and AdamW for
+    the rest; `lr` and `weight_decay` are for both."""
     lr: float = 1e-2
-    # Peak learning rate of the inner optimizer; warm-up and cosine follow the progress of the run.
+    """Peak learning rate of the inner optimizer; warm-up and cosine follow the progress of the run."""
     warmup: float = 0.03
-    # Share of the run over which the learning rate rises to its peak.
+    """Share of the run over which the learning rate rises to its peak."""
     floor: float = 0.1
-    # Learning rate at the end of the run, as a share of the peak.
+    """Learning rate at the end of the run, as a share of the peak."""
     weight_decay: float = 0.1
-    # Decay of matrices; gains are never decayed.
+    """Decay of matrices; gains are never decayed."""
     betas: tuple[float, float] = (0.9, 0.99)
-    # Decay of AdamW's two moments.
+    """Decay of AdamW's two moments."""
     clip: float = 1.0
-    # Gradients with a larger norm are scaled down to this one.
+    """Gradients with a larger norm are scaled down to this one."""
     data: tuple[str, ...] = ()
-    # Files, folders or globs to train on; empty: the source of this Python's standard library.
+    """Files, folders or globs to train on; empty: the source of this Python's standard library."""
     eval_windows: int = 256
-    # Windows of the held-out part that make one validation loss.
+    """Windows of the held-out part that make one validation loss."""
     eval_every: int = 200
-    # Steps between two validation losses of the data-parallel baseline.
+    """Steps between two validation losses of the data-parallel baseline."""
     pace_s: float = 0.0
-    # A step lasts at least this many seconds, asleep for the rest; 0: as fast as it goes.
+    """A step lasts at least this many seconds, asleep for the rest; 0: as fast as it goes."""
 
     def __post_init__(self) -> None:
         for key in ("depth", "block", "batch", "eval_windows", "eval_every"):
