@@ -118,8 +118,33 @@ def test_an_integration_says_so_too(tmp_path: Path, name: str, extra: str) -> No
             {"url": "https://example.org/atoll.git", "vcs_info": {"vcs": "git", "commit_id": "9f0c1d2"}},
             "'atoll[torch] @ git+https://example.org/atoll.git@9f0c1d2'",
         ),
+        (
+            {
+                "url": "https://example.org/all.git",
+                "vcs_info": {"vcs": "git", "commit_id": "9f0c1d2"},
+                "subdirectory": "atoll",
+            },
+            "'atoll[torch] @ git+https://example.org/all.git@9f0c1d2#subdirectory=atoll'",
+        ),
+        (
+            {"url": "https://example.org/atoll.whl", "archive_info": {}},
+            "'atoll[torch] @ https://example.org/atoll.whl'",
+        ),
+        (
+            {"url": "https://example.org/all.tar.gz", "archive_info": {}, "subdirectory": "atoll"},
+            "'atoll[torch] @ https://example.org/all.tar.gz#subdirectory=atoll'",
+        ),
     ],
-    ids=["an index", "an editable clone", "a clone", "a wheel that is gone", "a repository"],
+    ids=[
+        "an index",
+        "an editable clone",
+        "a clone",
+        "a wheel that is gone",
+        "a repository",
+        "a folder of a repository",
+        "a wheel of a host",
+        "a folder of an archive",
+    ],
 )
 def test_the_command_installs_from_where_this_one_came(tmp_path: Path, origin: dict[str, Any], words: str) -> None:
     clone = tmp_path / "a clone"

@@ -66,14 +66,16 @@ def install_command(extra: str) -> str:
 
 def read_origin(origin: Mapping[str, Any], extra: str) -> str:
     """`origin`: as pip notes it (PEP 610); nothing of what came from an index."""
-    url = str(origin.get("url", ""))
+    url, folder = str(origin.get("url", "")), str(origin.get("subdirectory", ""))
     path = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
     if "vcs_info" in origin:
         vcs = origin["vcs_info"]
-        return shlex.quote(f"atoll[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}")
-    if path is not None and path.exists():
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    elif not url or (path is not None and not path.exists()):
+        return shlex.quote(f"atoll[{extra}]")
+    elif path is not None and not folder:
         return ("-e " if origin.get("dir_info", {}).get("editable") else "") + shlex.quote(f"{path}[{extra}]")
-    return shlex.quote(f"atoll[{extra}]")
+    return shlex.quote(f"atoll[{extra}] @ {url}" + (f"#subdirectory={folder}" if folder else ""))
 
 
 @contextmanager
