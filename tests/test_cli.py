@@ -60,6 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --config work.toml", "work.toml, table [workload]: unknown key 'dept': did you mean 'depth'?"),
         ("train --config torn.toml", "torn.toml is not TOML"),
         ("train --config far.toml", "[service] keys belongs to atoll syncer, and atoll train starts everything on"),
+        ("train --set host=0.0.0.0", "[service] host = 0.0.0.0 belongs to atoll syncer, and atoll train starts"),
         ("train --config none.toml", "cannot read none.toml: No such file or directory"),
         ("train --set quorum=5 --learners 4", "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
         ("train --learners 0", "learners = 0 is too small: the least is 1"),

@@ -31,6 +31,7 @@ from atoll.cli.shared import (
 )
 from atoll.cli.store import finish_upload, restore_if_empty
 from atoll.config import Config, convert, converted, merged, parse_settings
+from atoll.fabric.address import is_loopback
 from atoll.launch.children import LIMIT, cores
 from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
@@ -324,6 +325,7 @@ def _check_at_home(config: Config) -> None:
     """Everything that `atoll train` starts is on this machine, and comes without a token."""
     service = config.service
     given = [name for name in ("keys", "front", "mutual", "advertise") if getattr(service, name)]
+    given += [] if is_loopback(service.host) else [f"host = {service.host}"]
     if given:
         raise ConfigError(
             f"[service] {given[0]} belongs to atoll syncer, and atoll train starts everything on this machine: "
