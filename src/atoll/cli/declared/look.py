@@ -10,9 +10,9 @@ from atoll.cli.declared.shared import (
     LOOK,
     TRUST,
     find_run,
-    find_run_or_address,
     find_run_or_bucket,
     list_choices,
+    run_argument,
     setting_option,
     suggest_setting,
 )
@@ -42,12 +42,7 @@ LOOKING = (
         """,
         "look:status",
         (
-            argument(
-                "run",
-                "A run's folder, the address of its syncer, or a join link, also in a file.",
-                find_run_or_address,
-                required=True,
-            ),
+            run_argument(),
             flag("--watch", "Stay and follow it."),
             flag("--json", "As JSON.", name="json_"),
         ),
@@ -98,14 +93,7 @@ LOOKING = (
           atoll dashboard atoll-runs/first
         """,
         "look:dashboard",
-        (
-            argument(
-                "run",
-                "A run's folder, the address of its syncer, or a link with a token.",
-                find_run_or_address,
-                required=True,
-            ),
-        ),
+        (run_argument(),),
     ),
     Command(
         "verify",

@@ -14,6 +14,7 @@ from atoll.cli.declared.shared import (
     find_run_or_address,
     find_run_or_bucket,
     list_choices,
+    run_argument,
     setting_option,
     suggest_setting,
 )
@@ -345,7 +346,7 @@ RUNS = (
         """,
         "look:set_",
         (
-            argument("run", "A run's folder, or the address of its syncer.", find_run_or_address, required=True),
+            run_argument(),
             argument("words", "What changes, as key=value.", many=True, metavar="KEY=VALUE", required=True),
         ),
         appendix=describe_choices,
@@ -364,7 +365,7 @@ RUNS = (
         """,
         "look:scale",
         (
-            argument("run", "A run's folder, or the address of its syncer.", find_run_or_address, required=True),
+            run_argument(),
             argument("number", "How many learners; +2 for more, -3 for fewer.", metavar="N", required=True),
         ),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from atoll.choices import CHOICES
-from atoll.cli.command import Parameter, option
+from atoll.cli.command import Parameter, argument, option
 
 TRAIN, JOIN, LOOK, TRUST, ASK = (
     "Train",
@@ -38,6 +38,11 @@ def find_run_or_address(word: str) -> str:
         return word
     found = find_run(word)
     return read_address(found) if found.is_file() else str(found)
+
+
+def run_argument() -> Parameter:
+    text = "A run's folder, the address of its syncer, or a link with a token, also in a file."
+    return argument("run", text, find_run_or_address, required=True)
 
 
 def setting_option(panel: str) -> Parameter:
