@@ -1,7 +1,8 @@
 """Each method under one plan of faults, and what came of it in the same figures.
 
-- goodput: seconds spent stepping over M times the wall time of the training part. What a learner had not given when it
-  died counts for nothing, and neither does a step that ranks went back behind;
+- goodput: learner-seconds spent stepping over those allocated (`LearnerTime`; of ranks, M times the wall time of the
+  training part). What a learner had not given when it died counts for nothing, and neither does a step that ranks went
+  back behind;
 - uptime: the share of that time in which at least one was stepping;
 - tokens: merged into the model; of the steps that are in the final model;
 - longest standstill: between two rounds; between two steps that were kept.

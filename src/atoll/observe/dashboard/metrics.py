@@ -39,7 +39,7 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("global_step", "Steps of the global model.", status.global_step),
         ("rounds", "Rounds closed, also those in which nothing was merged.", status.round),
         ("goodput_ratio", "Learner-seconds spent stepping over those allocated.", status.goodput),
-        ("liveness_ratio", "Mean share of the M learners alive.", status.liveness),
+        ("liveness_ratio", "Learner-seconds alive over learner-seconds allocated.", status.liveness),
         ("participation_ratio", "Mean share of the learners alive and recovered in a round.", status.participation),
         ("merged_share_ratio", "Fragment-tokens merged over those whose fate is known.", status.merged_share),
         ("effective_h_steps", "Median learner steps between two syncs of a fragment.", status.effective_h),
