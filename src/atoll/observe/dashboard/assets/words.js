@@ -24,14 +24,28 @@ export function decimal(value, digits = 3) {
   return value === null || value === undefined ? NONE : value.toFixed(digits);
 }
 
-// As `format_score` writes a loss or a metric (protocol/statistics.py). What is below 1 is never shown as 1.
+// What `format_score` writes of a loss or a metric (protocol/statistics.py), sign for sign: below 1 it is never shown as
+// 1, and Python's exponents have two digits (tests/observe/test_dashboard_words.py).
 export function measure(value) {
   if (value === null || value === undefined) return NONE;
-  const size = Math.abs(value);
-  if (value === 0 || (size >= 1 && size < 1e4)) return value.toFixed(2);
+  const [sign, size] = [value < 0 ? "-" : "", Math.abs(value)];
+  if (size === 0) return "0.00";
+  if (size >= 1 && size < 1e4) return sign + roundEvenly(size, String(Math.trunc(size)).length + 2).toFixed(2);
   let digits = size < 1 ? 4 : 3;
-  while (Number(size.toPrecision(digits)) === 1 && digits < 17) digits += 1;
-  return String(Number(value.toPrecision(digits)));
+  while (roundEvenly(size, digits) === 1 && digits < 17) digits += 1;
+  const rounded = roundEvenly(size, digits);
+  const [mantissa, power] = rounded.toExponential().split("e");
+  if (power >= -4 && power < digits) return sign + String(rounded);
+  return `${sign}${mantissa}e${power[0]}${power.slice(1).padStart(2, "0")}`;
+}
+
+// To so many digits. Of two numbers that are equally near Python takes the even one, JavaScript the larger.
+function roundEvenly(size, digits) {
+  const [exact, power] = size.toExponential(100).split("e");
+  const all = exact.replace(".", "");
+  const [kept, rest] = [all.slice(0, digits), all.slice(digits)];
+  const isTie = /^50*$/.test(rest) && "02468".includes(kept.at(-1));
+  return isTie ? Number(`${kept}e${power - digits + 1}`) : Number(size.toPrecision(digits));
 }
 
 export function clock(seconds) {
