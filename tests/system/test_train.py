@@ -45,6 +45,14 @@ def test_two_learners_train_the_built_in_model(run: Run, replayed: bool, monkeyp
     assert verify_run(run.out).ok
 
 
+def test_two_learners_train_the_built_in_model_with_experts(run: Run) -> None:
+    short = ("--steps", "12", "--set", "fragments=4", "--set", "sync_every=4", "--set", "evaluate_every=0")
+    run.train("--learners", "2", *short, *TINY, "--set", "workload.experts=4", replayed=False).ended()
+    model = load_file(run.out / "model.safetensors")
+    assert any("experts" in name for name in model) and all(math.isfinite(tensor.sum()) for tensor in model.values())
+    assert run.summary["rounds"] > 0 and verify_run(run.out).ok
+
+
 @pytest.mark.parametrize(
     "options",
     [
