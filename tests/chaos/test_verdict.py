@@ -103,6 +103,7 @@ def test_a_death_that_nobody_caused_is_found() -> None:
     assert verdict.find_unexplained(a_run(died)) == ["exited at 4.1"]
     assert verdict.find_unexplained(a_run(event(5.0, "exited", process=B, code=1))) == ["exited at 5.0"]
     assert verdict.find_unexplained(a_run(event(5.0, "exited", process=B, code=0))) == []
+    assert verdict.find_unexplained(a_run(event(5.0, "exited", process=B, code=143, unjoined=True))) == []
 
 
 def found(limits: VerdictLimits, timeline: list[Event], **more: Any) -> dict[str, Finding]:

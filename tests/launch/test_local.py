@@ -23,6 +23,8 @@ from atoll.launch.local import LocalRun, script_arguments
 from atoll.launch.ranks import RankProcesses
 from atoll.launch.supervision import Supervision
 from atoll.observe.screen import LiveScreen
+from atoll.observe.story import story
+from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
@@ -45,9 +47,9 @@ def local(tmp_path: Path, code: str, **options: Any) -> LocalRun:
     return LocalRun(config, out, script=script_arguments(script, []), **{"evaluator": False, **options})
 
 
-def events(run: LocalRun, kind: str) -> list[dict[str, Any]]:
+def events(run: LocalRun, kind: str = "") -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in run.out.events.read_text().splitlines()]
-    return [event for event in lines if event["kind"] == kind]
+    return [event for event in lines if kind in ("", event["kind"])]
 
 
 @pytest.mark.faults
@@ -287,9 +289,24 @@ async def test_one_that_is_done_and_one_that_cannot_end_the_run_well(tmp_path: P
 
 
 async def test_one_that_sigterm_ended_before_it_joined_is_done_as_one_that_left_is(tmp_path: Path) -> None:
-    run = local(tmp_path, "import os, sys\nsys.exit(143 if os.environ['ATOLL_LEARNER'][-1] == '1' else 0)")
+    code = "import os, sys\nfrom atoll.learner.script import LeftUnjoined, say\nif os.environ['ATOLL_LEARNER'][-1] == '1':"
+    code += "\n error = LeftUnjoined('SIGTERM', 143)\n say(str(error))\n print('a library is taken down')\n raise error"
+    run = local(tmp_path, code)
     await run.run()
     assert not events(run, "restarted") and events(run, "finished")[0]["reason"] == "every learner has ended"
+    [ended] = [one for one in events(run, "exited") if one["code"]]
+    assert ended["unjoined"] and ended["text"] == "learner-1 ended before it joined"
+    assert not any(sentence for sentence in story(summarise(events(run)), events(run)) if "died" in sentence)
+
+
+async def test_one_whose_own_handler_of_sigterm_ends_it_with_143_is_started_again(tmp_path: Path) -> None:
+    """It was taken for one that had not joined, and a preemption in mid-training lost it for good."""
+    code = "import os, sys\nif os.environ['ATOLL_LEARNER'][-1] == '1':\n print('atoll: joined run r')\n sys.exit(143)"
+    run = local(tmp_path, code, max_restarts=1)
+    await run.run()
+    assert [one["process"] for one in events(run, "restarted")] == ["learner-1"]
+    assert not any("unjoined" in one for one in events(run, "exited"))
+    assert "learner-1 failed and did not come back" in run.shortfall
 
 
 async def test_when_nobody_can_take_part_the_first_reason_is_the_runs(tmp_path: Path) -> None:

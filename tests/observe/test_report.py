@@ -280,7 +280,8 @@ def test_a_fault_takes_as_long_as_the_summary_says(events: list[Event]) -> None:
 
 
 def test_a_process_that_ends_well_is_no_fault(say: Say) -> None:
-    assert told([say(1, "exited", process="a", code=0), say(2, "exited", process="b", code=1)]) == [
+    unjoined = say(1, "exited", process="c", code=143, unjoined=True)
+    assert told([say(1, "exited", process="a", code=0), unjoined, say(2, "exited", process="b", code=1)]) == [
         ("exited", ("b",), None)
     ]
 

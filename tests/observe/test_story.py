@@ -156,6 +156,13 @@ def test_who_was_killed_since_it_never_made_a_step_did_not_just_die(say: Callabl
     assert not any("died" in sentence for sentence in told)
 
 
+def test_one_that_sigterm_ended_before_it_joined_did_not_die(say: Callable[..., Event]) -> None:
+    ended = say(9.0, "exited", process="learner-0", code=143, unjoined=True)
+    own_handler = say(9.0, "exited", process="learner-1", code=143)
+    told = [line for line in story(summarise([ended]), [ended, own_handler]) if "died" in line]
+    assert len(told) == 1 and told[0].startswith("learner-1 died and did not come back")
+
+
 def test_who_came_back_and_died_again_is_told_once(say: Callable[..., Event], events: list[Event]) -> None:
     mistake = "failed: ValueError: odd (mine.py, line 9)"
     deaths = []

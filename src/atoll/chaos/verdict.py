@@ -15,7 +15,7 @@ from statistics import fmean, median
 import msgspec
 
 from atoll.observe.summary import Summary, summarise
-from atoll.observe.timeline import Span, find_stays, find_training_part, select_paced_rounds
+from atoll.observe.timeline import Span, find_stays, find_training_part, is_good_end, select_paced_rounds
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.ledger import FATES
 from atoll.protocol.statistics import format_score
@@ -295,6 +295,10 @@ def find_syncer_deaths(timeline: Sequence[Event]) -> list[tuple[float, float | N
     return found
 
 
+BY_SIGTERM = (-15, 143)
+"""What a learner ends with that a fault sends SIGTERM, before Atoll handles it or where the script does."""
+
+
 def find_unexplained(timeline: Sequence[Event]) -> list[str]:
     """Processes that ended by an error nobody caused."""
     killed: dict[str, float] = {}
@@ -303,7 +307,7 @@ def find_unexplained(timeline: Sequence[Event]) -> list[str]:
         name = event.get("process", "")
         if event["kind"] == "killed":
             killed[name] = event["at"]
-        elif event["kind"] == "exited" and event["code"] not in (0, 143, -15):
+        elif event["kind"] == "exited" and not is_good_end(event) and event["code"] not in BY_SIGTERM:
             if event["code"] == -9 and event["at"] - killed.pop(name, -OF_ALL_TIME) < 10:
                 continue
             found.append(str(event["text"]))

@@ -1,6 +1,7 @@
 """What becomes of a run's processes that ended, as its supervisor (local.py) decides.
 
-- a learner with exit code 0 is done, as is one that SIGTERM ended before it joined; when the last one is, the run ends;
+- a learner with exit code 0 is done, as is one that SIGTERM ended before it joined and that says so: a script's own
+  handler may end with 143 at any time; when the last one is done, the run ends;
 - a learner with exit code 2 found something wrong that a restart cannot mend: it is left out and the others go on; when
   none is left, the run fails with its words;
 - a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
@@ -23,7 +24,7 @@ from math import inf
 from atoll.launch.children import Child, ScriptError, describe_exit, find_shared_error, read_script_error
 from atoll.launch.resume import EVERYONE_ENDED, describe_resume
 from atoll.launch.script import USAGE
-from atoll.learner.script import TERMINATED
+from atoll.learner.script import TERMINATED, tells_unjoined
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
@@ -195,7 +196,10 @@ class Supervision:
         error = read_script_error(ended.read_log_tail()) if code in (1, USAGE) else None
         how = "" if code == ConfigError.exit_code else f": {describe_exit(code)}"  # a warning with its words follows
         text = f"failed: {error.summary}" if error is not None else f"ended{how}"
-        self._events.say("exited", f"{ended.name} {text}", {"process": child.name, "code": code})
+        data: dict[str, object] = {"process": child.name, "code": code}
+        if _is_unjoined(child, code):
+            text, data["unjoined"] = "ended before it joined", True
+        self._events.say("exited", f"{ended.name} {text}", data)
         if error is None:
             self._errors.pop(child.name, None)
             return
@@ -234,7 +238,7 @@ class Supervision:
     def _handle_exit_of_learner(self, child: Child, code: int) -> None:
         if child.name in self._leaving:
             self._remove_learner(child.name)
-        elif code in (0, TERMINATED):
+        elif code == 0 or _is_unjoined(child, code):
             self.done.add(child.name)
         elif code == USAGE:
             self._fail_with_script(child, "the script calls Atoll wrongly")
@@ -378,6 +382,11 @@ class Supervision:
         if (error := self._errors.get(child.name)) is not None:
             return error.summary
         return child.ended.last_words().removeprefix("atoll: ")
+
+
+def _is_unjoined(child: Child, code: int) -> bool:
+    """SIGTERM ended it before it joined."""
+    return code == TERMINATED and tells_unjoined(child.ended.read_log_tail())
 
 
 def describe_process(child: Child) -> dict[str, object]:

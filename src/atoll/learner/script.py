@@ -40,6 +40,7 @@ from atoll.store.keys import read_link
 
 INTERRUPTED = 130
 TERMINATED = 143
+UNJOINED = "ended before it joined the run"
 
 
 def say(text: str) -> None:
@@ -117,7 +118,13 @@ class LeftUnjoined(SystemExit):
         self.why = why
 
     def __str__(self) -> str:
-        return f"ended before it joined the run, which has nothing of it: {self.why}; the same command lets it join"
+        return f"{UNJOINED}, which has nothing of it: {self.why}; the same command lets it join"
+
+
+def tells_unjoined(log: str) -> bool:
+    """Whether the last that Atoll itself printed is that. Libraries may print more as they are taken down."""
+    own = [line for line in log.splitlines() if line.startswith("atoll: ")]
+    return bool(own) and own[-1].startswith(f"atoll: {UNJOINED}")
 
 
 class LeaveRequest:

@@ -22,6 +22,7 @@ from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, percent
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
 from atoll.observe.tail import is_routine
+from atoll.observe.timeline import is_good_end
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import USUAL
 from atoll.protocol.statistics import format_score, format_scores_apart
@@ -113,7 +114,7 @@ def _deaths(events: Sequence[Event]) -> str:
         match event["kind"]:
             case "killed":
                 planned[name] += 1
-            case "exited" if event.get("code") in (0, ConfigError.exit_code):
+            case "exited" if is_good_end(event) or event.get("code") == ConfigError.exit_code:
                 dead.pop(name, None)  # it did what it could; or a warning says why it cannot take part
             case "exited" if event.get("stepless"):
                 stepless.append(name)

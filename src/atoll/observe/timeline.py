@@ -71,6 +71,12 @@ def starts_everything(event: Event) -> bool:
     return event["kind"] == "started" and event.get("process") == "syncer"
 
 
+def is_good_end(event: Event) -> bool:
+    """Of an `exited`: it has done its work, or SIGTERM ended it before it joined. Nothing died, and nobody comes
+    back."""
+    return event.get("code") == 0 or bool(event.get("unjoined"))
+
+
 def find_stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list[tuple[str, Span]]:
     """Every learner's, from one of these events to the next that says it is gone."""
     found: list[tuple[str, Span]] = []

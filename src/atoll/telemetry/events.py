@@ -41,8 +41,8 @@ directions, unit |
 | finished | syncer | reason, round (how many were closed), learners (t, tokens, busy_s), tokens, dropped_by_cause,
 fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code; ranks: the pids of a learner's ranks but
-the first, by the names of their logs; stepless: killed at the end, since its script never called learner.step()); a
-syncer by hand says its own start |
+the first, by the names of their logs; stepless: killed at the end, since its script never called learner.step();
+unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |

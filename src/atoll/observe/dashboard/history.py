@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from atoll.observe.tail import is_routine
+from atoll.observe.timeline import is_good_end
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
@@ -285,7 +286,7 @@ class LearnerLanes:
             self.set_state(place, at, _STATES[kind])
         elif kind in ("killed", "exited"):
             self.set_state(place, at, "gone")
-        if kind in _MARKED and not (kind == "exited" and event.get("code") == 0):
+        if kind in _MARKED and not (kind == "exited" and is_good_end(event)):
             what = f"{event['what']}: " if "what" in event else ""
             self.add_mark(place, event, f"{what}{event.get('text', '')}", _seconds(event))
 

@@ -15,7 +15,14 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from atoll.observe.summary import Summary, summarise
-from atoll.observe.timeline import Span, find_closing, find_session_starts, find_training_part, remove_idle_time
+from atoll.observe.timeline import (
+    Span,
+    find_closing,
+    find_session_starts,
+    find_training_part,
+    is_good_end,
+    remove_idle_time,
+)
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
@@ -155,7 +162,7 @@ def find_faults(timeline: Sequence[Event]) -> list[ReportedFault]:
     """What hit a run, whom, when, and how long it was until they contributed again.
 
     One fault may be in several events: an injected kill is a `fault`, the process is `killed` and has `exited`, and the
-    syncer has `lost` its learner. Only the first counts; an exit with code 0 is no fault. A learner contributes again
+    syncer has `lost` its learner. Only the first counts; a good end is no fault. A learner contributes again
     with its first round after the fault is over and, if it was gone, after it joined anew. For the syncer any round
     counts.
     """
@@ -177,7 +184,7 @@ def find_faults(timeline: Sequence[Event]) -> list[ReportedFault]:
         elif kind == "fault":
             injected[event.get("number", 0)] = whom
             found.append(_fault(timeline, place, str(event.get("what") or kind)))
-        elif kind in DEATHS and event.get("code") != 0:
+        elif kind in DEATHS and not is_good_end(event):
             if not dead.issuperset(whom) and not any(set(whom) <= set(hit) for hit in injected.values()):
                 found.append(_fault(timeline, place, kind))
             dead.update(whom)
