@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.learner import script
+from atoll.learner import saved_state, script
 from atoll.learner.learner import Learner
-from atoll.learner.saved_state import read_run
+from atoll.learner.saved_state import read_lives, read_run
+from atoll.learner.script import FILE
 from atoll.learner.session import RunSession
 from atoll.learner.unmerged import LOOK_EVERY
 from atoll.mailbox.box import Mailbox
@@ -605,6 +606,55 @@ class TestLeaving:
         said = capsys.readouterr().err
         assert said.startswith("atoll: ended before it joined the run, which has nothing of it: ") and why in said
         assert said.count("\n") == 1
+
+    def test_a_preemption_while_joining_leaves_the_state_that_the_one_before_saved(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It was removed as soon as it was read, and the inner optimizer began afresh."""
+        monkeypatch.setenv("ATOLL_FOLDER", str(tmp_path))
+
+        def start() -> Joined:
+            model = small()
+            joined = Joined(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), join_wait_s=5.0)
+            joined.name_run("r1")
+            joined.leaving = []
+            return joined
+
+        first = start()
+        with first.learner as learner:
+            learner.step(tokens=1)
+            first.stay._preemption._terminated(15, None)
+        assert (tmp_path / FILE).exists() and read_lives(tmp_path) == []
+
+        second = start()
+        second.courier.answers = lambda frame: []
+        monkeypatch.setattr(second.courier, "wait", lambda seconds: second.stay._preemption._terminated(15, None))
+        with pytest.raises(script.LeftUnjoined), second.learner:
+            pytest.fail("it must not train")
+        assert (tmp_path / FILE).exists()
+
+        capsys.readouterr()
+        third = start()
+        with third.learner:
+            assert "goes on with the inner optimizer, schedules and random states of step 1" in capsys.readouterr().err
+            assert not (tmp_path / FILE).exists(), "its next cut is newer"
+            third.stay._final = True
+        assert read_lives(tmp_path) == [], "no cut is kept for it"
+
+    def test_a_state_that_cannot_be_put_back_costs_one_start(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ATOLL_FOLDER", str(tmp_path))
+        first = Joined(small(), join_wait_s=5.0)
+        first.leaving = []
+        with first.learner as learner:
+            learner.step(tokens=1)
+            first.stay._preemption._terminated(15, None)
+        second = Joined(small(), join_wait_s=5.0)
+        monkeypatch.setattr(saved_state.OwnState, "restore_saved", lambda *words: 1 / 0)
+        with pytest.raises(ZeroDivisionError), second.learner:
+            pytest.fail("it must not train")
+        assert not (tmp_path / FILE).exists()
 
     def test_an_end_that_never_comes_is_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch

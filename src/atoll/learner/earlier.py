@@ -6,7 +6,8 @@ Rules:
 - where a stream was read to is taken from the newest part also by a learner that takes all else from a peer, as one
   does that was killed: a peer reads another share;
 - random states are restored last, once the learner has joined: joining may use them;
-- what was saved on leaving comes before a snapshot's part;
+- what was saved on leaving comes before a snapshot's part, until this learner has joined: its next cut is newer. One
+  that ends before has saved nothing, and the next process needs it again;
 - a supervisor names the part to continue from, or none (ATOLL_STATE). Without it a learner continues from the newest
   readable part in its own folder if that is of this run and fits; otherwise it says so and starts afresh;
 - whoever holds other boxes than were saved gets the state cut along its own (resharding.py).
@@ -49,6 +50,8 @@ class SavedPart:
     file: str
     run: str = ""
     """The run of the folder it was found in; empty for one that ATOLL_STATE names: that one has to fit."""
+    left: Path | None = None
+    """The file, where it was saved on leaving: removed once this learner has joined."""
 
 
 def find_earlier_state(
@@ -67,7 +70,12 @@ def find_earlier_state(
     if part is None or folder is None or not saved_boxes(part.snapshot):
         return part
     root = Path(os.environ.get("ATOLL_STATE") or folder / part.file).parent
-    fitted = refit(part.snapshot, root, part.file, make_whole_boxes(tensors), tensors)
+    try:
+        fitted = refit(part.snapshot, root, part.file, make_whole_boxes(tensors), tensors)
+    except ConfigError:
+        if part.left is not None:  # it would end every later process of this name as well
+            part.left.unlink()
+        raise
     return replace(part, snapshot=fitted, exact=False)
 
 
@@ -90,8 +98,8 @@ def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
         folder = folder / run  # another run had the folder in between
     of = read_run(folder) if folder is not None else ""
     other = bool(run and of and run != of)
-    if folder is not None and not exact and not other and (snapshot := _take_left_state(folder / FILE)) is not None:
-        return SavedPart(snapshot, False, FILE, run=of)
+    if folder is not None and not exact and not other and (snapshot := _read_left_state(folder / FILE)) is not None:
+        return SavedPart(snapshot, False, FILE, of, folder / FILE)
     if path:
         return SavedPart(read(Path(path)), exact, Path(path).name)
     if path is None and folder is not None and of and not other:
@@ -112,16 +120,17 @@ def find_part_of_ranks(ranks: RankGroup, folder: Path | None, run: str, fit: Fit
         return None
     root, file = Path(found).parent, Path(found).name
     named = bool(state) and file != FILE
+    left = folder / FILE if file == FILE and folder is not None else None
     part, reason = None, ""
     try:
-        part = SavedPart(fit(root, file), exact, file, run="" if named else run)
+        part = SavedPart(fit(root, file), exact, file, "" if named else run, left)
     except (AtollError, OSError) as error:
         reason = str(error)
     reason = next(filter(None, ranks.gather(reason, str)), "")  # all have read it, or none goes on with it
     if reason and named:
         raise ConfigError(reason)
-    if file == FILE and folder is not None:
-        (folder / FILE).unlink(missing_ok=True)
+    if reason and left is not None:
+        left.unlink(missing_ok=True)
     if reason and ranks.rank == 0:
         say(f"{file} in {root} is not used, the inner optimizer begins afresh: {reason}")
     return None if reason else part
@@ -144,19 +153,16 @@ def remember_feed(folder: Path, run: Callable[[], str]) -> Callable[[], dict[str
     return read_feed
 
 
-def _take_left_state(path: Path) -> Snapshot | None:
-    """Deleted as soon as it is read: the next cut is newer. A damaged one would end every later process of this name
-    as well: it is kept under another name."""
+def _read_left_state(path: Path) -> Snapshot | None:
+    """A damaged one would end every later process of this name as well: it is kept under another name."""
     if not path.exists():
         return None
     try:
-        snapshot = read(path)
+        return read(path)
     except AtollError as error:
         kept = path.replace(path.with_suffix(".damaged"))
         say(f"{error}; it is kept as {kept.name} and not used")
         return None
-    path.unlink()
-    return snapshot
 
 
 def _find_own_part(folder: Path, run: str) -> SavedPart | None:

@@ -5,7 +5,7 @@ its run. Restored exactly, the learner is the same incarnation as before: same s
 lost connection. In its folder:
 
     cut-NNNNNN.safetensors    its part of that snapshot
-    preempted.safetensors     saved on leaving, for the next process of this name, which deletes it
+    preempted.safetensors     saved on leaving, for the next process of this name, which deletes it once it has joined
     run                       the run that the parts belong to; joining another run moves them to a folder of its name
     lives                     the parts that the last processes continued from; a replay needs them
 

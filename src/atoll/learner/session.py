@@ -86,6 +86,8 @@ class RunSession:
         self._inputs = trained.watch_inputs(wanted=lambda: feed.position < 0)
         self._restored = False
         """Its inner optimizer comes from what this learner saved, and is put back once it has joined."""
+        self._left_state: Path | None = None
+        """What this learner saved on leaving, while it is the newest."""
         self._own_folder, self._folder, self._saver = folder, folder.path, Saver(folder.path)
         self._preemption = LeaveRequest()
         self._join_wait = JoinWait(joining, speaks=self._leads and not courier.replays)
@@ -142,10 +144,10 @@ class RunSession:
         run = self._find_run()
         self._use_folder_of(run)
         earlier = find_earlier_state(self._folder, run, self.shared.tensors, self._ranks, self.shared.boxes)
-        self._restored = earlier is not None
+        self._restored, self._left_state = earlier is not None, earlier.left if earlier is not None else None
         if earlier is None and self._folder is not None:
             self._feed.find_earlier = remember_feed(self._folder, lambda: self._run)
-        if earlier is not None:
+        if earlier is not None and earlier.left is None:
             self._saver.note_life(earlier.file)
         if earlier is not None and self._folder is not None:
             self._unmerged.restore_saved(self._folder / UNMERGED)
@@ -164,18 +166,20 @@ class RunSession:
         if earlier is not None:
             self._put_back(earlier)
             self._restored = False
+        self._preemption.begun = True
         self._note_joined()
         self._look_up()
-        self._preemption.begun = True
 
     def _put_back(self, earlier: SavedPart) -> None:
         if earlier.run and self._run and self._run != earlier.run:
             say(f"{earlier.file} in {self._folder} is of run {earlier.run}: the inner optimizer begins afresh")
+            self._left_state = None  # that run may go on
             return
         try:
             place = self._own.restore_saved(earlier.snapshot)
-        except ConfigError as error:
-            if not earlier.run:  # somebody asked for it
+        except Exception as error:
+            if not isinstance(error, ConfigError) or not earlier.run:  # the script's own, or somebody asked for it
+                self._drop_left_state()  # it would end every later process of this name as well
                 raise
             say(f"{earlier.file} in {self._folder} does not fit, the inner optimizer begins afresh: {error}")
             return
@@ -212,7 +216,14 @@ class RunSession:
             self._joined = True
             self._use_folder_of(self._run)
             self._saver.enter_run(self._run)
+            self._drop_left_state()
             self._join_wait.say_joined(self._run, 1 if self._ranks is None else self._ranks.size)
+
+    def _drop_left_state(self) -> None:
+        """From here on it saves its state anew when it is asked to leave, and the next cut is newer."""
+        if self._left_state is not None:
+            self._left_state.unlink(missing_ok=True)
+            self._left_state = None
 
     def _restore_exactly(self, saved: Snapshot) -> None:
         """The same incarnation goes on: the courier finds its place in shared memory, as after a courier's death."""
