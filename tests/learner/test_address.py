@@ -71,3 +71,9 @@ def test_what_a_script_gives_comes_first_and_may_be_a_file_too(
     with pytest.raises(SystemExit):
         find_syncer(around, str(tmp_path / "nowhere"))
     assert capsys.readouterr().err == f"atoll: syncer= names {tmp_path / 'nowhere'}, which is missing\n"
+
+
+def test_a_replay_reads_no_file_with_a_link(tmp_path: Path) -> None:
+    """It was read there too, where nobody dials and the file may be gone."""
+    around = {"ATOLL_SYNCER": "replay", "ATOLL_REPLAY": str(tmp_path / "socket")}
+    assert find_syncer(around, str(tmp_path / "nowhere")) == "replay"

@@ -50,3 +50,19 @@ def test_a_plain_address_that_nobody_answers_at_is_named_while_its_run_is_asked_
     assert wait.find_run(lambda: False, asks=True) == "beef"
     wait.say_dialling()
     assert capsys.readouterr().err.count("dialling 127.0.0.1:7077") == 1
+
+
+def test_what_passed_before_a_courier_could_dial_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A large saved state took longer to read: "no syncer answers yet", and nobody had dialled."""
+    now = 100.0
+    monkeypatch.setattr(joining.time, "monotonic", lambda: now)
+    wait = waiting()
+    now += 30.0
+    wait.give_courier_time()
+    wait.say_dialling()
+    assert capsys.readouterr().err == ""
+    now += joining.SILENT_S
+    wait.say_dialling()
+    assert "no syncer answers yet" in capsys.readouterr().err

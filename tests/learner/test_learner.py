@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.learner import saved_state, script
+from atoll.learner import joining, saved_state, script
 from atoll.learner.learner import Learner
 from atoll.learner.saved_state import read_lives, read_run
 from atoll.learner.script import FILE
@@ -236,6 +236,15 @@ class TestInARun:
                 assert left() is None
         finally:
             gc.set_threshold(*old)
+
+    def test_one_that_is_answered_at_once_does_not_say_that_nobody_answers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It was said before the first look at what the courier had heard."""
+        monkeypatch.setattr(joining, "SILENT_S", 0.0)
+        monkeypatch.setenv("ATOLL_FOLDER", str(tmp_path))  # so its run is not asked for
+        with Joined(small(), join_wait_s=5.0).learner:
+            assert "dialling" not in capsys.readouterr().err
 
     def test_it_says_once_which_run_it_joined_and_as_whom(
         self, joined: Joined, capsys: pytest.CaptureFixture[str]

@@ -49,7 +49,8 @@ class JoinWait:
     def __init__(self, request: JoinRequest, *, speaks: bool) -> None:
         """`speaks`: False for ranks that leave it to rank 0, and for replays."""
         self._request, self._speaks = request, speaks
-        self._begun = 0.0
+        self._silent_since = 0.0
+        """From here on a syncer could have answered."""
         self._until = 0.0
         """When it stops waiting and lets training begin."""
         self._answered = self._dialling = False
@@ -60,8 +61,8 @@ class JoinWait:
         """Why the syncer could not be reached, while it was not."""
 
     def begin(self) -> None:
-        self._begun = time.monotonic()
-        self._until = self._begun + self._request.wait_s
+        self._silent_since = time.monotonic()
+        self._until = self._silent_since + self._request.wait_s
 
     def find_run(self, is_asked_to_leave: Callable[[], bool], *, asks: bool) -> str:
         """The run's name, as the join link has it; else, if it `asks`, what the syncer at a plain address says: what
@@ -79,8 +80,10 @@ class JoinWait:
         return run or ""
 
     def give_courier_time(self) -> None:
-        """To dial: asking for the run may have used up the rest."""
-        self._until = max(self._until, time.monotonic() + min(self._request.wait_s, DIAL_S))
+        """To dial: asking for the run, and reading what an earlier life saved, may have used up the rest. Nobody has
+        dialled meanwhile."""
+        self._silent_since = time.monotonic()
+        self._until = max(self._until, self._silent_since + min(self._request.wait_s, DIAL_S))
 
     @property
     def left_s(self) -> float:
@@ -101,7 +104,7 @@ class JoinWait:
 
     def say_dialling(self) -> None:
         """Once, where nobody has answered for a while: the terminal would stay empty."""
-        if self._answered or self._dialling or not self._speaks or time.monotonic() < self._begun + SILENT_S:
+        if self._answered or self._dialling or not self._speaks or time.monotonic() < self._silent_since + SILENT_S:
             return
         self._dialling = True
         why = f" ({self.unreached})" if self.unreached else ""

@@ -271,8 +271,8 @@ class RunSession:
                     self._join_wait.check_reached()
                 self._join_wait.say_unjoined(has_parameters=self.shared.has_parameters())
                 return
-            self._join_wait.say_dialling()
             self.wait(min(left_s, 0.5))
+            self._join_wait.say_dialling()
 
     def _end_if_unjoined(self) -> None:
         """Where it was asked to leave. By a signal that has mostly happened already: its handler raises, which goes
