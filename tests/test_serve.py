@@ -62,6 +62,9 @@ def test_a_run_on_any_port_is_resumed_on_the_one_it_had(
     run.address.write_text(f"http://127.0.0.1:{port}")
     assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 0
     assert served[-1].service.port == port and load(run.settings).service.port == 0
+    run.withdraw_address()  # by a supervisor whose syncer then did not start
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 0
+    assert served[-1].service.port == port
 
 
 def test_another_address_that_is_given_is_the_runs_own_from_then_on(

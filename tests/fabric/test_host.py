@@ -188,6 +188,11 @@ async def test_it_opens_on_this_machine_alone_and_says_where(place: ServedFabric
     assert host.port and host.url == f"http://127.0.0.1:{host.port}"
     with pytest.raises(ConfigError, match=f"port {host.port} is in use"):
         await StateHost(port=host.port).start()
+    other = StateHost(port=host.port)
+    other.or_any_port = True
+    await other.start()
+    assert other.port not in (0, host.port)
+    await other.stop()
 
 
 async def test_stopping_ends_what_is_under_way(place: ServedFabric) -> None:

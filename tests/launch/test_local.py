@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -21,6 +23,7 @@ from atoll.launch.children import Child
 from atoll.launch.environment import LaunchEnvironment, assign_devices, read_environment
 from atoll.launch.local import LocalRun, script_arguments
 from atoll.launch.ranks import RankProcesses
+from atoll.launch.resume import Resume
 from atoll.launch.supervision import Supervision
 from atoll.observe.screen import LiveScreen
 from atoll.observe.story import story
@@ -307,6 +310,27 @@ async def test_one_whose_own_handler_of_sigterm_ends_it_with_143_is_started_agai
     assert [one["process"] for one in events(run, "restarted")] == ["learner-1"]
     assert not any("unjoined" in one for one in events(run, "exited"))
     assert "learner-1 failed and did not come back" in run.shortfall
+
+
+async def test_a_resume_takes_another_port_where_its_own_is_taken_by_then_and_says_so(tmp_path: Path) -> None:
+    """Whether it is free was asked before the syncer was started, which took a second more and then ended with 2."""
+    run = local(tmp_path, "", resume=Resume(None, ""))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        run.out.address.write_text(f"http://127.0.0.1:{port}")
+        await run.run()
+    assert urlsplit(run.out.address.read_text()).port not in (None, port)
+    [warned] = [one["text"] for one in events(run, "warning")]
+    assert warned.startswith(f"port {port}, where the run listened before, is taken: it listens on another one now")
+
+
+async def test_a_resume_that_fails_before_its_syncer_listens_forgets_no_port(tmp_path: Path) -> None:
+    """The next one took another port, and no link was good any more."""
+    run = local(tmp_path, "", resume=Resume(None, ""), syncer_words=("--disk", "nowhere:nothing"))
+    run.out.address.write_text("http://127.0.0.1:7171")
+    with pytest.raises(ConfigError, match="--disk nowhere:nothing is not there"):
+        await run.run()
+    assert not run.out.address.exists() and run._find_last_port() == 7171
 
 
 async def test_when_nobody_can_take_part_the_first_reason_is_the_runs(tmp_path: Path) -> None:

@@ -182,12 +182,7 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:
 
 def _own_port(run_dir: RunDir, service: Service) -> int:
     """The one that the run was given; where that was any, the one it had last."""
-    if service.port:
-        return service.port
-    try:
-        return urlsplit(run_dir.address.read_text()).port or PORT
-    except (OSError, ValueError):
-        return PORT
+    return service.port or run_dir.find_last_port() or PORT
 
 
 def _stand_by(folder: Path, service: dict[str, Any], words: list[str]) -> None:

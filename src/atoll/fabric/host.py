@@ -77,6 +77,8 @@ class Port:
         self.host = address_of_name(host)
         self.port = port
         """As asked for; once it is open, as it is."""
+        self.or_any_port = False
+        """Where that one is taken, another will do."""
         self._limits, self._tls = limits, tls
         self._authorizer: Authorizer = authorizer or OpenAuthorizer()
         self.vital = VitalTasks()
@@ -123,7 +125,12 @@ class Port:
         )
         self._listener = Listener(limits, self._tls, make, _force_close, self.vital, self.mistakes)
         try:
-            self.port = await self._listener.open(self.host, self.port)
+            try:
+                self.port = await self._listener.open(self.host, self.port)
+            except ConfigError:
+                if not self.or_any_port:
+                    raise
+                self.port = await self._listener.open(self.host, 0)
         except ConfigError:
             await self._runner.cleanup()
             raise

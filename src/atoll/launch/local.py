@@ -26,7 +26,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from atoll.config import Config
-from atoll.fabric.listener import check_port
 from atoll.fabric.transfer import get_json, make_dashboard_link
 from atoll.launch.children import (
     LAST_S,
@@ -113,11 +112,12 @@ class LocalRun:
             await self._run_held()
 
     async def _run_held(self) -> None:
-        port = self._find_last_port()
+        self._last_port = self._find_last_port()
         self._prepare_folder()
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
-            command = [*SYNCER, str(self.out.path), *self._served, *self._take_last_port(port)]
+            command = [*SYNCER, str(self.out.path), *self._served]
+            command += ["--port", str(self._last_port), "--or-any-port"] if self._last_port else []
             if self.resume is not None:
                 command += [part for change in self.resume.changes for part in ("--set", change)]
                 command += ["--reopen"] if self.resume.reopen else []
@@ -138,30 +138,23 @@ class LocalRun:
         is new, or names its port itself."""
         if self.resume is None or self.config.service.port or self.config.service.keys:
             return 0
-        try:
-            return urlsplit(self.out.address.read_text()).port or 0
-        except (OSError, ValueError):
-            return 0
+        return self.out.find_last_port()
 
-    def _take_last_port(self, port: int) -> list[str]:
-        if not port:
-            return []
-        try:
-            check_port(self.config.service.host, port)
-        except ConfigError:
-            text = (
-                f"port {port}, where the run listened before, is taken: it listens on another one now. Learners that "
-                f"joined by a link need a fresh one: atoll tokens link --run {self.out.path}"
-            )
-            self._events.say("warning", text, {"process": "syncer"})
-            return []
-        return ["--port", str(port)]
+    def _say_where(self, url: str) -> None:
+        """Only where that is news."""
+        if self._last_port in (0, urlsplit(url).port):
+            return
+        text = (
+            f"port {self._last_port}, where the run listened before, is taken: it listens on another one now. Learners "
+            f"that joined by a link need a fresh one: atoll tokens link --run {self.out.path}"
+        )
+        self._events.say("warning", text, {"process": "syncer"})
 
     def _prepare_folder(self) -> None:
         write_atomic(self.out.settings, self.config.toml())
         self.launch = self.launch or capture_environment()
         write_environment(self.out.path, self.launch)
-        self.out.address.unlink(missing_ok=True)
+        self.out.withdraw_address()
         self.out.summary.unlink(missing_ok=True)  # of an earlier end
 
     # ---- the course of a run --------------------------------------------------------------------------------------
@@ -189,6 +182,7 @@ class LocalRun:
     async def _start_processes(self) -> None:
         self._start_child(self._syncer)
         self._url = self._open_links(await self._wait_for_address())
+        self._say_where(self._url)
         await self._start_shards()
         self.listens(await self._make_dashboard_link())
         self.addresses = await self.route(self._url) if self.route is not None else {}

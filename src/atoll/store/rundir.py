@@ -4,6 +4,7 @@
     environment.json    where and with which variables its script was started (launch/environment.py); mode 600
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
+    last.url            where it listened before, while a supervisor starts it again
     secrets/            what is shown at its port, where it has no keys (syncer/credentials.py); mode 700
     journal/            every decision and outer gradient, durable before it is told (journal.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
@@ -31,9 +32,11 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import safetensors.numpy
@@ -59,6 +62,7 @@ _OURS = (
         "model-tail.safetensors",
         "report.html",
         "syncer.url",
+        "last.url",
         "norms.json",
         "standby.json",
         "store.json",
@@ -159,6 +163,23 @@ class RunDir:
     def address(self) -> Path:
         """Where the syncer of this run listens, while it does."""
         return self.path / "syncer.url"
+
+    @property
+    def last_address(self) -> Path:
+        return self.path / "last.url"
+
+    def withdraw_address(self) -> None:
+        """Nothing listens there until the syncer says so again. What it was is kept: join links know the run by its
+        port, also where this start fails."""
+        if self.address.exists():
+            self.address.replace(self.last_address)
+
+    def find_last_port(self) -> int:
+        """Where the syncer listened last; 0: nobody knows."""
+        for file in (self.address, self.last_address):
+            with suppress(OSError, ValueError):
+                return urlsplit(file.read_text()).port or 0
+        return 0
 
     @property
     def secrets(self) -> Path:

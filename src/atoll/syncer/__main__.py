@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--evaluated", action="store_true", help="wait at the end for the evaluator's last score")
     parser.add_argument("--port", type=int, help="instead of the one in run.toml")
+    parser.add_argument("--or-any-port", action="store_true", help="another, where that one is taken")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings that change now")
     parser.add_argument("--reopen", action="store_true", help="a run that was ended goes on")
     parser.add_argument("--pages", metavar="MODULE:FUNCTION", help="makes what shows the run on its port")
@@ -89,6 +90,7 @@ def _serve(said: argparse.Namespace) -> int:
         disk=disk,
         standby=(lambda: print("standing by", flush=True)) if said.standby else None,
         mortal=said.mortal,
+        or_any_port=said.or_any_port,
     )
 
 

@@ -72,6 +72,7 @@ def serve(
     pages: PagesMaker | None = None,
     disk: Disk | None = None,
     mortal: bool = False,
+    or_any_port: bool = False,
 ) -> int:
     """Run a syncer until its run is over. Its address is written to the run directory; `ready` gets the address, the
     run's name and a link to the dashboard.
@@ -107,6 +108,7 @@ def serve(
             by_hand=not supervised and standby is None,
             mortal=mortal,
             uploader=uploader,
+            or_any_port=or_any_port,
         )
         if standby is None or not _ended_well(out, run_store):
             asyncio.run(_serve(config, out, run_store, begin, evaluated, supervised))
@@ -165,6 +167,8 @@ class StartOptions:
     """Whoever holds our standard input is not the run's supervisor: should it go, the run goes on elsewhere."""
     uploader: Uploader | None = None
     """Of a run with a store."""
+    or_any_port: bool = False
+    """Where the port is taken, another will do."""
 
 
 async def _serve(
@@ -178,6 +182,7 @@ async def _serve(
         service = SyncerService(
             config, run=run, events=events, run_store=run_store, evaluated=evaluated, pages=begin.pages
         )
+        service.server.or_any_port = begin.or_any_port
         service.meter.supervised = supervised
         if supervised and not evaluated:
             service.unscored()
