@@ -292,7 +292,9 @@ async def test_one_that_is_done_and_one_that_cannot_end_the_run_well(tmp_path: P
 
 
 async def test_one_that_sigterm_ended_before_it_joined_is_done_as_one_that_left_is(tmp_path: Path) -> None:
-    code = "import os, sys\nfrom atoll.learner.script import LeftUnjoined, say\nif os.environ['ATOLL_LEARNER'][-1] == '1':"
+    code = (
+        "import os, sys\nfrom atoll.learner.script import LeftUnjoined, say\nif os.environ['ATOLL_LEARNER'][-1] == '1':"
+    )
     code += "\n error = LeftUnjoined('SIGTERM', 143)\n say(str(error))\n print('a library is taken down')\n raise error"
     run = local(tmp_path, code)
     await run.run()

@@ -77,3 +77,33 @@ def test_a_replay_reads_no_file_with_a_link(tmp_path: Path) -> None:
     """It was read there too, where nobody dials and the file may be gone."""
     around = {"ATOLL_SYNCER": "replay", "ATOLL_REPLAY": str(tmp_path / "socket")}
     assert find_syncer(around, str(tmp_path / "nowhere")) == "replay"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (f"{LINK}\r\n".encode(), ""),
+        (b"\xef\xbb\xbf" + LINK.encode(), ""),
+        (LINK.encode("utf-16"), "is no text"),
+        (f"{LINK}\n{LINK}\n".encode(), "holds something else than one join link"),
+        (b"ask Anna for it", "holds something else than one join link"),
+        (None, "is a folder: name the file in it"),
+    ],
+)
+def test_what_is_in_the_place_of_a_link_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str
+) -> None:
+    """A folder was to have its mode changed, and what a file held was quoted as an address without the file's name."""
+    file = tmp_path / "link.txt"
+    if content is None:
+        file.mkdir(mode=0o755)
+    else:
+        file.write_bytes(content)
+        file.chmod(0o600)
+    if not said:
+        assert find_syncer({"ATOLL_JOIN": str(file)}) == LINK
+        return
+    with pytest.raises(SystemExit) as caught:
+        find_syncer({"ATOLL_JOIN": str(file)})
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"atoll: ATOLL_JOIN names {file}, which {said}")

@@ -31,7 +31,9 @@ def test_without_a_word_there_is_nothing(tmp_path: Path) -> None:
     assert find_saved_part(tmp_path) is None
 
 
-def test_what_a_preempted_learner_left_comes_first_while_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_preempted_learner_left_comes_first_while_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATOLL_STATE", str(kept(tmp_path / "cut-000001.safetensors", 1.0)))
     kept(tmp_path / FILE, 2.0)
     for _ in range(2):  # a process that ends before it has joined leaves it to the next

@@ -6,6 +6,7 @@ import pytest
 
 from atoll.learner import joining
 from atoll.learner.joining import JoinRequest, JoinWait
+from atoll.protocol.errors import Unreachable
 
 LINK = "atoll://0123456789abcdef@10.0.0.1:7077,10.0.0.2:7077/run/" + "0" * 64
 
@@ -66,3 +67,17 @@ def test_what_passed_before_a_courier_could_dial_is_no_silence(
     now += joining.SILENT_S
     wait.say_dialling()
     assert "no syncer answers yet" in capsys.readouterr().err
+
+
+def test_an_address_that_never_answered_is_unreached_also_if_no_courier_has_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a crowded machine the courier's five seconds went by before it dialled, and the learner trained alone."""
+    monkeypatch.setattr(joining, "ask_run", lambda url: None)
+    wait = JoinWait(JoinRequest("http://127.0.0.1:7077", "mine", 0, "", wait_s=0.0), speaks=True)
+    wait.begin()
+    assert wait.find_run(lambda: False, asks=True) == ""
+    with pytest.raises(
+        Unreachable, match=r"no syncer answers at 127\.0\.0\.1:7077: nothing answers there, tried for 0 s"
+    ):
+        wait.check_reached()

@@ -73,6 +73,7 @@ class JoinWait:
             return run or ""
         while (run := ask_run(self._request.url)) is None and not is_asked_to_leave():
             if time.monotonic() >= self._until:
+                self.unreached = "nothing answers there"  # whether or not a courier comes to dial in the time it has
                 break
             self.say_dialling()
             time.sleep(0.25)

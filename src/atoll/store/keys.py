@@ -180,15 +180,21 @@ def read_link(said: str, named_by: str = "ATOLL_JOIN") -> str:
     if "://" in said or (_ENDS_WITH_PORT.search(said) and not path.exists()):
         return said
     shown = _LONG_WORD.sub("…", said)
+    if path.is_dir():
+        raise ConfigError(f"{named_by} names {shown}, which is a folder: name the file in it that holds a join link")
     check_private(path)
     try:
-        link = path.read_text().strip()
+        link = path.read_text("utf-8-sig").strip()  # some editors begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(f"{named_by} names {shown}, which is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{named_by} names {shown}, which cannot be read: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{named_by} names {shown}, which is no text: write the join link to it anew") from None
+    except OSError as error:
+        raise ConfigError(f"{named_by} names {shown}, which cannot be read: {error.strerror}") from None
     if not link:
         raise ConfigError(f"{named_by} names {shown}, which is empty")
+    if len(link.split()) > 1 or not ("://" in link or _ENDS_WITH_PORT.search(link)):
+        raise ConfigError(f"{named_by} names {shown}, which holds something else than one join link")
     return link
 
 
