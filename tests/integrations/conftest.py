@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,28 @@ from pathlib import Path
 import pytest
 from tests.integrations.containers import ROOT, Image
 from tests.system.conftest import Run as Run
+from tests.system.conftest import members
 from tests.system.conftest import run as run
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before a test imports transformers; the processes it starts inherit it
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+ENDLESS = ("--steps", "100000")
+"""Of a run that `kill_and_see_back` ends."""
+
+
+def kill_and_see_back(run: Run, learner: str = "learner-1", steps: int = 60) -> None:
+    """Once it contributes it is killed, and contributes again, however long its second life takes to begin on this
+    machine; only then is the run told to end, at `steps` or where it is beyond them."""
+    run.until(lambda events: (learner, 1) in members(events))
+    os.kill(run.pid(learner), signal.SIGKILL)
+    run.until(lambda events: (learner, 2) in members(events))
+    ended = run.command("set", run.out, f"steps={steps}")
+    assert ended.returncode == 0, ended.stderr
+    run.ended()
+    assert run.summary["restarts"] >= 1
 
 
 def check_loads_back(run: Run, script: Path) -> None:
