@@ -98,6 +98,23 @@ def test_a_script_that_ends_leaves_before_pools_are_closed(tmp_path: Path, last:
     assert (done.returncode, done.stdout) == (code, "left 0\n"), done.stderr
 
 
+@pytest.mark.parametrize(("prompt", "said"), [("", "as in a cell"), ("sys.ps1 = '>>> '", "None")])
+def test_a_script_that_fails_leaves_with_its_error_and_a_prompt_not_with_an_earlier_one(
+    tmp_path: Path, prompt: str, said: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, atoll\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "learner = atoll.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens=1)\n"
+        "learner.leave = print\n"
+        f"{prompt}\n"
+        "raise LookupError('as in a cell')"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{said}\n", done.stderr
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_scaler_leaves_out_is_none(fused: bool) -> None:
     model = nn.Linear(2, 1)

@@ -102,4 +102,6 @@ class SelfStepping:
 
     def _leave_with_script(self) -> None:
         if self._handles:
-            self._learner.leave(getattr(sys, "last_value", None))
+            # At a prompt, or in a notebook, the last error is one that somebody saw and went on after.
+            prompted = hasattr(sys, "ps1")
+            self._learner.leave(None if prompted else getattr(sys, "last_value", None))
