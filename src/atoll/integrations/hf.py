@@ -191,8 +191,8 @@ def joined(
 
     The evaluator of the run scores the global model by `trainer.evaluate()`, if there is an `eval_dataset`;
     `directions` is that of `atoll.evaluate`, by the names of figures without "eval_". `save_to`: the folder into which
-    the learner with index 0 saves the final global model by `save_pretrained`, with the tokenizer. `learner` is what
-    `atoll.Learner` takes.
+    the learner with index 0 saves the final global model by `save_pretrained`, with the tokenizer; if it has gone
+    before the end, nobody does. `learner` is what `atoll.Learner` takes.
     """
     check_counting(trainer.args)
     if trainer.model_init is not None:
@@ -250,7 +250,10 @@ def save_global_model(trainer: Trainer, learner: atoll.Learner, folder: Path) ->
     if not learner.alone and not learner.finished:
         say(f"nothing is saved to {folder}: the run goes on without this learner")
         return
-    if learner.index != 0 or not trainer.is_world_process_zero():
+    if not trainer.is_world_process_zero():
+        return
+    if learner.index != 0:
+        say(f"the learner with index 0 saves to {folder}; if it was gone by then: atoll export RUN model.safetensors")
         return
     trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
     if trainer.processing_class is not None:
