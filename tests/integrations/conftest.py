@@ -29,10 +29,14 @@ def kill_and_see_back(run: Run, learner: str = "learner-1", steps: int = 60) -> 
     run.until(lambda events: (learner, 1) in members(events))
     os.kill(run.pid(learner), signal.SIGKILL)
     run.until(lambda events: (learner, 2) in members(events))
+    end_at(run, steps)
+    assert run.summary["restarts"] >= 1
+
+
+def end_at(run: Run, steps: int) -> None:
     ended = run.command("set", run.out, f"steps={steps}")
     assert ended.returncode == 0, ended.stderr
     run.ended()
-    assert run.summary["restarts"] >= 1
 
 
 def check_loads_back(run: Run, script: Path) -> None:

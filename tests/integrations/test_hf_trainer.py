@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import re
-import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import DistributedType, PartialState
 from safetensors import safe_open
-from tests.integrations.conftest import EXAMPLES, Run, told_loss
+from tests.integrations.conftest import ENDLESS, EXAMPLES, Run, kill_and_see_back, told_loss
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
@@ -119,13 +119,12 @@ def test_of_a_peft_model_the_adapters_travel_and_are_saved(tmp_path: Path) -> No
 def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score(run: Run) -> None:
     script = EXAMPLES / "hf_trainer.py"
     assert len(script.read_text().splitlines()) <= 40
-    run.train(script, "--learners", "2", "--steps", "60", "--set", "sync_every=8")
-    run.until(lambda events: sum(event["kind"] == "round" for event in events) >= 8)
-    os.kill(run.pid("learner-1"), signal.SIGKILL)
-    run.ended()
+    run.train(script, "--learners", "2", *ENDLESS, "--set", "sync_every=8")
+    kill_and_see_back(run)
     summary = run.summary
-    assert summary["restarts"] >= 1 and summary["validation_loss_end"] < summary["validation_loss_start"]
+    assert summary["validation_loss_end"] < summary["validation_loss_start"]
     assert not run.events("same_batches") and "not leased" not in run.logs()
+    assert "atoll: the learner with index 0 saves to atoll-hf; if it was gone by then: atoll export" in run.logs()
     saved = run.folder / "atoll-hf"
     assert json.loads((saved / "config.json").read_text())["model_type"] == "gpt2"
     assert (saved / "tokenizer.json").exists() and not list(saved.glob("checkpoint-*"))
@@ -183,31 +182,60 @@ def test_what_a_run_cannot_have_is_refused(tmp_path: Path, arguments: dict[str, 
         check_in_run(trainer.args, trainer.state)
 
 
+def check_rates(run: Run, highest: float) -> None:
+    for number in (0, 1):
+        log = (run.out / "logs" / f"learner-{number}.log").read_text()
+        rates = [float(rate) for rate in re.findall(r"'learning_rate': '([^']+)'", log)]
+        assert max(rates) > 0.9 * highest and rates[-1] < 0.1 * highest, "of 1,000 steps that Trainer would make"
+
+
+def check_accuracy(run: Run) -> None:
+    told = run.summary["metrics"]["accuracy"]
+    assert told["direction"] == "max" and told["best"] >= told["end"] > told["start"]
+
+
 def test_lora_on_a_stream_ends_with_the_run_and_so_does_its_learning_rate(run: Run) -> None:
     script = Path(__file__).parent / "scripts" / "lora_stream.py"
     run.train(script, "--learners", "2", "--steps", "40", "--set", "sync_every=8").ended()
     summary = run.summary
     assert summary["validation_loss_end"] < summary["validation_loss_start"] and not run.events("same_batches")
-    for number in (0, 1):
-        log = (run.out / "logs" / f"learner-{number}.log").read_text()
-        rates = [float(rate) for rate in re.findall(r"'learning_rate': '([^']+)'", log)]
-        assert max(rates) > 0.009 and rates[-1] < 0.001, "of 1,000 steps that Trainer would make it made 40"
+    check_accuracy(run)
+    check_rates(run, 1e-2)
     with safe_open(run.out / "model.safetensors", framework="numpy") as merged:
         assert all("lora_" in name for name in merged.keys())  # noqa: SIM118
     assert (run.folder / "adapters" / "adapter_model.safetensors").exists()
 
 
+def test_a_callback_alone_trains_rows_of_datasets_that_a_worker_loads(run: Run) -> None:
+    script = Path(__file__).parent / "scripts" / "hf_callback.py"
+    run.train(script, "--learners", "2", "--steps", "60", "--set", "sync_every=8").ended()
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+    assert not run.events("same_batches") and "not leased" not in run.logs()
+    check_accuracy(run)
+    check_rates(run, 1e-3)
+
+
+def test_a_loop_with_accelerate_alone_saves_a_model_that_loads_back(tmp_path: Path) -> None:
+    script = EXAMPLES / "accelerate_loop.py"
+    words = [sys.executable, str(script)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and "alone: no run is named" in done.stderr, done.stderr
+    assert score_held_out(tmp_path / "atoll-accelerate") < 4, "log 256 = 5.5 when it is made"
+
+
+def score_held_out(folder: Path) -> float:
+    model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    windows = torch.tensor(list(inspect.getsource(argparse).encode())).unfold(0, 64, 32)[-100:]
+    with torch.no_grad():
+        return float(model(input_ids=windows, labels=windows).loss)
+
+
 def test_a_loop_with_accelerate_trains_in_a_run_with_a_kill(run: Run) -> None:
     script = EXAMPLES / "accelerate_loop.py"
     assert len(script.read_text().splitlines()) <= 40
-    run.train(script, "--learners", "2", "--steps", "60", "--set", "sync_every=8")
-    run.until(lambda events: sum(event["kind"] == "round" for event in events) >= 8)
-    os.kill(run.pid("learner-1"), signal.SIGKILL)
-    run.ended()
-    assert run.summary["restarts"] >= 1 and not run.events("same_batches") and "not leased" not in run.logs()
+    run.train(script, "--learners", "2", *ENDLESS, "--set", "sync_every=8")
+    kill_and_see_back(run)
+    assert not run.events("same_batches") and "not leased" not in run.logs()
     assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
-    model = GPT2LMHeadModel.from_pretrained(run.folder / "atoll-accelerate").eval()
-    windows = torch.tensor(list(inspect.getsource(argparse).encode())).unfold(0, 64, 32)[-100:]
-    with torch.no_grad():
-        loss = model(input_ids=windows, labels=windows).loss.item()
+    loss = score_held_out(run.folder / "atoll-accelerate")
     assert loss == pytest.approx(run.summary["validation_loss_end"], rel=1e-4)

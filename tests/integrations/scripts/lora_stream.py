@@ -25,6 +25,10 @@ class Stream(IterableDataset[Any]):
             yield {"input_ids": window, "labels": window}
 
 
+def count_right(given: Any) -> dict[str, float]:
+    return {"accuracy": float((given.predictions.argmax(-1)[:, :-1] == given.label_ids[:, 1:]).mean())}
+
+
 torch.manual_seed(0)
 size = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
 base = hf.GPT2LMHeadModel(hf.GPT2Config(**size, bos_token_id=0, eos_token_id=0))
@@ -42,6 +46,7 @@ args = hf.TrainingArguments(
     disable_tqdm=True,
 )
 held_out = [{"input_ids": window, "labels": window} for window in windows[-96:]]
-trainer = hf.Trainer(get_peft_model(base, lora), args, train_dataset=Stream(), eval_dataset=held_out)
-with joined(trainer, save_to="adapters") as run:
+model, data = get_peft_model(base, lora), {"train_dataset": Stream(), "eval_dataset": held_out}
+trainer = hf.Trainer(model, args, compute_metrics=count_right, **data)
+with joined(trainer, save_to="adapters", directions={"accuracy": "max"}) as run:
     trainer.train()
