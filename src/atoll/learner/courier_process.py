@@ -85,6 +85,8 @@ class CourierProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=env,
+                # IPython's kernel, shut down, ends its process group before anything in it could leave a run.
+                process_group=0 if "ipykernel" in sys.modules else None,
             )
         return channel
 

@@ -38,6 +38,7 @@ from atoll.learner.loading import (
     seed_of,
 )
 from atoll.learner.model import BufferRule, check_model, refuse_old_shards
+from atoll.learner.notebook import show_progress
 from atoll.learner.placement import WISHES, PlacementWish
 from atoll.learner.ranks import DataShare, RankGroup, count_ranks, find_ranks, rank_folder
 from atoll.learner.script import INTERRUPTED, LeftUnjoined, end_script, explain_keywords, find_syncer, say
@@ -98,12 +99,22 @@ class BaseLearner:
         """Alone, of several ranks: which part of a batch is this one's."""
         self._inside = self._left = False
         self._at_leaving: list[Callable[[], None]] = []
+        self._end_progress: Callable[[], None] = lambda: None
+        """In a notebook: of the line that shows it."""
 
     def __repr__(self) -> str:
         """For a notebook: where it belongs and how far it is."""
         where = "alone" if self.alone else without_secrets(self._joining.url)
+        return f"<atoll.Learner {self.name}, {where}: {self._describe()}>"
+
+    def _describe(self) -> str:
         state = "training" if self._inside else "has left" if self._left else "not entered yet: with ... as learner"
-        return f"<atoll.Learner {self.name}, {where}: {state}, {self.steps:,} steps, {self.progress:.0%} of the run>"
+        return f"{state}, {self.steps:,} steps, {self.progress:.0%} of the run"
+
+    def _describe_live(self) -> str:
+        """Another thread may ask."""
+        loss = self._tally.known_loss
+        return f"{self.name}: {self._describe()}{'' if loss is None else f', loss {loss:.4g}'}"
 
     @property
     def alone(self) -> bool:
@@ -205,6 +216,8 @@ class BaseLearner:
             except BaseException as error:
                 self._leave(self._session, error)
                 raise
+        if self._ranks is None:
+            self._end_progress = show_progress(self._describe_live)
         self._tally.train()
         return self
 
@@ -376,6 +389,7 @@ class BaseLearner:
             call()
         if self._session is None:
             self._inside, self._left = False, True
+            self._end_progress()
             return
         if error is None:
             try:
@@ -399,6 +413,7 @@ class BaseLearner:
     def _leave(self, session: RunSession, error: BaseException | None) -> None:
         """Errors that are for the operator end the script here."""
         self._inside, self._left = False, True
+        self._end_progress()
         session.end(error)
         self._folder.release()
         if isinstance(error, AtollError):

@@ -37,6 +37,11 @@ class StepCounter:
     def loss(self) -> float | None:
         return near(self._losses.latest())
 
+    @property
+    def known_loss(self) -> float | None:
+        """The same for another thread, which must not touch what is on its way: a step or two older."""
+        return near(self._losses.known)
+
     def train(self) -> None:
         """The script goes on from here."""
         self._left_at = time.perf_counter()
@@ -58,7 +63,7 @@ class LossReader:
     """Keeps the newest loss whose value is known. On CUDA that is a step or two old."""
 
     def __init__(self) -> None:
-        self._known: float | None = None
+        self.known: float | None = None
         self._pending: torch.cuda.Event | None = None
         self._host: torch.Tensor | None = None
         """Page-locked, so that nothing waits for the copy; the same every time."""
@@ -67,9 +72,9 @@ class LossReader:
         if loss is None:
             return
         if not isinstance(loss, torch.Tensor):
-            self._known = float(loss)
+            self.known = float(loss)
         elif loss.is_cpu:
-            self._known = loss.item()
+            self.known = loss.item()
         elif self._pending is None or self._pending.query():
             self._settle()
             self._pending = self._start_copy(loss.detach())
@@ -85,11 +90,11 @@ class LossReader:
     def latest(self) -> float | None:
         if self._pending is not None and self._pending.query():
             self._settle()
-        return self._known
+        return self.known
 
     def _settle(self) -> None:
         if self._pending is not None and self._host is not None:
-            self._known = float(self._host)
+            self.known = float(self._host)
             self._pending = None
 
 
