@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tests.integrations.conftest import EXAMPLES, Run, told_loss
+from tests.integrations.conftest import ENDLESS, EXAMPLES, Run, end_at, kill_and_see_back, told_loss
 from tests.system.conftest import members
 from tests.system.test_ranks import find_rank
 from torch import nn
@@ -25,6 +26,7 @@ from atoll.integrations.lightning import AtollCallback, check_in_run
 
 pytestmark = [
     pytest.mark.integrations,
+    pytest.mark.system,
     # What Lightning says of its own calls, of a small machine and of the options below.
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -123,17 +125,15 @@ def test_an_error_of_the_training_passes_and_the_learner_has_left() -> None:
 def test_two_learners_one_killed_train_a_model_that_loads_back_to_the_runs_score(run: Run) -> None:
     script = EXAMPLES / "lightning_fit.py"
     assert len(script.read_text().splitlines()) <= 40
-    run.train(script, "--learners", "2", "--steps", "300", "--set", "sync_every=8")
-    run.until(lambda events: sum(event["kind"] == "round" for event in events) >= 8)
-    os.kill(run.pid("learner-1"), signal.SIGKILL)
-    run.ended()
-    assert run.summary["restarts"] >= 1
+    run.train(script, "--learners", "2", *ENDLESS, "--set", "sync_every=8")
+    kill_and_see_back(run)
     assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
     assert not run.events("same_batches") and "not leased" not in run.logs()
     saved = run.folder / "atoll-lightning.ckpt"
     assert told_loss(run, script, saved) == pytest.approx(run.summary["validation_loss_end"], rel=1e-4)
 
 
+@pytest.mark.faults
 def test_a_learner_that_is_taken_away_leaves_in_good_order(run: Run) -> None:
     run.train(EXAMPLES / "lightning_fit.py", "--learners", "2", "--steps", "1500", "--set", "sync_every=24")
     run.until(lambda events: ("learner-1", 1) in members(events))
@@ -143,6 +143,20 @@ def test_a_learner_that_is_taken_away_leaves_in_good_order(run: Run) -> None:
     assert "SIGTERM" in left["reason"] and "its state is saved" in left["reason"]
 
 
+def test_a_stream_under_several_optimizers_ends_with_the_run_and_so_do_their_learning_rates(run: Run) -> None:
+    script = Path(__file__).parent / "scripts" / "lightning_stream.py"
+    run.train(script, "--learners", "2", *ENDLESS, "--set", "sync_every=8")
+    run.until(lambda events: ("learner-1", 2) in members(events))
+    end_at(run, max(one["t"] for one in run.events("round")[-1]["members"]) + 200)
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+    assert not run.events("same_batches") and "not leased" not in run.logs()
+    rates = re.findall(r"^last rates (\S+) (\S+)$", run.logs(), re.MULTILINE)
+    assert len(rates) == 2 and max(float(rate) for both in rates for rate in both) < 0.0005, "of 0.01 at the beginning"
+    [left] = [event for event in run.events("left") if event["learner"] == "learner-1"][:1]
+    assert re.search(r"ZeroDivisionError: as in a user's loss \(lightning_stream\.py, line \d+\)", left["reason"])
+
+
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_ranks_under_ddp_are_one_learner_that_comes_back_when_one_is_killed(run: Run) -> None:
     script = Path(__file__).parent / "scripts" / "lightning_ranks.py"
