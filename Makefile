@@ -36,7 +36,7 @@ test: setup ## the checks, and every test but the long ones of `make faults`
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30; tests=$$?; \
 	wait $$checks; checked=$$?; cat $$said; rm -f $$said; test $$tests = 0 -a $$checked = 0
 
-integrations: $(RUNTIME) $(INTEGRATIONS) ## the examples, also those with transformers and peft, deployments: some 15 minutes
+integrations: $(RUNTIME) $(INTEGRATIONS) ## the examples, also those with transformers and peft, deployments: at most 10 minutes
 	$(BIN)/pytest tests/integrations -m 'integrations and not faults' -n 3 --dist loadfile --no-loadscope-reorder --durations 15 --session-timeout 2400
 
 docs: $(DOCS) ## the documentation as a site, strictly: build/site/index.html
@@ -102,6 +102,7 @@ $(DEV): $(PACKAGES)
 $(INTEGRATIONS): $(DEV)
 	@echo "Installing the libraries that tests/integrations uses."
 	@$(PIP) -e '.[integrations]'
+	@$(COMPILING) -c 'import atoll.integrations.hf, atoll.integrations.lightning, atoll.integrations.jax, flax.nnx, datasets, peft'
 	@touch $@
 
 $(DOCS): $(PACKAGES)

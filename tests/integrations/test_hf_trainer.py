@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from atoll.integrations.hf import check_in_run, joined
 from atoll.learner.model import describe
 
-pytestmark = pytest.mark.integrations
+pytestmark = [pytest.mark.integrations, pytest.mark.system]
 
 SAMPLES = [{"input_ids": torch.arange(i, i + 8) % 16, "labels": torch.arange(i, i + 8) % 16} for i in range(40)]
 

@@ -35,6 +35,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(run: Run, cluster: 
     assert not run.out.exists()
 
 
+@pytest.mark.faults
 def test_the_same_script_gives_the_same_fields(run: Run, cluster: RayCluster, tmp_path: Path) -> None:
     """As test_same_script.py asks of the other engines."""
     here = tmp_path / "here"
@@ -45,6 +46,7 @@ def test_the_same_script_gives_the_same_fields(run: Run, cluster: RayCluster, tm
     assert run.summary["failure"] is None and sorted(run.summary["per_learner"]) == ["learner-0", "learner-1"]
 
 
+@pytest.mark.faults
 def test_of_two_controllers_that_start_at_once_one_is_refused(run: Run, cluster: RayCluster) -> None:
     words = ("train", *LINE, "--learners", "1", "--steps", "60", "--out", run.out)
     (_, _, _), (code, _, complaint) = start_both(run, words, words)

@@ -19,6 +19,7 @@ from atoll.bucket.client import open_bucket
 pytest.importorskip("ray", reason="needs Ray (pip install 'atoll[ray]')")
 pytestmark = [
     pytest.mark.integrations,
+    pytest.mark.faults,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not possible(), reason="needs obstore and moto"),
 ]

@@ -51,6 +51,7 @@ def test_a_stream_of_hugging_face_goes_on_after_a_kill_and_a_resume(run: Run) ->
     assert first[2][0] == first[1][-1] + 2, "on leaving it saved where it was"
 
 
+@pytest.mark.faults
 def test_a_plain_iterable_is_shared_and_begins_again(run: Run) -> None:
     train_with_a_kill(run, "plain")
     stop(run)
