@@ -1,6 +1,8 @@
-"""A round of 64 MiB of parameters between two learners: ours, torchft's DiLoCo, GradientMail's, and bare all-reduces.
+"""A round of 64 MiB of parameters between two learners: ours, those of other systems, and bare all-reduces.
 
-    python benchmarks/peers.py [--rounds 8] [--mib 64] [--only NAME ...]
+    python benchmarks/peers.py [--rounds 8] [--mib 64] [--only NAME ...] [--forgather CHECKOUT]
+
+With --only the new rows replace those of the same names in the result file, and its other rows stay.
 
 Every system with its default codec, on this machine, one after the other. `round_s` is from the read of the parameters
 (the later of both learners') until both have the new ones in their models; `held_s` is how long a learner's training
@@ -8,9 +10,14 @@ thread is held for that round, `longest_s` the longest single hold. Medians, wit
 durable: every round is synced to disk before it is announced (and without that, for comparison). `ours-24` has the
 default number of fragments instead of one: `held_s` is the sum over all 24, `longest_s` the longest of any step.
 
-Other people's packages go into a virtual environment of their own, build/peers, which is made at the first run and
-needs the network: torchft 0.2.0, and GradientMail 0.0.2 (peer_learners/ runs them). GradientMail is written for Python
-3.12; on 3.11 its `type` statements and type parameters are rewritten to what 3.11 knows, and nothing else.
+Other people's packages go into virtual environments of their own below build/peers, which are made at the first run and
+need the network: torchft 0.2.0, GradientMail 0.0.2, and Flower 1.41.0 in the second (peer_learners/ runs them).
+GradientMail is written for Python 3.12; on 3.11 its `type` statements and type parameters are rewritten to what 3.11
+knows, and nothing else. Forgather is no package: --forgather names a clone of https://github.com/jdinalt/forgather.
+
+`flower` is the runtime that Flower documents; `flower-stream` its older, deprecated one. A Flower client gets its
+parameters when a round begins and trains within it, so it is held from the end of one training until the next begins.
+`flower` starts a process for every training and asks for work every three seconds: of it half as many rounds are run.
 """
 
 from __future__ import annotations
@@ -20,12 +27,15 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -39,7 +49,8 @@ from seeds import count_cores, find_commit
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / "build" / "peers"
 RESULT = HERE / "results" / "peers.json"
-TORCHFT, GRADIENTMAIL = "torchft==0.2.0", "gradientmail==0.0.2"
+TORCHFT, GRADIENTMAIL, FLOWER = "torchft==0.2.0", "gradientmail==0.0.2", "flwr==1.41.0"
+PEER_S = 600.0
 SKIPPED = 2
 
 Rounds = list[dict[str, float]]
@@ -112,25 +123,56 @@ def measure_default_fragments(mib: int, cycles: int) -> dict[str, Any]:
 # ---- others ---------------------------------------------------------------------------------------------------------
 
 
-def prepare() -> str:
-    """An interpreter that has the peers' packages."""
-    python = PEERS / "bin" / "python"
-    if not (PEERS / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        torch_only = PEERS / "constraints.txt"
+@cache
+def prepare_torch_peers() -> str:
+    """An interpreter that has torchft, where there is a wheel of it, and GradientMail."""
+    home = PEERS / "torch"
+    if not is_ready(home, TORCHFT, GRADIENTMAIL):
+        pip = make_environment(home)
+        torch_only = home / "constraints.txt"
         torch_only.write_text(f"torch=={version('torch').partition('+')[0]}\n")
-        subprocess.run([*pip, "-c", str(torch_only), "torch", "numpy", "safetensors>=0.8", TORCHFT], check=True)
-        fetch = ["download", "--no-deps", "--python-version", "3.12", "--only-binary", ":all:", "-d", str(PEERS)]
-        subprocess.run([*pip[:3], *fetch, GRADIENTMAIL], check=True)
-        site = next((PEERS / "lib").glob("python3*/site-packages"))
-        with zipfile.ZipFile(next(PEERS.glob("gradientmail-*.whl"))) as wheel:
-            wheel.extractall(site)
-        if sys.version_info < (3, 12):
-            for path in (site / "gradientmail").rglob("*.py"):
-                path.write_text(lower(path.read_text()))
-        (PEERS / "ready").touch()
-    return str(python)
+        subprocess.run([*pip, "install", "-c", str(torch_only), "torch", "numpy", "safetensors>=0.8"], check=True)
+        installed = subprocess.run([*pip, "install", "-c", str(torch_only), TORCHFT], check=False)
+        add_gradientmail(home, pip)
+        if not installed.returncode:
+            mark_ready(home, TORCHFT, GRADIENTMAIL)
+    return str(home / "bin" / "python")
+
+
+@cache
+def prepare_flower() -> str:
+    """An interpreter that has Flower. Its requirements are many and rule out versions that torchft's ask for."""
+    home = PEERS / "flower"
+    if not is_ready(home, FLOWER):
+        subprocess.run([*make_environment(home), "install", FLOWER], check=True)
+        mark_ready(home, FLOWER)
+    return str(home / "bin" / "python")
+
+
+def is_ready(home: Path, *packages: str) -> bool:
+    mark = home / "ready"
+    return mark.exists() and mark.read_text().split() == list(packages)
+
+
+def mark_ready(home: Path, *packages: str) -> None:
+    (home / "ready").write_text("\n".join(packages))
+
+
+def make_environment(home: Path) -> list[str]:
+    """A new virtual environment; the command of its pip."""
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
+    return [str(home / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
+def add_gradientmail(home: Path, pip: list[str]) -> None:
+    fetch = ["download", "--no-deps", "--python-version", "3.12", "--only-binary", ":all:", "-d", str(home)]
+    subprocess.run([*pip, *fetch, GRADIENTMAIL], check=True)
+    site = next((home / "lib").glob("python3*/site-packages"))
+    with zipfile.ZipFile(next(home.glob("gradientmail-*.whl"))) as wheel:
+        wheel.extractall(site)
+    if sys.version_info < (3, 12):
+        for path in (site / "gradientmail").rglob("*.py"):
+            path.write_text(lower(path.read_text()))
 
 
 def lower(source: str) -> str:
@@ -161,10 +203,17 @@ def lower(source: str) -> str:
 def run_peer(python: str, script: str, *arguments: object) -> list[Rounds]:
     command = [python, str(HERE / "peer_learners" / script), *map(str, arguments)]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, env=plain, timeout=600, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{script}: {done.stderr.strip().splitlines()[-1:]}")
-    found: list[Rounds] = json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=plain, start_new_session=True
+    ) as running:
+        try:
+            said, complained = running.communicate(timeout=PEER_S)
+        except BaseException:
+            os.killpg(running.pid, signal.SIGKILL)  # its learners with it
+            raise
+    if running.returncode:
+        raise RuntimeError(f"{script}: {complained.strip().splitlines()[-1:]}")
+    found: list[Rounds] = json.loads(said.splitlines()[-1])
     return found
 
 
@@ -187,30 +236,43 @@ def describe(found: list[Rounds]) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows, rounds = options.mib * MIB // 4 // WIDTH, options.rounds + SKIPPED
-    mine, peers = sys.executable, prepare()
+    mine = sys.executable
 
     def ours(codec: str, durability: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=os.environ.get("ATOLL_SCRATCH")) as scratch:
             return describe(measure_ours(rows, rounds, codec, durability, scratch=Path(scratch)))
+
+    def torch_peer(script: str, *words: object) -> dict[str, Any]:
+        return describe(run_peer(prepare_torch_peers(), script, rows, rounds, *words))
+
+    def flower(how: str, rounds: int) -> dict[str, Any]:
+        return describe(run_peer(prepare_flower(), "flower_rounds.py", rows, rounds, how))
 
     systems: dict[str, Any] = {
         "ours": lambda: ours("bf16", "round"),
         "ours-fp32": lambda: ours("fp32", "round"),
         "ours-fp32-no-fsync": lambda: ours("fp32", "cut"),
         "ours-24": lambda: measure_default_fragments(options.mib, cycles=max(3, options.rounds // 3)),
-        "torchft": lambda: describe(run_peer(peers, "torchft_diloco.py", rows, rounds, 0)),
-        "torchft-delayed": lambda: describe(run_peer(peers, "torchft_diloco.py", rows, rounds, 20)),
-        "gradientmail": lambda: describe(run_peer(peers, "gradientmail_session.py", rows, rounds, 1.0, 1)),
-        "gradientmail-fast": lambda: describe(run_peer(peers, "gradientmail_session.py", rows, rounds, 0.05, 0)),
+        "torchft": lambda: torch_peer("torchft_diloco.py", 0),
+        "torchft-delayed": lambda: torch_peer("torchft_diloco.py", 20),
+        "gradientmail": lambda: torch_peer("gradientmail_session.py", 1.0, 1),
+        "gradientmail-fast": lambda: torch_peer("gradientmail_session.py", 0.05, 0),
+        "flower": lambda: flower("deployment", SKIPPED + max(2, options.rounds // 2)),
+        "flower-stream": lambda: flower("stream", rounds),
+        "forgather": lambda: torch_peer("forgather_diloco.py", options.forgather.resolve()),
         "gloo": lambda: describe(run_peer(mine, "gloo.py", rows, rounds, "all-reduce")),
         "ddp": lambda: describe(run_peer(mine, "gloo.py", rows, rounds, "ddp")),
         "ddp-alone": lambda: describe(run_peer(mine, "gloo.py", rows, rounds, "alone")),
     }
     found: dict[str, Any] = {}
     for name in options.only or systems:
+        if name == "forgather" and options.forgather is None:
+            print("forgather: left out, as no --forgather names a checkout of it", file=sys.stderr)
+            continue
         try:
-            found[name] = {**systems[name](), "load": round(os.getloadavg()[0], 1)}
-        except (RuntimeError, subprocess.SubprocessError) as error:
+            day = datetime.now(UTC).date().isoformat()
+            found[name] = {**systems[name](), "load": round(os.getloadavg()[0], 1), "measured": day}
+        except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
             found[name] = {"could_not_run": str(error)}
         print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
     return found
@@ -225,6 +287,9 @@ def compare(found: dict[str, Any]) -> dict[str, float]:
         "gradientmail_over_ours": ratio("gradientmail", "ours", "round_s"),
         "gradientmail_fast_over_ours": ratio("gradientmail-fast", "ours", "round_s"),
         "torchft_over_ours": ratio("torchft", "ours", "round_s"),
+        "forgather_over_ours": ratio("forgather", "ours", "round_s"),
+        "flower_over_ours": ratio("flower", "ours", "round_s"),
+        "flower_stream_over_ours": ratio("flower-stream", "ours", "round_s"),
         "held_over_torchft": ratio("ours", "torchft", "held_s"),
         "held_over_gradientmail": ratio("ours", "gradientmail", "held_s"),
         "longest_24_over_torchft": ratio("ours-24", "torchft", "longest_s"),
@@ -235,20 +300,46 @@ def compare(found: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in told.items() if value is not None}
 
 
+def read_kept(options: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """The result whose other rows stay, where only some are measured."""
+    if not options.only or not options.out.exists():
+        return {}
+    kept: dict[str, Any] = json.loads(options.out.read_text())
+    if (kept["mib"], kept["machine"]) != (options.mib, machine):
+        raise SystemExit(
+            f"{options.out} has rounds of {kept['mib']} MiB on {kept['machine']}, these are of {options.mib} MiB on"
+            f" {machine}: give another --out, or measure all"
+        )
+    return kept
+
+
+def kept_forgather(kept: dict[str, Any]) -> dict[str, str]:
+    return {name: number for name, number in kept.get("versions", {}).items() if name == "forgather"}
+
+
+def read_commit(checkout: Path) -> str:
+    asked = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--only", nargs="+", help="names of systems, as the result has them")
+    parser.add_argument("--forgather", type=Path, metavar="CHECKOUT", help="a clone of Forgather")
     parser.add_argument("--note", default="", help="a word on the machine, for the result")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(options)
+    machine = {"arch": platform.machine(), "cores": count_cores(), "system": platform.system()}
+    kept = read_kept(options, machine)
+    found = kept.get("systems", {}) | measure(options)
     result = {
-        "machine": {"arch": platform.machine(), "cores": count_cores(), "system": platform.system()},
+        "machine": machine,
         "versions": {"python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy")}
-        | {name: number for name, _, number in (one.partition("==") for one in (TORCHFT, GRADIENTMAIL))},
+        | {name: number for name, _, number in (one.partition("==") for one in (TORCHFT, GRADIENTMAIL, FLOWER))}
+        | ({"forgather": read_commit(options.forgather)} if options.forgather else kept_forgather(kept)),
         "commit": find_commit(),
         "note": options.note,
         "mib": options.mib,
