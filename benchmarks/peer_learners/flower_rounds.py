@@ -99,14 +99,15 @@ def deploy(rows: int, rounds: int, folder: Path) -> list[subprocess.Popen[bytes]
     (folder / "config.toml").write_text(LINK.format(port=link))
     served = ["--insecure", "--disable-runtime-dependency-installation", "--port", str(link)]
     started = [start(folder, "flower-superlink", *served)]
+    wait_for_port(link, started[0])
     for number, port in enumerate(nodes):
         told = f'number={number} folder="{folder}"'
         asked = ["--insecure", "--superlink", f"127.0.0.1:{link}", "--port", str(port), "--node-config", told]
         started.append(start(folder, "flower-supernode", *asked))
-    while subprocess.run([*flower("flwr"), "run", str(app), "here"], capture_output=True, check=False).returncode:
-        if any(one.poll() is not None for one in started):
-            break
-        time.sleep(0.5)
+    with (folder / "output").open("ab") as output:
+        asked = subprocess.run([*flower("flwr"), "run", str(app), "here"], stdout=output, stderr=output, check=False)
+    if asked.returncode:
+        stop(started)
     return started
 
 
@@ -116,7 +117,9 @@ def deploy(rows: int, rounds: int, folder: Path) -> list[subprocess.Popen[bytes]
 def stream(rows: int, rounds: int, folder: Path) -> list[subprocess.Popen[bytes]]:
     (port,) = find_ports(1)
     words = [str(rows), str(rounds), str(folder), str(port)]
-    return [start(folder, sys.executable, __file__, role, *words) for role in ("serve", "0", "1")]
+    server = start(folder, sys.executable, __file__, "serve", *words)
+    wait_for_port(port, server)
+    return [server, *(start(folder, sys.executable, __file__, role, *words) for role in ("0", "1"))]
 
 
 def play(role: str, rows: int, rounds: int, folder: Path, address: str) -> None:
@@ -158,6 +161,15 @@ def start(folder: Path, program: str, *words: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=output, stderr=output)
 
 
+def wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while server.poll() is None and time.monotonic() < deadline:
+        with socket.socket() as tried:
+            if not tried.connect_ex(("127.0.0.1", port)):
+                return
+        time.sleep(0.1)
+
+
 def stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
     for one in started:
         one.send_signal(signal.SIGTERM)
@@ -172,10 +184,11 @@ def wait_for_rounds(folder: Path, rounds: int, started: Sequence[subprocess.Pope
     """A round ends in a client when the parameters of the next one are in its model."""
     deadline, logs = time.monotonic() + LIMIT_S, [folder / f"client-{number}" for number in range(2)]
     while True:
+        over = time.monotonic() > deadline or any(one.poll() is not None for one in started)
         found = [one.read_text().splitlines() if one.exists() else [] for one in logs]
         if min(map(len, found)) > rounds:
             break
-        if time.monotonic() > deadline or started[0].poll():
+        if over:
             said = " | ".join((folder / "output").read_text().splitlines()[-5:])
             raise SystemExit(f"Flower made {min(map(len, found))} of {rounds + 1} rounds: {said}")
         time.sleep(0.1)
