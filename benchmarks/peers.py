@@ -334,7 +334,8 @@ def main() -> int:
     torch.set_num_threads(1)
     machine = {"arch": platform.machine(), "cores": count_cores(), "system": platform.system()}
     kept = read_kept(options, machine)
-    found = kept.get("systems", {}) | measure(options)
+    stayed = {name: {"commit": kept["commit"], **row} for name, row in kept.get("systems", {}).items()}
+    found = stayed | measure(options)
     result = {
         "machine": machine,
         "versions": {"python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy")}
