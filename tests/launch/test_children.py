@@ -50,7 +50,8 @@ def wait(child: Child) -> int:
 
 
 def test_a_child_prints_into_its_log(make: Callable[..., Child]) -> None:
-    child = make("import os, sys; print(os.environ['SAID']); print('last words', file=sys.stderr); sys.exit(3)")
+    said = "print(os.environ['SAID'], flush=True); print('last words', file=sys.stderr)"
+    child = make(f"import os, sys; {said}; sys.exit(3)")
     child.start()
     assert wait(child) == 3
     assert child.poll_exit() is None, "told once"

@@ -19,7 +19,9 @@ def write_script(run: Run, code: str) -> str:
 
 def test_a_typo_is_on_the_screen_at_the_first_death_and_ends_the_run(run: Run) -> None:
     run.train(write_script(run, "imprt torch\n"), "--learners", "2").ended(code=1)
-    cause = "SyntaxError: invalid syntax (mine.py, line 1)"
+    with pytest.raises(SyntaxError) as typo:
+        compile("imprt torch\n", "mine.py", "exec")  # each Python has words of its own
+    cause = f"SyntaxError: {typo.value}"
     assert f"failed: {cause}" in run.stdout and f"the whole traceback is in {run.out / 'logs'}" in run.stdout
     assert run.stderr.startswith(f"atoll: the script failed on every learner before its first step: {cause}. ")
     assert run.stderr.count("\n") == 1 and f"atoll train --resume {run.out}" in run.stderr
