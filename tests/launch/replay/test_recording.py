@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from atoll.launch.replay.recording import LOST, ProcessRecording, RecordedCopy, decisions_after, read_recording
+from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.records import (
     BegunRecord,
@@ -118,6 +120,14 @@ def test_a_run_made_of_a_cut_is_told_what_the_cut_knows_of_its_progress() -> Non
     score = read_recording([BEGUN, PassedRecord(1, 1, "nobody", 0.25, 2.5)])
     score.begin_at(history)
     assert score.progress == {1: 0.125, 2: 0.25} and score.global_steps == {1: 1, 2: 2}
+
+
+def test_a_process_that_goes_on_from_another_run_is_refused_with_the_name_of_that_run() -> None:
+    made = replace(BEGUN, parent="abcd1234 cut 6")
+    merged = MergedRecord(0, 0, 1, 1, "all", (Share("a", 1, 2, 2, 20, 200.0, 0),), "digest")
+    for first in (merged, played("a", 1, 0, BEGAN), LentRecord("ticket", "a", 1, 2)):
+        with pytest.raises(ConfigError, match="a went on in this run as the process that it was in abcd1234 cut 6"):
+            read_recording([made, first])
 
 
 def test_a_learner_has_the_number_that_it_had_in_the_run() -> None:

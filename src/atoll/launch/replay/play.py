@@ -102,6 +102,11 @@ class RunReplay:
 
     def _make_syncer(self, score: RunRecording, terms: dict[RecordKey, int], logs: Path) -> ReplaySyncer:
         begun = score.begun
+        if begun.parent and begun.shards > 1:
+            raise ConfigError(
+                f"this run was made from {begun.parent}, not from the beginning, and its syncer has several shards: "
+                "such a run cannot be replayed yet; atoll verify checks it from its files"
+            )
         if begun.parent and self.cut is None:
             newest = min(complete_cuts(self.out.cuts), default=None)
             raise ConfigError(

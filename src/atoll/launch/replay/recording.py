@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History, number_learners
 from atoll.protocol.messages import Range
 from atoll.protocol.records import (
@@ -145,6 +146,16 @@ class RunRecording:
     of: dict[tuple[str, int], ProcessRecording] = field(default_factory=dict)
     """Learner and incarnation → its training process."""
 
+    def find_process(self, learner: str, incarnation: int) -> ProcessRecording:
+        """ConfigError: it joined before this journal begins."""
+        found = self.of.get((learner, incarnation))
+        if found is None:
+            raise ConfigError(
+                f"{learner} went on in this run as the process that it was in {self.begun.parent}, and what that did "
+                "is in the journal of that run: it cannot be replayed yet; atoll verify checks it from its files"
+            )
+        return found
+
     @property
     def has_first_parameters(self) -> bool:
         """Whether a process that gave version 0 went on with it: only then its script makes it again."""
@@ -182,12 +193,12 @@ def _take(score: RunRecording, record: AnyRecord) -> None:
             score.of[learner, incarnation] = _part(score, learner, session)
         case PlayedRecord(tapes):
             for one in tapes:
-                _add(score.of[one.learner, one.incarnation], one.first, one.entries)
+                _add(score.find_process(one.learner, one.incarnation), one.first, one.entries)
         case MergedRecord():
             for share in record.members:
                 counters = (share.base, share.steps, score.rollbacks)
                 copy = RecordedCopy(share.t, record.round, record.fragment, *counters)
-                score.of[share.learner, share.incarnation].copies.append(copy)
+                score.find_process(share.learner, share.incarnation).copies.append(copy)
             _decided(score, record)
         case PassedRecord():
             _decided(score, record)
@@ -198,7 +209,7 @@ def _take(score: RunRecording, record: AnyRecord) -> None:
             range_ = Range(record.lease, record.dataset, record.epoch, record.start, record.stop)
             score.leases[record.lease] = range_
         case LentRecord(ticket, learner, incarnation, t):
-            score.lent[ticket] = (score.of[learner, incarnation], t)
+            score.lent[ticket] = (score.find_process(learner, incarnation), t)
         case _:
             pass
 
