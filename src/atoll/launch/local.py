@@ -181,8 +181,9 @@ class LocalRun:
 
     async def _start_processes(self) -> None:
         self._start_child(self._syncer)
-        self._url = self._open_links(await self._wait_for_address())
-        self._say_where(self._url)
+        listens_at = await self._wait_for_address()
+        self._say_where(listens_at)  # on Ray the link that it is asked by has two addresses
+        self._url = self._open_links(listens_at)
         await self._start_shards()
         self.listens(await self._make_dashboard_link())
         self.addresses = await self.route(self._url) if self.route is not None else {}
