@@ -245,7 +245,7 @@ def test_a_run_whose_numbers_were_not_finite_says_so(events: list[Event]) -> Non
     assert any("75 % were lost in quarantine" in one for one in told), told
     assert (
         "Validation loss of the global model went from 5.50 to one that is not finite; the lowest was 2.25 at round 7 "
-        "(atoll export --best)."
+        "(atoll export --best RUN FILE)."
     ) in told
     assert f"{WARNING}the validation loss was not finite at the end." in told
     assert told[-1] == f"{WARNING}{text}."

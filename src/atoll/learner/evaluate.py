@@ -70,8 +70,9 @@ def evaluate(
     """Score the global model until the run ends.
 
     `score(model)` is a loss, or several figures by name: {"loss": 0.31, "accuracy": 0.91}. The loss is what the run is
-    guarded by. `directions` says which values of the others are better, {"accuracy": "max"}: then the best one is told.
-    `sample(model)` is a few lines that the model wrote. `unit` is that of the loss, as it is to be shown.
+    guarded by. The model is in the mode in which the script left it: `score` may call `model.eval()`. `directions` says
+    which values of the others are better, {"accuracy": "max"}: then the best one is told. `sample(model)` is a few
+    lines that the model wrote. `unit` is that of the loss, as it is to be shown.
     """
     check_model(model)
     score_run(ScoredModule(model), score, sample=sample, directions=directions, unit=unit)

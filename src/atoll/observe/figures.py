@@ -31,8 +31,10 @@ def percent(share: float | None) -> str:
     if share is None:
         return NONE
     text = f"{100 * share:.0f}"
-    # 99.7 % is not all of it, nor is 99.99 %.
-    return f"{min(100 * share, 99.9):.1f} %" if text == "100" and share < 1.0 else f"{text} %"
+    # 99.7 % is not all of it, nor is 99.99 %; and 0.3 % is something.
+    if (text == "100" and share < 1.0) or (text == "0" and share > 0.0):
+        text = f"{min(max(100 * share, 0.1), 99.9):.1f}"
+    return f"{text} %"
 
 
 def causes_of(dropped_by_cause: dict[str, int], computed: int) -> list[str]:

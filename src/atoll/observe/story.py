@@ -231,7 +231,7 @@ def _validation(summary: Summary) -> str:
         return ""
     if end is None:
         best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-        lowest = f"the lowest was {format_score(best)} at round {at:,} (atoll export --best)"
+        lowest = f"the lowest was {format_score(best)} at round {at:,} (atoll export --best RUN FILE)"
         return (
             f"Validation loss of the global model went from {format_score(start)} to one that is not finite; {lowest}."
         )
@@ -240,7 +240,7 @@ def _validation(summary: Summary) -> str:
     last, lower = format_score(end), ""
     if best is not None and best < end:
         last, lowest = format_scores_apart(end, best)
-        lower = f"; the lowest was {lowest} at round {at:,} (atoll export --best)"
+        lower = f"; the lowest was {lowest} at round {at:,} (atoll export --best RUN FILE)"
     return f"Validation loss of the global model went from {format_score(start)} to {last}{unit}{lower}."
 
 
@@ -511,15 +511,16 @@ def verification_rows(report: VerifyReport) -> list[tuple[str, str]]:
     causes = [f"{count(tokens)} {CAUSES[cause]}" for cause, tokens in facts["dropped_by_cause"].items()]
     shares = [f"{name} {percent(one['merged_share'])}" for name, one in facts["per_learner"].items()]
     empty = f", {facts['empty']:,} at the end with nothing left to collect" if facts["empty"] else ""
+    terms = "1 term" if facts["terms"] == 1 else f"{facts['terms']} terms"
     return [
         ("run", facts["run"] or "has not begun"),
-        ("records", f"{facts['records']:,} of {facts['terms']} terms"),
+        ("records", f"{facts['records']:,}, by {terms} of the syncer"),
         ("rounds", f"{facts['rounds']:,}, {facts['passed']:,} of them passed over{empty}"),
         ("contributions", f"{facts['contributions']:,} of {facts['learners']:,} learners"),
         ("tokens", ", ".join(fates) or "none"),
         ("not merged", ", ".join(causes) or "none"),
         ("merged share", ", ".join(shares) or "none"),
         ("cuts", ", ".join(map(str, facts["cuts"])) or "none"),
-        ("made again", f"{facts['rebuilt_rounds']:,} rounds, bit for bit"),
+        ("made again", f"{facts['rebuilt_rounds']:,} rounds, bit for bit: all whose gradients are kept"),
         ("took", span(facts["seconds"])),
     ]

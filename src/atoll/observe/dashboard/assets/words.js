@@ -16,8 +16,9 @@ export function count(value) {
 export function percent(share) {
   if (share === null || share === undefined) return NONE;
   const text = (100 * share).toFixed(0);
-  // 99.7 % is not all of it, nor is 99.99 %.
-  return (text === "100" && share < 1 ? Math.min(100 * share, 99.9).toFixed(1) : text) + " %";
+  // 99.7 % is not all of it, nor is 99.99 %; and 0.3 % is something.
+  const apart = (text === "100" && share < 1) || (text === "0" && share > 0);
+  return (apart ? Math.min(Math.max(100 * share, 0.1), 99.9).toFixed(1) : text) + " %";
 }
 
 export function decimal(value, digits = 3) {
