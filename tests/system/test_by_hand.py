@@ -103,6 +103,7 @@ def test_plain_python_joins_by_a_link_and_goes_on_with_its_own_part_of_a_cut(run
     assert again.returncode == 0 and "goes on with the inner optimizer, schedules and random states of step" in said
 
 
+@pytest.mark.faults  # make integrations does the same by the tutorial
 def test_after_a_resume_a_learner_comes_back_by_its_old_link(run: Run) -> None:
     """The syncer listens where it did."""
     trained = (SCRIPTS / "line.py", "--learners", "1", "--set", "sync_every=4", "--set", "cut_every=10")
