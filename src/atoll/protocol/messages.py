@@ -12,8 +12,8 @@ version is understood by the next one, both ways, so that a run can be upgraded 
 (tests/fabric/exchanges) says what a version is (docs/adr/0022).
 
     learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
-    syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  SettingsChanged  Drain  Ending
-                        Finish
+    syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  Share  SettingsChanged  Drain
+                        Ending  Finish
 
 and, for a newcomer that takes a peer's inner optimizer,
 
@@ -170,6 +170,10 @@ class Progress(Message, frozen=True):
     """Per fragment, of `dropped`: overwritten by versions that held none of its steps. Empty: not told."""
     inputs: Number = -1
     """A hash of what its model was given lately, where its data is its own; −1: not told."""
+    up_rate: Real = 0.0
+    """Bytes per second that its way up carries, as it measured them; 0: not measured yet."""
+    down_rate: Real = 0.0
+    """Bytes per second that its way down carries; 0: not measured yet."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -439,6 +443,14 @@ class Announce(Message, frozen=True):
     """No round made this version: the run is rolled back. Whoever holds less takes it in place of its own values."""
 
 
+class Share(Message, frozen=True):
+    """Share of the rounds that this learner takes part in from now on, since its link carries no more."""
+
+    share: Real
+    """Eighths, from 1/P to 1 (`schedule.has_share`)."""
+    reason: Words
+
+
 class SettingsChanged(Message, frozen=True):
     """Another phase of training begins."""
 
@@ -488,6 +500,7 @@ FromSyncer = (
     | Pull
     | Recover
     | Announce
+    | Share
     | SettingsChanged
     | Drain
     | Ending

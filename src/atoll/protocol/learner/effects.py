@@ -89,6 +89,17 @@ class Fetched(Fact, frozen=True):
 
     fragment: int
     version: int
+    nbytes: int = 0
+    """Bytes that arrived after the first piece."""
+    seconds: float = 0.0
+    """Seconds from the first piece to the last."""
+    latency_s: float = 0.0
+    """Seconds from the request to the first piece."""
+
+
+class Arriving(Fact, frozen=True):
+    """Event: of the bodies that were fetched, at most rate times round trip is still to come: the way down is free for
+    the next one."""
 
 
 class FetchFailed(Fact, frozen=True):
@@ -102,6 +113,10 @@ class Uploaded(Fact, frozen=True):
     round: int
     attempt: int
     digest: str
+    nbytes: int = 0
+    """Size of the body."""
+    seconds: float = 0.0
+    """Seconds that the body took from its first piece to its last, where it arrived."""
 
 
 class UploadFailed(Fact, frozen=True):
@@ -374,6 +389,7 @@ LearnerEvent = (
     | Copied
     | Adopted
     | Fetched
+    | Arriving
     | FetchFailed
     | Uploaded
     | UploadFailed

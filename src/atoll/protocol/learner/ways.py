@@ -1,0 +1,55 @@
+"""What a learner's link carries: the rate of its way up and of its way down, measured from the bodies it sends anyway.
+
+A body counts from its first piece to its last, so waiting for an answer is no part of it. The rate is that of the last
+`RECENT` bodies together: a link that becomes wider or narrower is known after a few rounds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+RECENT = 6
+"""Bodies behind a rate."""
+
+
+@dataclass(slots=True)
+class WayRate:
+    """Rate of one direction."""
+
+    _bodies: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Count a body. One that came in a single piece took no time and says nothing."""
+        if nbytes > 0 and seconds > 0:
+            self._bodies.append((nbytes, seconds))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second; 0 if nothing was measured yet."""
+        nbytes, seconds = (sum(column) for column in zip(*self._bodies, strict=True)) if self._bodies else (0, 0.0)
+        return nbytes / seconds if seconds else 0.0
+
+
+@dataclass(slots=True)
+class Ways:
+    """Both directions of a learner's link."""
+
+    up: WayRate = field(default_factory=WayRate)
+    down: WayRate = field(default_factory=WayRate)
+    _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add_latency(self, seconds: float) -> None:
+        if seconds > 0:
+            self._latencies.append(seconds)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds from a request to the first piece of its answer: the shortest of the last bodies, because a busy
+        syncer answers later and its link is no longer for that."""
+        return min(self._latencies, default=0.0)
+
+    @property
+    def pipe_bytes(self) -> float:
+        """Bytes that are on their way down at once when the link is full: rate times round trip."""
+        return self.down.bytes_per_s * self.latency_s
