@@ -12,8 +12,8 @@ version is understood by the next one, both ways, so that a run can be upgraded 
 (tests/fabric/exchanges) says what a version is (docs/adr/0022).
 
     learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
-    syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  Share  SettingsChanged  Drain
-                        Ending  Finish
+    syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  RoundShare  SettingsChanged
+                        Drain  Ending  Finish
 
 and, for a newcomer that takes a peer's inner optimizer,
 
@@ -443,11 +443,11 @@ class Announce(Message, frozen=True):
     """No round made this version: the run is rolled back. Whoever holds less takes it in place of its own values."""
 
 
-class Share(Message, frozen=True):
+class RoundShare(Message, frozen=True):
     """Share of the rounds that this learner takes part in from now on, since its link carries no more."""
 
     share: Real
-    """Eighths, from 1/P to 1 (`schedule.has_share`)."""
+    """From 1/P to 1 (`schedule.has_turn`)."""
     reason: Words
 
 
@@ -500,7 +500,7 @@ FromSyncer = (
     | Pull
     | Recover
     | Announce
-    | Share
+    | RoundShare
     | SettingsChanged
     | Drain
     | Ending

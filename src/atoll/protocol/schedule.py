@@ -12,7 +12,7 @@ from the settings, so they wait for no message.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, floor
 from typing import NamedTuple
 
 from atoll.protocol.settings import Settings
@@ -25,6 +25,13 @@ def fragment_of(round: int, settings: Settings) -> int:
 def interval(settings: Settings) -> float:
     """Learner steps from one round to the next."""
     return settings.sync_every / settings.fragments
+
+
+def has_turn(round: int, share: float, settings: Settings) -> bool:
+    """Whether a learner with this share of the rounds takes part in this one. The turns of every cycle begin one
+    fragment earlier than those of the cycle before, so that each fragment has its turn."""
+    turn = round % settings.fragments + round // settings.fragments
+    return floor((turn + 1) * share + 1e-9) > floor(turn * share + 1e-9)
 
 
 class RoundSpan(NamedTuple):
@@ -96,16 +103,6 @@ def most_flights(settings: Settings) -> int:
     """The most rounds between freezing and commit: one per fragment, and one fragment is left to gather."""
     least = least_flights(settings)
     return least if settings.synchronous else max(least, settings.fragments - 1)
-
-
-def needed_flights(round_s: float, step_s: float, settings: Settings) -> int:
-    """Rounds under way that keep one round per H/P steps, where one takes `round_s` from freezing to commit and a step
-    `step_s`. One more than fit into that time: a round is due at the moment at which the oldest commits."""
-    least, most = least_flights(settings), most_flights(settings)
-    interval_s = interval(settings) * step_s
-    if not 0 < round_s < most * interval_s:
-        return most if round_s > 0 else least
-    return max(least, min(most, ceil(round_s / interval_s) + 1))
 
 
 def affordable_flights(budget: int, bytes_each: int, learners: int, settings: Settings) -> int:

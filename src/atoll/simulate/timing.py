@@ -193,13 +193,13 @@ class Timing:
         if syncer.machine.rollback.is_under_way:
             return  # it waits for the merge that is under way, and every round for it
         able = gathering.ready_learners(round_)
-        ready, awaited = len(able), gathering.count_awaited(able)
+        ready, awaited = len(able), gathering.count_awaited(round_, able)
         if ready < self._least_quorum(syncer, now, round_):
             return
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
         window_s = 0.0 if ready >= awaited else gathering.window_s(round_)
-        under_way = sum(other.stage != "gathering" for other in syncer.machine.state.open_rounds.values())
-        held = under_way >= rounds.flights.allowed or (under_way > 0 and gathering.state.changing_rounds)
+        under_way = sum(other.is_under_way for other in syncer.machine.state.open_rounds.values())
+        held = under_way >= rounds.interval.allowed or (under_way > 0 and gathering.state.changing_rounds)
         waits = held and round_.attempt == 1
         if not waits and now >= since + window_s:
             late = f"{now - since:.2f} s after its quorum"

@@ -19,7 +19,8 @@ from atoll.choices import CODEC
 from atoll.config import Outer
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.wire import MIB
-from atoll.numerics.codec import largest_body, make_codec
+from atoll.numerics.codec import body_nbytes, largest_body, make_codec
+from atoll.numerics.fragments import FragmentPlan
 from atoll.numerics.group_sums import why_not_summed
 from atoll.numerics.shard_plan import make_shard_plan
 from atoll.protocol import schedule
@@ -71,7 +72,7 @@ class BegunRun:
         self._cuts = CutWriter(run_store, self.parameters, history.run, handle, spawn)
         self._restorer = Restorer(run_store, self.parameters, handle, spawn)
         self.machine = Syncer(history)
-        self._set_flights(settings, round_memory_mib * MIB)
+        self._size_rounds(settings, round_memory_mib * MIB)
         first = FirstParameters(self.parameters, lambda: self.machine.phase == "empty")
         self.first = FirstUpload(first, self.ranks, channels, events, handle, lead)
 
@@ -82,13 +83,15 @@ class BegunRun:
             plan = make_shard_plan(self.model.plan, shards, (settings.codec, settings.version_codec))
             self._lead.set_up(self.model, self.inbox, self.screen, self.merging, self._cuts, plan)
 
-    def _set_flights(self, settings: Settings, budget_bytes: int) -> None:
-        """What rounds under way take, by which their number is bounded."""
-        flights, plan = self.machine.rounds.flights, self.model.plan
+    def _size_rounds(self, settings: Settings, budget_bytes: int) -> None:
+        """Tell the state machine how large bodies are: on the links and in memory."""
+        interval, plan = self.machine.rounds.interval, self.model.plan
         moments = moments_room(plan, settings)
-        flights.bodies = {name: largest_body(make_codec(name), plan) + moments for name in CODEC.names()}
-        flights.contribution_bytes = contribution_bytes(plan, settings)
-        flights.budget_bytes = budget_bytes
+        interval.bodies = {name: largest_body(make_codec(name), plan) + moments for name in CODEC.names()}
+        interval.up_bytes = _mean_body(settings.codec, plan) + moments
+        interval.down_bytes = _mean_body(settings.version_codec, plan) + moments
+        interval.contribution_bytes = contribution_bytes(plan, settings)
+        interval.budget_bytes = budget_bytes
 
     def _set_relays(self, outer: Outer, settings: Settings) -> None:
         """Whether relays sum what they hold, by these settings."""
@@ -179,3 +182,8 @@ class BegunRun:
         if persist.round < 0:
             return None
         return self.parameters.round_payload(schedule.fragment_of(persist.round, self.machine.settings))
+
+
+def _mean_body(codec: str, plan: FragmentPlan) -> float:
+    """Bytes of one fragment by this codec, averaged over the fragments."""
+    return sum(body_nbytes(make_codec(codec), part) for part in plan.fragments) / len(plan.fragments)

@@ -19,7 +19,7 @@ from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import LearnerTime, format_score, participation, spread
-from atoll.protocol.syncer.flights import Flights
+from atoll.protocol.syncer.interval import HEADROOM, RoundInterval
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer.recovery import outer_of
@@ -33,9 +33,6 @@ BEHIND = 64
 """Versions of a fragment of which the round is remembered."""
 ENOUGH = 0.01
 """Of the budget: so much must be done before the rest is estimated by it."""
-MOST_OF = 0.8
-"""The syncer itself is what is slow if merging and writing take this share of the time between two commits."""
-GIGABIT = 1e9 / 8
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -185,7 +182,7 @@ class Meter:
             overlap=settings.overlap,
             overlap_steps=overlap.median,
             overlap_p95=overlap.p95,
-            rounds_under_way=machine.rounds.flights.allowed if machine else 0,
+            rounds_under_way=machine.rounds.interval.allowed if machine else 0,
             shortage=describe_shortage(machine) if machine else "",
             step_s=machine.members.step_s() if machine else None,
             rho=fmean(rho for rho, _ in outer) if outer else None,
@@ -306,42 +303,32 @@ def _training_phase(machine: Syncer | None) -> dict[str, Any]:
 
 
 def describe_shortage(machine: Syncer) -> str:
-    """What is missing where rounds are committed more slowly than one per H/P steps, in one sentence with figures.
-    Empty: nothing is. All of it is measured: the time between two commits while rounds were behind, the bytes of a
-    contribution, and how long members take to answer. Rates are of those bytes alone, one way: from a learner to the
-    syncer."""
-    flights, settings, step_s = machine.rounds.flights, machine.settings, machine.members.step_s()
-    if machine.phase != "running" or settings.synchronous or step_s is None:
+    """Say in one sentence which part makes H larger than was asked, and what would hold it; empty if none does."""
+    interval, settings, step_s = machine.rounds.interval, machine.settings, machine.members.step_s()
+    if machine.phase != "running" or step_s is None:
         return ""
-    if flights.lacks_memory:
-        return _describe_lacking_memory(flights, len(machine.members.stepping_learners()))
-    if not flights.is_short or flights.gap_s is None:
+    if interval.lacks_memory and not settings.synchronous:
+        return _describe_lacking_memory(interval, len(machine.members.stepping_learners()))
+    if (narrowest := interval.narrowest) is None:
         return ""
-    due_s = schedule.interval(settings) * step_s
-    behind = flights.gap_s / due_s
-    if behind <= 1:
-        return ""
-    fits = f"sync_every = {ceil(settings.sync_every * behind - 1e-6)} would fit"
-    if (merging_s := flights.merging_s.value or 0.0) >= MOST_OF * flights.gap_s:
-        return f"the syncer merges and writes a round in {merging_s:.3g} s, and one is due every {due_s:.3g} s: {fits}"
-    slowest = max(machine.members.live_learners(), key=lambda one: one.answer_s.value or 0.0, default=None)
-    body = flights.bodies.get(settings.codec)
-    if slowest is None or body is None:
-        return ""
-    has, needs = body / flights.gap_s / GIGABIT, body / due_s / GIGABIT
-    smaller = [name for name, size in flights.bodies.items() if size * behind <= body]
-    if smaller:
-        fits += f", or codec = {max(smaller, key=flights.bodies.__getitem__)}"
-    return (
-        f"{slowest.name} answers slowest: {has:.3g} Gbit/s come from it where H = {settings.sync_every} takes "
-        f"{needs:.3g}, so {needs - has:.2g} Gbit/s are missing: {fits}"
-    )
+    carried_h = HEADROOM * narrowest.seconds / step_s * settings.fragments
+    used = narrowest.describe(interval.steps * step_s)
+    if settings.synchronous:
+        return f"{used}: its learners wait for it"
+    fits = f"sync_every = {ceil(carried_h - 1e-6)} says as much"
+    behind = carried_h / settings.sync_every
+    for name, own in (("version_codec", settings.version_codec), ("codec", settings.codec)):
+        body = interval.bodies.get(own, 0)
+        smaller = [one for one, size in interval.bodies.items() if size * behind <= body]
+        if smaller and narrowest.part.startswith("way down" if name == "version_codec" else "way up"):
+            fits = f"{name} = {max(smaller, key=interval.bodies.__getitem__)} would hold H = {settings.sync_every}"
+    return f"{used}: H is {carried_h:.3g} instead of {settings.sync_every}; {fits}"
 
 
-def _describe_lacking_memory(flights: Flights, learners: int) -> str:
-    needed = ceil(flights.needed * max(1, learners) * flights.contribution_bytes / MIB)
+def _describe_lacking_memory(interval: RoundInterval, learners: int) -> str:
+    needed = ceil(interval.needed * max(1, learners) * interval.contribution_bytes / MIB)
     return (
-        f"round_memory_mib allows {flights.affordable} rounds under way where {flights.needed} keep H: "
+        f"round_memory_mib allows {interval.affordable} rounds under way where {interval.needed} keep H: "
         f"round_memory_mib = {needed} would do"
     )
 

@@ -9,6 +9,7 @@ import msgspec
 from atoll.protocol.clock import Clock, merged
 from atoll.protocol.learner.effects import Adopted, HangUp, LearnerEffect, Save, Saved, Say, Stepped
 from atoll.protocol.learner.versions import Versions
+from atoll.protocol.learner.ways import Ways
 from atoll.protocol.messages import (
     Announce,
     Contribution,
@@ -85,7 +86,7 @@ def reset_counters(stepped: Stepped, fragments: int) -> Stepped:
 
 
 def progress_of(
-    last: Stepped, versions: Versions, offer: int, aims: int, incarnation: int, seeking: bool, tape: Spoken
+    last: Stepped, versions: Versions, ways: Ways, offer: int, aims: int, incarnation: int, seeking: bool, tape: Spoken
 ) -> Progress:
     zeros = (0,) * len(versions.held)
     taped, entries = tape.next()
@@ -110,6 +111,8 @@ def progress_of(
         tape=entries,
         leaving=last.leaving,
         inputs=last.inputs,
+        up_rate=round(ways.up.bytes_per_s),
+        down_rate=round(ways.down.bytes_per_s),
     )
 
 

@@ -203,6 +203,8 @@ class Orders:
         """The round that the syncer gathers."""
         self.pending: dict[int, int] = {}
         """Copies ordered and not made yet: round → step."""
+        self.share = 1.0
+        """Share of the rounds that this learner takes part in."""
         self._do = do
         self._rounds_per_step = RoundsPerStep()
         self._first_step = 0
@@ -233,13 +235,18 @@ class Orders:
         self._first_step = t + self._rounds_per_step.steps_to_next(self.settings)
 
     def order_ahead(self, t: int, waited_for: Iterable[int]) -> None:
-        """Order the copies that rounds may want before the boundary after the coming one, and what pulls wait for."""
+        """Order the copies that rounds may want before the boundary after the coming one, and what pulls wait for. With
+        a share of the rounds it is only the latter: pulls come so early that there is time for a fresh copy."""
         step = max(t + 1, self._first_step)
-        count = self._rounds_per_step.count_ahead(self.settings)
+        count = self._rounds_per_step.count_ahead(self.settings) if self.share == 1.0 else 0
         wanted = dict.fromkeys(range(self.gathering, self.gathering + count), step)
         wanted |= dict.fromkeys(waited_for, t)
-        # Those of this boundary may be on their way off the device; older ones had no slot and were never made.
-        for number in [n for n, at in self.pending.items() if n not in wanted and at != t]:
+        # Those of this boundary may be on their way off the device; older ones had no slot and were never made. Where
+        # no boundary comes, probes go on ordering: of one fragment only the newest order stays.
+        newest = {schedule.fragment_of(n, self.settings): n for n in sorted({*self.pending, *wanted})}
+        for number in [
+            n for n, at in self.pending.items() if n not in wanted and (at != t or n not in newest.values())
+        ]:
             del self.pending[number]
             self._do(CancelRead(number))
         for number, at in wanted.items():

@@ -28,6 +28,7 @@ from atoll.protocol.learner.connection import ConnectionState, Counters, Marker,
 from atoll.protocol.learner.copies import Copies, Orders, Pulls, Standing
 from atoll.protocol.learner.peer_state import Helping, Seeking
 from atoll.protocol.learner.versions import Versions
+from atoll.protocol.learner.ways import Ways
 from atoll.protocol.messages import RankBoxes
 from atoll.protocol.settings import Settings
 from atoll.protocol.succession import Holder
@@ -77,7 +78,8 @@ class LearnerMachine:
         self._connection = ConnectionState(self._do, self._counters, name, session)
         self._marker = Marker(self._do)
         self._orders = Orders(self._do)
-        self._versions = Versions(self._do)
+        self.ways = Ways()
+        self._versions = Versions(self._do, ways=self.ways)
         self._copies = Copies(self._do)
         self._pulls = Pulls(
             self._do, self._connection.send_message, self._standing, self._orders, self._copies, self._versions
@@ -198,11 +200,19 @@ class LearnerMachine:
             case fx.Adopted():
                 self._take_adoption(now, event)
             case fx.Fetched(fragment, version):
+                self.ways.down.add(event.nbytes, event.seconds)
+                self.ways.add_latency(event.latency_s)
                 self._order_adoption(fragment, version)
+                self._fetch_missing()
+            case fx.Arriving():
+                self._versions.way_is_free = True
+                self._fetch_missing()
             case fx.FetchFailed(fragment, reason):
                 self._versions.retry_later(now, fragment)
+                self._fetch_missing()
                 self._note("warning", f"fragment {fragment} could not be fetched: {reason}; trying again")
             case fx.Uploaded():
+                self.ways.up.add(event.nbytes, event.seconds)
                 self._pulls.note_delivered(now, event)
             case fx.UploadFailed(number, _, reason):
                 self._note("warning", f"the answer to round {number} did not arrive: {reason}")
@@ -246,6 +256,8 @@ class LearnerMachine:
                 self._pulls.move_on(message.gathering)
             case msg.Announce():
                 self._take_announcement(now, message)
+            case msg.RoundShare(share=share, reason=reason):
+                self._take_share(share, reason)
             case msg.SettingsChanged():
                 self._change_settings(message)
             case msg.Recover(incarnation=incarnation, reason=reason):
@@ -283,6 +295,7 @@ class LearnerMachine:
     def _take_welcome(self, now: float, welcome: msg.Welcome) -> None:
         before, self._connection.incarnation = self.incarnation, welcome.incarnation
         self._connection.connected = True
+        self._orders.share = 1.0
         self._connection.tape.welcomed(welcome.taped)
         self.settings = self._orders.settings = welcome.settings
         self._rules.clear()
@@ -405,7 +418,18 @@ class LearnerMachine:
 
     def _fetch_missing(self) -> None:
         if self._connection.connected:
-            self._versions.fetch_missing()
+            self._versions.fetch_missing(self._orders.gathering, owed_only=self._takes_owed_only)
+
+    @property
+    def _takes_owed_only(self) -> bool:
+        """Whether the way down has room only for versions that this learner can use: those that hold its own steps."""
+        return self._orders.share < 1.0 and self.phase == "training"
+
+    def _take_share(self, share: float, reason: str) -> None:
+        self._note("share", reason)
+        self._orders.share = share
+        self._pulls.plan_copies()
+        self._fetch_missing()
 
     def _order_adoption(self, fragment: int, version: int) -> None:
         """By the rule of the version's round; overwrite while it recovers, once the run is finished, and across a
@@ -521,7 +545,7 @@ class LearnerMachine:
 
     def _progress(self, offer: int, aims: int, tape: Spoken) -> msg.Progress:
         last, seeking = self._counters.last, self._seeking.open
-        return progress_of(last, self._versions, offer, aims, self.incarnation, seeking, tape)
+        return progress_of(last, self._versions, self.ways, offer, aims, self.incarnation, seeking, tape)
 
     def _do(self, effect: fx.LearnerEffect) -> None:
         self._effects.append(effect)

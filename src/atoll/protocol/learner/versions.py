@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from atoll.protocol.learner.effects import Fetch, LearnerEffect
+from atoll.protocol.learner.ways import Ways
 from atoll.protocol.messages import Announce, Member, Welcome
 
 RETRY_S = 0.5
@@ -34,11 +36,17 @@ class Versions:
     retry_at: dict[int, float] = field(default_factory=dict)
     rounds: dict[int, int] = field(default_factory=dict)
     """Per fragment, the round of its newest version; after a welcome its last round, also a passed one."""
+    way_is_free: bool = True
+    """Whether the next version may be ordered while others are still arriving: as many bytes are on their way as the
+    link holds."""
     _fetching: set[int] = field(default_factory=set)
+    _unannounced: set[int] = field(default_factory=set)
+    """Fragments of which a version arrived before its announcement, which is on its way."""
     counted: list[int] = field(default_factory=list)
     """Per fragment, the adopted version that the training process's counters know of."""
     _merged: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Per fragment, the version that holds this learner's last contribution, its step and its tokens."""
+    ways: Ways = field(default_factory=Ways)
 
     @property
     def is_complete(self) -> bool:
@@ -74,6 +82,7 @@ class Versions:
 
     def take_welcome(self, welcome: Welcome) -> None:
         self.newest = list(welcome.versions)
+        self._unannounced.clear()
         self._least = dict(enumerate(welcome.least))
         fragments = len(self.newest)
         self._merged = {  # what was announced before may be of rounds that the disk did not keep
@@ -86,6 +95,7 @@ class Versions:
 
     def take_announcement(self, announce: Announce, own: Member | None) -> None:
         fragment, version = announce.fragment, announce.version
+        self._unannounced.discard(fragment)
         self.newest[fragment] = max(self.newest[fragment], version)
         if own is not None:
             self._merged[fragment] = (version, own.t, own.tokens)
@@ -97,12 +107,26 @@ class Versions:
     def lacks_newest(self, fragment: int) -> bool:
         return self.newest[fragment] > self.held[fragment]
 
-    def fetch_missing(self) -> None:
-        for fragment, version in enumerate(self.newest):
-            busy = fragment in self._fetching or fragment in self.adopting or fragment in self.retry_at
-            if self.lacks_newest(fragment) and not busy:
-                self._fetching.add(fragment)
-                self.do(Fetch(fragment, version))
+    def fetch_missing(self, gathering: int, *, owed_only: bool = False) -> None:
+        """Order the version that is needed soonest, if the way down is free for it. A version that waits is never sent
+        if a newer one of its fragment comes meanwhile. `owed_only`: pass over versions without steps of this learner;
+        it adopts their steps with the next version that holds its own."""
+        while self.way_is_free or not self._fetching:
+            wanted = [fragment for fragment in range(len(self.newest)) if self._is_wanted(fragment, owed_only)]
+            if not wanted:
+                return
+            soonest = min(wanted, key=lambda fragment: (fragment - gathering) % len(self.newest))
+            self._fetching.add(soonest)
+            self.way_is_free = self.ways.pipe_bytes == inf
+            self.do(Fetch(soonest, self.newest[soonest]))
+
+    def _is_wanted(self, fragment: int, owed_only: bool) -> bool:
+        if not self.lacks_newest(fragment) or fragment in self.adopting:
+            return False
+        if fragment in self._fetching or fragment in self.retry_at or fragment in self._unannounced:
+            return False
+        needed = self.held[fragment] < 0 or self.held[fragment] < self._least.get(fragment, -1)
+        return not owed_only or needed or self.owed_version(fragment) is not None
 
     def take_fetched(self, fragment: int, version: int) -> bool:
         """Whether it is news, to be handed over.
@@ -110,6 +134,8 @@ class Versions:
         One that was not announced yet is fetched again when it is: until then nobody knows whether it holds our steps.
         """
         self._fetching.discard(fragment)
+        if version > self.newest[fragment]:
+            self._unannounced.add(fragment)
         if not self.held[fragment] < version <= self.newest[fragment] or fragment in self.adopting:
             return False
         self.adopting[fragment] = (version, self.rounds.get(fragment, -1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
 RECENT = 6
 """Bodies behind a rate."""
@@ -51,5 +52,6 @@ class Ways:
 
     @property
     def pipe_bytes(self) -> float:
-        """Bytes that are on their way down at once when the link is full: rate times round trip."""
-        return self.down.bytes_per_s * self.latency_s
+        """Bytes on their way down at once when the link is full: rate times round trip. No limit before the rate was
+        measured, which it never is where every body comes in one piece."""
+        return self.down.bytes_per_s * self.latency_s or inf

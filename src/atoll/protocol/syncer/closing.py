@@ -10,14 +10,17 @@ An asynchronous round closes when all five hold:
    stepping learner), those that are ready suffice for it (`overdue_at`). However slow that one is, its step counts for
    at most 16 of the median learner's (`longest_stall_s`).
 2. Pace: H/P steps of the median learner since the last turn was due; at most one such interval, or one step, is
-   carried over (`Pace`). With a small H the interval is longer where versions take longer than H steps to be adopted
-   (`Rounds._follow_overlap`). A round is due only in its turn: no earlier round gathers.
+   carried over (`Pace`). The interval is longer where links, merge or disk carry less (`RoundInterval`). A round is due
+   only in its turn: no earlier round gathers.
 3. Grace: the grace window is over (`window_s`; the quorum policy says how long it is), or every stepping learner is
    ready.
 4. No change of H, τ or adoption (a phase of training, or the operator's) waits for the rounds under way
    (`Rounds._must_wait`), and no rollback is under way. A rollback waits for the merge under way, then passes over every
    open round, second attempts too; until it is done, no round advances (`Syncer._advance_all`).
-5. Fewer than `Flights.allowed` rounds are pulling, merging or void (flights.py).
+5. Fewer than `RoundInterval.allowed` rounds are pulling, merging or void (interval.py).
+
+A learner that takes part in a share of the rounds is waited for only in those (`without_turn`), and was asked before
+(`Rounds.pull_ahead`): it is ready once its contribution is there.
 
 A second attempt is due at once: it waits for no pace, turn, change or free flight, since rounds behind it may be
 frozen, and commit after it. It waits for its quorum and a grace window of its own.
@@ -145,6 +148,13 @@ class RoundClosing:
         some = self.state.members.reachable_learners() if self.state.draining else self.state.members.live_learners()
         return [one for one in some if self._is_ready(one, round_)]
 
+    def without_turn(self, round_: Round) -> list[KnownLearner]:
+        """Return the learners that have no part in this round, since their links carry only a share of the rounds."""
+        if self.state.draining or self.state.settings.synchronous:
+            return []
+        stepping = self.state.members.stepping_learners()
+        return [one for one in stepping if one.share < 1.0 and not round_.has_seat(one.name)]
+
     def _is_ready(self, one: KnownLearner, round_: Round) -> bool:
         if not one.may_give(round_.fragment):
             return False
@@ -152,6 +162,8 @@ class RoundClosing:
             return self.has_last_steps(one, round_.fragment)
         if self.state.settings.synchronous:
             return one.offers_from <= round_.number <= one.offer
+        if round_.has_seat(one.name) or one.share < 1.0:
+            return round_.has_seat(one.name) and round_.seats[one.name].state == "given"
         return one.is_ready(round_.fragment)
 
     def has_last_steps(self, one: KnownLearner, fragment: int) -> bool:
@@ -173,13 +185,15 @@ class RoundClosing:
         elif round_.quorum_at is None:
             round_.quorum_at = now
         self._note_on_time(round_, ready)
-        awaited = self.count_awaited(ready)
+        awaited = self.count_awaited(round_, ready)
         return judge(now, ready=len(ready), awaited=awaited, quorum=quorum, grace_ends=self._grace_ends(round_))
 
-    def count_awaited(self, ready: list[KnownLearner]) -> int:
-        """Those that step, and those that are ready though their training loop has ended: without the latter, one of
-        them would stand in for a learner that still steps, and the round would not wait for that one."""
-        return len({one.name for one in (*self.state.members.stepping_learners(), *ready)})
+    def count_awaited(self, round_: Round, ready: list[KnownLearner]) -> int:
+        """Count the learners that step and have a part in this round, and those that are ready though their training
+        loop has ended: without the latter, one of them would stand in for a learner that still steps, and the round
+        would not wait for that one."""
+        names = {one.name for one in (*self.state.members.stepping_learners(), *ready)}
+        return len(names - {one.name for one in self.without_turn(round_)})
 
     def note_frozen(self, now: float, round_: Round) -> None:
         """Book what the gathering took."""
@@ -225,6 +239,8 @@ class RoundClosing:
         cannot fetch a version, and its steps look healthy: so as many as are ready suffice for a round that was due for
         as long as a learner that makes no steps would have had, whoever came and went meanwhile."""
         quorum, settings = self.state.settings.quorum, self.state.settings
+        if without_turn := len(self.without_turn(round_)):
+            quorum = lowered_quorum(quorum, len(self.state.members.stepping_learners()) - without_turn)
         if round_.due_at is not None:
             until = overdue_at(round_.due_at, self.state.members.longest_stall_s(), settings)
             wakes.append(until)
@@ -252,7 +268,8 @@ class RoundClosing:
         to one step: otherwise that learner would miss this fragment every time, since a new version takes nearly H
         steps to come round. The wait is at most the steps from one round to the next, so it does not delay that one."""
         step_s = self.state.members.step_s()
-        late = any(round_.fragment in one.late for one in self.state.members.stepping_learners())
+        stepping = self.state.members.stepping_learners()
+        late = any(round_.fragment in one.late for one in stepping if one.share == 1.0)
         if not late or step_s is None:
             return self.grace_s
         return self._wait_s(min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
@@ -389,7 +406,7 @@ class Pace:
     """
 
     interval: float
-    """Learner steps from one round to the next: H/P, or more (`Rounds._follow_overlap`)."""
+    """Learner steps from one round to the next: H/P, or more (`RoundInterval`)."""
     clock: float = 0.0
     """What the learners say; it paces the rounds."""
     step: float = 0.0

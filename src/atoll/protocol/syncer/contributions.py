@@ -150,7 +150,7 @@ class Contributions:
         else:
             seat.give(given)
             round_.answered_at = now
-            learner.answer_s.add(now - round_.frozen_at)
+            learner.answer_s.add(now - seat.asked_at)
             learner.misses = learner.strikes = 0
             self.strikes.not_finite.note_accepted(learner)
             learner.helper = ""  # whatever it began with, its numbers are good

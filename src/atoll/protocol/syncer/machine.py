@@ -9,7 +9,7 @@ This file routes every event to its rule and then lets time do its work. The rul
     reports and contributions      contributions.py; what a learner may claim: claims.py, budget.py; data and ledger:
                                    accounts.py
     rounds                         rounds.py; when one closes: closing.py; what a contribution weighs: weights.py
-    how many rounds are under way  flights.py
+    how far apart rounds are       interval.py
     snapshots                      cuts.py
     scores and rollbacks           rollback.py
     the end                        ending.py
@@ -299,6 +299,7 @@ class Syncer:
             self.joining.replace_overdue_uploader(now, wakes)
             if self.phase == "running" and self.assembly.may_open(now, wakes):
                 self.rounds.open_next(now)
+                self.rounds.pull_ahead(now)
             moved = self.rounds.advance_rounds(now, wakes)
         self.wake_at = min([wake for wake in wakes if now < wake < inf], default=None)
 

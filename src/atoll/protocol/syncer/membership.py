@@ -119,6 +119,12 @@ class KnownLearner:
     may_return: bool = False
     """It was in the last rounds of a run that had ended and is opened again: it may come back, or has."""
     probed_at: float = 0.0
+    up_rates: tuple[float, float] = (0.0, 0.0)
+    """Bytes per second that its way up carries, and that of its relay; 0: not measured."""
+    down_rates: tuple[float, float] = (0.0, 0.0)
+    """Bytes per second that its way down carries, and that of its relay; 0: not measured."""
+    share: float = 1.0
+    """Share of the rounds that it takes part in (interval.py)."""
 
     @property
     def connected(self) -> bool:
@@ -251,6 +257,7 @@ class Membership:
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
         learner.stalled = False
+        learner.share = 1.0  # it may have another link now, and its welcome told it of no share
 
     def restart_learner(self, now: float, learner: KnownLearner) -> None:
         """The same process starts over as a new incarnation (quarantine)."""
@@ -286,6 +293,8 @@ class Membership:
         learner.loss, learner.stopped, learner.leaving = progress.loss, progress.stopped, progress.leaving
         learner.reset = False
         learner.dropped, learner.position = progress.dropped, progress.position
+        learner.up_rates = (max(0.0, progress.up_rate), learner.up_rates[1])
+        learner.down_rates = (max(0.0, progress.down_rate), learner.down_rates[1])
 
     # These are asked at every event: they repeat the tests of `KnownLearner.live` and `connected` to save the calls.
 

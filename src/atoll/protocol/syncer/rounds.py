@@ -9,22 +9,25 @@ Rules kept here, each with its test:
 - a member that dies, declines or misses its deadline is left out of the round; so is one that misses 1.5 heartbeats
   once another member has answered, unless these are its last steps;
 - a member that misses two pulls is muted until it answers a probe;
-- a deadline that everyone missed makes the next one longer, but no single learner can stretch it without limit.
+- a deadline that everyone missed makes the next one longer, but no single learner can stretch it without limit;
+- a learner that takes part in a share of the rounds is asked for each of them so early that its contribution is there
+  when the round freezes: rounds commit in order, so waiting for it would make all contributions older.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import ceil
 
 from atoll.protocol import records, schedule
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.settings import MOST_PHASES
 from atoll.protocol.statistics import RecentSamples, Spread
-from atoll.protocol.syncer.closing import OWN_STEPS, RoundClosing
+from atoll.protocol.syncer.closing import DEADLINE_RATIO, OWN_STEPS, RoundClosing
 from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.effects import Commit, ConfirmSent, Judged, Merge, Merged, Part
-from atoll.protocol.syncer.flights import Flights
+from atoll.protocol.syncer.interval import RoundInterval
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, Seat, SyncerState
 from atoll.protocol.syncer.weights import describe_limited, limit_of, limit_weights, weight
@@ -41,7 +44,7 @@ class Rounds:
         self.state, self.cuts = state, cuts
         self.closing = RoundClosing(state)
         self.closing.pace.go_on_from(state.history.step)
-        self.flights = Flights(state)
+        self.interval = RoundInterval(state)
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
         self._steps_between_syncs = RecentSamples(RECENT)
@@ -92,23 +95,14 @@ class Rounds:
         self.earlier_h.append((self._asked_h, self.steps_between_syncs.median))
         self._asked_h = self.state.settings.sync_every
         self._steps_between_syncs, self._overlaps = RecentSamples(RECENT), RecentSamples(RECENT)
-        self.closing.pace.change_interval(schedule.interval(self.state.settings))
-        self.flights.start_anew()
+        self.interval.start_anew()
+        self.closing.pace.change_interval(self.interval.steps)
 
-    def _follow_overlap(self) -> None:
-        """Slow the pace down where H is smaller than the time that versions take. A fragment is read again only after
-        its last version was adopted, so it can be synced once in overlap + 1 steps: a round that came earlier would
-        find hardly anybody ready. However long versions take, there is a round per step, or as many as with the H of
-        the last phase. The overlap is that of the last two cycles: the first versions of a run often take longer."""
-        settings = self.state.settings
-        last = settings.phases[-1].sync_every if settings.phases else settings.sync_every
-        assert last is not None, "phases are resolved"
-        most = max(last, settings.fragments)
-        if settings.sync_every >= most:
-            return
-        two_cycles = 2 * settings.fragments * len(self.state.members.stepping_learners())
-        if (away := self._overlaps.spread_of(two_cycles).p95) is not None:
-            self.closing.pace.interval = max(settings.sync_every, min(away + 1, most)) / settings.fragments
+    def _follow_interval(self, now: float, round_: Round) -> None:
+        """Space rounds by what links, merge and disk carry. The overlap is that of the last two cycles: the first
+        versions of a run often take longer."""
+        two_cycles = 2 * self.state.settings.fragments * len(self.state.members.stepping_learners())
+        self.closing.pace.interval = self.interval.note_commit(now, round_, self._overlaps.spread_of(two_cycles).p95)
 
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
@@ -134,13 +128,70 @@ class Rounds:
             self.open_one(now)
 
     def open_one(self, now: float) -> None:
-        fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
+        number = self.state.next_round
+        fragment = schedule.fragment_of(number, self.state.settings)
+        ahead = self.state.open_rounds.pop(number, None)
         if any(round_.fragment == fragment for round_ in self.state.open_rounds.values()):
+            assert ahead is None, "a learner is asked ahead only for the next round of a fragment"
             return
         roster = frozenset(learner.name for learner in self.state.members.stepping_learners())
-        last = self.state.draining
-        self.state.open_rounds[self.state.next_round] = Round(self.state.next_round, fragment, now, roster, last)
+        round_ = Round(number, fragment, now, roster, self.state.draining)
+        if ahead is not None:
+            round_.seats = ahead.seats
+        self.state.open_rounds[number] = round_
         self.state.next_round += 1
+
+    # ---- learners with a share of the rounds ---------------------------------------------------------------------
+
+    def pull_ahead(self, now: float) -> None:
+        """Ask every learner with a share for its next contribution, as soon as its way up is free."""
+        if self.state.settings.synchronous or self.state.draining or self.state.changing_rounds:
+            return
+        for learner in self.state.members.stepping_learners():
+            if learner.share < 1.0 and not self._is_asked(learner) and (number := self._next_turn(learner)) is not None:
+                self._ask_ahead(now, learner, number)
+
+    def _is_asked(self, learner: KnownLearner) -> bool:
+        """Whether an answer of this learner is on its way."""
+        seats = (round_.seats.get(learner.name) for round_ in self.state.open_rounds.values())
+        return any(seat is not None and seat.state == "asked" for seat in seats)
+
+    def _next_turn(self, learner: KnownLearner) -> int | None:
+        """Return the first round of its share that its contribution can be in time for, or None if there is none within
+        a cycle."""
+        settings, step_s = self.state.settings, self.state.members.step_s()
+        if step_s is None:
+            return None
+        first, busy = self.state.gathering_round, {round_.fragment for round_ in self._gathering_or_under_way()}
+        lead = ceil(self.interval.lead_s(learner) / (self.interval.steps * step_s))
+        for number in range(max(first + lead, self.state.next_round), first + settings.fragments):
+            fragment = schedule.fragment_of(number, settings)
+            ahead = self.state.open_rounds.get(number)
+            free = fragment not in busy and (ahead is None or not ahead.has_seat(learner.name))
+            if free and schedule.has_turn(number, learner.share, settings) and learner.is_ready(fragment):
+                return number
+        return None
+
+    def _gathering_or_under_way(self) -> list[Round]:
+        return [round_ for round_ in self.state.open_rounds.values() if round_.stage != "ahead"]
+
+    def _ask_ahead(self, now: float, learner: KnownLearner, number: int) -> None:
+        fragment = schedule.fragment_of(number, self.state.settings)
+        ahead = self.state.open_rounds.get(number)
+        if ahead is None:
+            ahead = self.state.open_rounds[number] = Round(number, fragment, now, stage="ahead")
+        deadline_s = max(self.closing.deadline_of(learner), DEADLINE_RATIO * self.interval.lead_s(learner))
+        ahead.seats[learner.name] = Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now)
+        gathering = self.state.gathering_round
+        pull = Pull(round=number, attempt=1, fragment=fragment, gathering=gathering, deadline_s=deadline_s)
+        self.state.out.send(learner.name, pull)
+
+    def _forget_ahead(self) -> None:
+        """No round opens as it was expected to: what was asked for ahead is dropped."""
+        for round_ in [one for one in self.state.open_rounds.values() if one.stage == "ahead"]:
+            del self.state.open_rounds[round_.number]
+            for seat in round_.seats.values():
+                self.state.out.discard(seat.learner, round_.number, round_.attempt)
 
     def skip_next(self) -> None:
         """The next round of the last cycle has nothing to collect."""
@@ -152,6 +203,7 @@ class Rounds:
 
     def stop_gathering(self) -> None:
         """The run ends: rounds under way are finished, those that only gather are not."""
+        self._forget_ahead()
         # One that was pulled once is passed over and not opened anew: a late answer to that first pull would be taken
         # for the last steps.
         under_way = max(
@@ -160,6 +212,8 @@ class Rounds:
         for round_ in [r for r in self.state.open_rounds.values() if r.stage == "gathering"]:
             if round_.number > under_way:
                 del self.state.open_rounds[round_.number]
+                for seat in round_.seats.values():  # of learners that were asked ahead
+                    self.state.out.discard(seat.learner, round_.number, round_.attempt)
             else:
                 round_.enter_stage("void")
                 round_.reason = "the run ends"
@@ -191,11 +245,8 @@ class Rounds:
         behind it may be frozen already, and commit only after it. The change and the flight wait for these."""
         if not self.state.draining and (self.state.changing_rounds or self._is_of_later_phase(round_)):
             return True
-        under_way = sum(other.stage != "gathering" for other in self.state.open_rounds.values())
-        if under_way >= self.flights.allowed:
-            self.flights.hold_back()
-            return True
-        return False
+        under_way = sum(other.is_under_way for other in self.state.open_rounds.values())
+        return under_way >= self.interval.allowed
 
     def _is_of_later_phase(self, round_: Round) -> bool:
         """Synchronous: learners have copied it for a phase that begins once the rounds before are committed."""
@@ -209,10 +260,13 @@ class Rounds:
         round_.enter_stage("pulling")
         round_.frozen_at, round_.reason = now, reason
         alive = self.state.members.names_alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
-        round_.alive = len({*alive, *(one.name for one in ready)})
-        for one in ready:
+        without_turn = {one.name for one in self.closing.without_turn(round_)}
+        round_.alive = len({*(name for name in alive if name not in without_turn), *(one.name for one in ready)})
+        for seat in round_.asked:  # ahead, and late: from now on the round waits for it
+            seat.deadline_s = self.closing.deadline_of(self.state.members.learners[seat.learner])
+        for one in [one for one in ready if not round_.has_seat(one.name)]:
             deadline_s = self.closing.last_deadline_s if round_.last else self.closing.deadline_of(one)
-            round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s)
+            round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s, asked_at=now)
             pull = Pull(
                 round=round_.number,
                 attempt=round_.attempt,
@@ -227,9 +281,11 @@ class Rounds:
         """The pulls have left, perhaps after a wait for the disk: deadlines begin now."""
         round_ = self.state.open_rounds.get(number)
         if round_ is not None and round_.stage == "pulling" and round_.attempt == attempt:
-            round_.frozen_at = now
             for seat in round_.asked:
                 seat.deadline = now + seat.deadline_s
+                if seat.asked_at >= round_.frozen_at:  # else it was asked ahead
+                    seat.asked_at = now
+            round_.frozen_at = now
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
@@ -276,7 +332,7 @@ class Rounds:
         silent = bool(round_.given) and self._leave_out_silent(now, round_, wakes)
         missed = [seat for seat in round_.asked if now >= seat.deadline]
         for seat in missed:  # for all we know the deadline was too short: learn from it
-            self.state.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
+            self.state.members.learners[seat.learner].answer_s.add(now - seat.asked_at)
         if missed and not round_.given and len(missed) == len(round_.asked):
             self.closing.estimates.sync_s.add(now - round_.frozen_at)
         for seat in missed:
@@ -369,6 +425,7 @@ class Rounds:
 
     def abandon_rounds(self, reason: str) -> None:
         """Nothing comes of the rounds under way: what was given to them is dropped."""
+        self._forget_ahead()
         for _, round_ in sorted(self.state.open_rounds.items()):
             assert round_.stage != "merging", "what is being merged is committed first"
             for seat in round_.seats.values():
@@ -406,8 +463,7 @@ class Rounds:
         self.state.out.persist(self._record(round_, event), round=round_.number)
         self.state.out.add_effect(Commit(round_.number, round_.fragment, self.state.versions[round_.fragment]))
         self.closing.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
-        self.flights.note_commit(now, self.closing.pace.clock, round_)
-        self._follow_overlap()
+        self._follow_interval(now, round_)
         if not self.state.draining:  # a run that ends takes one behind its last round
             self.cuts.take_if_due(now, self.state.committed)
         self._note_commit(now, round_, event)

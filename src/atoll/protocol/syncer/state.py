@@ -29,15 +29,17 @@ PHASES: dict[RunPhase, tuple[RunPhase, ...]] = {
 round after another (rounds.py). *ending*: the budget is spent or the operator asked; learners stop, then one unpaced
 cycle of P rounds brings their last steps in (ending.py). *finished*: everybody is told; only `--resume` leads back. A
 new term starts an ending run as *running*, without a transition, until its learners are back."""
-RoundStage = Literal["gathering", "pulling", "merging", "void"]
+RoundStage = Literal["ahead", "gathering", "pulling", "merging", "void"]
 STAGES: dict[RoundStage, tuple[RoundStage, ...]] = {
+    "ahead": ("gathering", "void"),
     "gathering": ("pulling", "void"),
     "pulling": ("merging", "gathering", "void"),
     "merging": ("gathering", "void"),
     "void": (),
 }
-"""Stages of a round, and where each leads. *gathering*: learners report steps; closing.py decides when the members are
-frozen. *pulling*: each member is asked for the fragment, until its deadline. *merging*: the contributions are merged
+"""Stages of a round, and where each leads. *ahead*: a learner with a narrow link was asked for its contribution before
+it is the round's turn to open (`Rounds.pull_ahead`). *gathering*: learners report steps; closing.py decides when the
+members are frozen. *pulling*: each member is asked for the fragment, until its deadline. *merging*: the contributions are merged
 and the outer step is taken, one round at a time, in order. *void*: failed for good; it waits for its turn to be passed
 over. Back to *gathering* once, for a second attempt. A round that is committed or passed over is in no stage any more:
 it is removed from `open_rounds`."""
@@ -55,6 +57,8 @@ class Seat:
     """Seconds its pull may take."""
     deadline: float = inf
     """Infinite until the pull has left: a learner can be late only with what it was asked for."""
+    asked_at: float = 0.0
+    """When its pull left."""
     state: SeatState = "asked"
     contribution: Contribution | None = None
     why_out: str = ""
@@ -113,12 +117,22 @@ class Round:
     def asked(self) -> list[Seat]:
         return [seat for seat in self.seats.values() if seat.state == "asked"]
 
+    def has_seat(self, learner: str) -> bool:
+        """Whether the learner was asked for this round and is not left out."""
+        return learner in self.seats and self.seats[learner].state != "out"
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the round is between freezing and commit."""
+        return self.stage not in ("ahead", "gathering")
+
     def put_off(self, now: float, seconds: float) -> None:
         """The syncer stood still for so long: what it waits for has so much more time. Times are moved to at most now,
         or a window would stay open for as long again."""
         self.frozen_at = min(now, self.frozen_at + seconds)
         for seat in self.seats.values():
             seat.deadline += seconds
+            seat.asked_at = min(now, seat.asked_at + seconds)
         self.quorum_at = None if self.quorum_at is None else min(now, self.quorum_at + seconds)
         self.due_at = None if self.due_at is None else min(now, self.due_at + seconds)
 
@@ -196,7 +210,7 @@ class SyncerState:
 
     def has_frozen_rounds(self) -> bool:
         """Whether rounds are between freezing and commit."""
-        return any(round_.stage != "gathering" for round_ in self.open_rounds.values())
+        return any(round_.is_under_way for round_ in self.open_rounds.values())
 
     def is_merging(self) -> bool:
         return any(round_.stage == "merging" for round_ in self.open_rounds.values())

@@ -1,0 +1,203 @@
+"""How far apart rounds are, how many may be under way, and which share of them each learner takes part in.
+
+One round per H/P learner steps is what is asked. What can be had is measured: every learner reports how many bytes per
+second its way up and its way down carry, and the syncer measures its own merges and its disk. From that follow, without
+trials:
+
+- **The interval.** The longest of H/P steps, of (overlap + 1)/P steps with an H below P, of the time that the narrower
+  way of the median learner needs for one round's body, and of the time of merge and disk. Rounds that follow each other
+  more slowly than their bodies pass do not queue, so a contribution is never older than its way is long.
+- **The rounds under way**: as many as start while one of them, without waiting for others, is between freezing and
+  commit; within the memory that the settings allow.
+- **The shares.** A learner whose ways are narrower than those of the median learner takes part in so many rounds as its
+  ways carry (`schedule.has_turn`). Of two in the middle the wider one sets the pace, so what one learner claims of its
+  own link moves no other learner's rounds by more than `NEAR`.
+
+The syncer's own link needs no figure of its own: all bodies of a round pass it together, so each learner measures its
+part of it. Synchronous runs and the last cycle keep their schedule; there the interval is only told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil, floor
+
+from atoll.protocol import schedule
+from atoll.protocol.messages import RoundShare
+from atoll.protocol.statistics import Average
+from atoll.protocol.syncer.membership import KnownLearner
+from atoll.protocol.syncer.state import Round, SyncerState
+
+HEADROOM = 1.04
+"""Interval over the time that the narrowest part needs: a queue that formed by chance has to drain."""
+NEAR = 1.15
+"""A learner whose ways need up to so many times the median's takes part in every round, and the pace follows it: the
+measurements of equal links differ by as much."""
+EIGHTHS = 8
+"""Shares are multiples of 1/8: a share that followed every measurement would never let a learner know its rounds."""
+RISES_AT = 1.05
+"""A share becomes larger again once the ways carry so much more than it takes."""
+COMMITS = 24
+"""Commits whose quickest says how long a round takes that waits for no other."""
+MBIT = 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowest:
+    """The part that rounds cannot follow each other faster than."""
+
+    part: str
+    """The part by name, as people read it: "way down of site-2", "merge and disk"."""
+    seconds: float
+    """Seconds that one round takes of it."""
+    nbytes: float = 0.0
+    """Bytes of one round that pass it; 0: the part is no link."""
+
+    def describe(self, interval_s: float) -> str:
+        """Say how much of the part is used: "way down of site-2: 58 of 60 Mbit/s"."""
+        if not self.nbytes:
+            return f"{self.part}: {self.seconds:.3g} of every {interval_s:.3g} s"
+        used, carried = self.nbytes / interval_s / MBIT, self.nbytes / self.seconds / MBIT
+        return f"{self.part}: {used:.3g} of {carried:.3g} Mbit/s"
+
+
+class RoundInterval:
+    def __init__(self, state: SyncerState) -> None:
+        self._state = state
+        self.steps = schedule.interval(state.settings)
+        """Steps from one round to the next."""
+        self.narrowest: Narrowest | None = None
+        """Part that makes the interval longer than H/P steps; None: no part does."""
+        self.bodies: dict[str, int] = {}
+        """Bytes of a contribution to the largest fragment, by codec; empty: not known."""
+        self.up_bytes = self.down_bytes = 0.0
+        """Bytes of a contribution and of a version, averaged over the fragments; 0: not known."""
+        self.contribution_bytes = self.budget_bytes = 0
+        """Memory of one contribution under way in the syncer (0: not known, no limit), and of all together at most."""
+        self.needed = schedule.least_flights(state.settings)
+        """Rounds under way that keep the interval."""
+        self.merging_s = Average()
+        """Seconds from the last answer to the commit, once it is the round's turn: merge and disk."""
+        self._round_s: deque[float] = deque(maxlen=COMMITS)
+        """Seconds from freezing to commit."""
+
+    def start_anew(self) -> None:
+        """H, τ or adoption have changed: what links carry has not, but rounds under way were those of another H."""
+        self.steps, self.needed = schedule.interval(self._state.settings), schedule.least_flights(self._state.settings)
+        self._round_s.clear()
+
+    # ---- rounds under way ---------------------------------------------------------------------------------------
+
+    @property
+    def affordable(self) -> int:
+        """Rounds under way by the memory that the settings allow."""
+        learners = len(self._state.members.stepping_learners())
+        return schedule.affordable_flights(self.budget_bytes, self.contribution_bytes, learners, self._state.settings)
+
+    @property
+    def allowed(self) -> int:
+        return min(self.needed, self.affordable)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether more rounds would be under way if the settings allowed them more memory."""
+        return self.affordable < self.needed
+
+    # ---- the interval -------------------------------------------------------------------------------------------
+
+    def note_commit(self, now: float, round_: Round, overlap: float | None) -> float:
+        """Measure a round that was committed; return the steps from one round to the next from now on. `overlap`: the
+        95th percentile of the last two cycles."""
+        settings, step_s = self._state.settings, self._state.members.step_s()
+        if self._state.draining or round_.attempt > 1 or step_s is None:
+            return self.steps
+        self._round_s.append(max(0.0, now - round_.frozen_at))
+        self.merging_s.add(now - round_.merging_at)
+        asked = max(schedule.interval(settings), self._interval_by_overlap(overlap))
+        self.narrowest = self._find_narrowest()
+        carried = HEADROOM * self.narrowest.seconds / step_s if self.narrowest is not None else 0.0
+        if carried <= asked:
+            self.narrowest = None
+        if not settings.synchronous:
+            self.steps = max(asked, carried)
+            # One more than fit into the time of a round: one is due at the moment at which the oldest commits.
+            needed = ceil(min(self._round_s) / (self.steps * step_s)) + 1
+            self.needed = max(1, min(needed, schedule.most_flights(settings)))
+            self._set_shares(self.steps * step_s)
+        return self.steps
+
+    def _interval_by_overlap(self, overlap: float | None) -> float:
+        """A fragment is read again only after its last version was adopted, so it can be synced once in overlap + 1
+        steps: with a small H a round that came earlier would find hardly any learner ready. However long versions take,
+        there is a round per step, or as many as with the H of the last phase."""
+        settings = self._state.settings
+        last = settings.phases[-1].sync_every if settings.phases else settings.sync_every
+        assert last is not None, "phases are resolved"
+        most = max(last, settings.fragments)
+        if overlap is None or settings.sync_every >= most or settings.synchronous:
+            return 0.0
+        return min(overlap + 1, most) / settings.fragments
+
+    def _find_narrowest(self) -> Narrowest | None:
+        merge = Narrowest("merge and disk", self.merging_s.value or 0.0)
+        ways = sorted((self._narrower_way(one) for one in self._state.members.stepping_learners()), key=_seconds)
+        if not ways:
+            return merge
+        middle_s = ways[(len(ways) - 1) // 2].seconds  # of two in the middle, the wider one
+        near = [way for way in ways if way.seconds <= NEAR * middle_s]
+        return max(merge, near[-1], key=_seconds)
+
+    def _narrower_way(self, learner: KnownLearner) -> Narrowest:
+        """The learner's way that takes longer for one round; 0 seconds if nothing was measured yet."""
+        up_s, down_s = _seconds_of(self.up_bytes, learner.up_rates), _seconds_of(self.down_bytes, learner.down_rates)
+        if up_s > down_s:
+            return Narrowest(f"way up of {learner.name}", up_s, self.up_bytes)
+        return Narrowest(f"way down of {learner.name}", down_s, self.down_bytes)
+
+    def lead_s(self, learner: KnownLearner) -> float:
+        """Seconds before a round in which a learner with a share has to be asked for its contribution."""
+        up_s = _seconds_of(self.up_bytes, learner.up_rates)
+        return max(up_s, learner.answer_s.value or 0.0) + (learner.step_s.value or 0.0)
+
+    # ---- shares -------------------------------------------------------------------------------------------------
+
+    def _set_shares(self, interval_s: float) -> None:
+        least = 1 / self._state.settings.fragments
+        for learner in self._state.members.stepping_learners():
+            way = self._narrower_way(learner)
+            carried = interval_s / (HEADROOM * way.seconds) if way.seconds else 1.0
+            share = _round_share(carried, least)
+            if share > learner.share:
+                share = max(learner.share, _round_share(carried / RISES_AT, least))
+            if share != learner.share:
+                learner.share = share
+                reason = _describe_share(share, way, interval_s)
+                self._state.out.send(learner.name, RoundShare(share=share, reason=reason))
+                self._state.out.note("share", f"{learner.name}: {reason}", learner, share=share)
+
+
+def _seconds_of(nbytes: float, rates: tuple[float, float]) -> float:
+    """Seconds that a body takes on a way of which each stretch has a rate; 0: the stretch was not measured."""
+    return max((nbytes / rate for rate in rates if rate > 0), default=0.0)
+
+
+def _seconds(part: Narrowest) -> float:
+    return part.seconds
+
+
+def _round_share(carried: float, least: float) -> float:
+    """Share of the rounds for a link that carries so many of them: 1, so many eighths, or 1/n below 1/8."""
+    if carried >= 1 / NEAR:
+        return 1.0
+    if carried >= 1 / EIGHTHS:
+        return floor(EIGHTHS * carried) / EIGHTHS
+    return max(least, 1 / ceil(1 / carried))
+
+
+def _describe_share(share: float, way: Narrowest, interval_s: float) -> str:
+    if share == 1.0:
+        return "its link carries every round again"
+    return f"{way.part} carries {way.nbytes / way.seconds / MBIT:.3g} Mbit/s, every round takes " + (
+        f"{way.nbytes / interval_s / MBIT:.3g}: it takes part in {share:.0%} of the rounds"
+    )
