@@ -127,6 +127,10 @@ class LearnerChecks:
         versions = machine._versions
         for fragment, version in enumerate(told):
             coming = fragment in versions._fetching or fragment in versions.adopting or fragment in versions.retry_at
+            queued = bool(versions._fetching) and not versions.way_is_free
+            useless = machine._takes_owed_only and versions.owed_version(fragment) is None
+            if queued or useless:
+                continue
             if version > versions.held[fragment] and not coming and fragment not in ahead:
                 said = f"{learner.name} lacks version {version} of fragment {fragment}, and does not fetch it"
                 raise Violation("what is missing is on its way", said, learner.name, fragment)

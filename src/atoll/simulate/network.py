@@ -18,6 +18,7 @@ from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromSyncer
 from atoll.protocol.syncer import effects as syncer_fx
+from atoll.simulate.links import SimulatedLink
 from atoll.simulate.simulated_learner import NOT_FINITE, SimulatedLearner
 from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
 from atoll.simulate.training import Payload
@@ -66,6 +67,8 @@ class Network:
         """Whether a request and its answer travel one after the other, so that things may happen in between."""
         self.redials = False
         """Whether a learner that lost its syncer dials again by itself."""
+        self.links: dict[str, SimulatedLink] = {}
+        """By learner, links of a given width. Without one, bodies travel side by side."""
         self._backoff: dict[str, float] = {}
 
     @property
@@ -269,8 +272,10 @@ class Network:
     def upload(self, learner: SimulatedLearner, number: int, attempt: int, payload: Payload) -> None:
         connection = learner.connection
         if connection is not None:
-            at = connection.at(f"payload {number}", self.queue.now + self.delay() + self.body_s)
-            args = (learner, learner.machine, connection.syncer, number, attempt, payload)
+            link = self.links.get(learner.name)
+            through_at, seconds = link.pass_up(self.queue.now) if link else (self.queue.now + self.body_s, 0.0)
+            at = connection.at(f"payload {number}", through_at + self.delay())
+            args = (learner, learner.machine, connection.syncer, number, attempt, payload, seconds)
             self.queue.call_at(at, self._uploaded, *args)
 
     def _uploaded(
@@ -281,6 +286,7 @@ class Network:
         number: int,
         attempt: int,
         payload: Payload,
+        seconds: float = 0.0,
     ) -> object:
         if learner.machine is not machine or not learner.alive:
             return False
@@ -291,18 +297,26 @@ class Network:
             stuck = STUCK_S if why == "it got stuck" else 0.0
             self.queue.call_later(stuck, self.if_same, learner, machine, learner_fx.UploadFailed(number, attempt, why))
         elif self.apart:
-            self.queue.call_later(self.delay(), self._received, learner, machine, syncer, number, attempt)
+            self.queue.call_later(self.delay(), self._received, learner, machine, syncer, number, attempt, seconds)
         else:
-            return self._received(learner, machine, syncer, number, attempt)
+            return self._received(learner, machine, syncer, number, attempt, seconds)
         return None
 
     def _received(
-        self, learner: SimulatedLearner, machine: LearnerMachine, syncer: SimulatedSyncer, number: int, attempt: int
+        self,
+        learner: SimulatedLearner,
+        machine: LearnerMachine,
+        syncer: SimulatedSyncer,
+        number: int,
+        attempt: int,
+        seconds: float = 0.0,
     ) -> object:
         """Its receipt is back, or lost: then the syncer has what its learner believes it has not."""
         if self.apart and (why := self.find_break(learner, syncer)):
             return self.if_same(learner, machine, learner_fx.UploadFailed(number, attempt, f"no receipt: {why}"))
-        return self.if_same(learner, machine, learner_fx.Uploaded(number, attempt, "digest"))
+        nbytes = round(self.links[learner.name].up_bytes) if seconds else 0
+        uploaded = learner_fx.Uploaded(number, attempt, "digest", nbytes=nbytes, seconds=seconds)
+        return self.if_same(learner, machine, uploaded)
 
     def upload_all(self, learner: SimulatedLearner) -> None:
         """Version 0; sent again and again until it is there, or the connection is gone."""
@@ -327,8 +341,12 @@ class Network:
     def fetch(self, learner: SimulatedLearner, fragment: int) -> None:
         """The request travels, then what was committed when it came."""
         connection, machine = learner.connection, learner.machine
-        delay = self.delay(1.0 if self.apart else 2.0) + self.body_s
-        if connection is not None:
+        link = self.links.get(learner.name)
+        delay = self.delay(1.0 if self.apart or link else 2.0) + (0.0 if link else self.body_s)
+        if connection is not None and link is not None:
+            args = (learner, machine, connection.syncer, fragment, link, self.queue.now)
+            self.queue.call_later(delay, self._serve_by_link, *args)
+        elif connection is not None:
             self.queue.call_later(delay, self._serve, learner, machine, connection.syncer, fragment)
         else:
             self.queue.call_later(
@@ -351,6 +369,28 @@ class Network:
         self.queue.call_later(self.delay(), self._fetched, learner, machine, syncer, fragment, version, value)
         return None
 
+    def _serve_by_link(
+        self,
+        learner: SimulatedLearner,
+        machine: LearnerMachine,
+        syncer: SimulatedSyncer,
+        fragment: int,
+        link: SimulatedLink,
+        asked_at: float,
+    ) -> object:
+        if learner.machine is not machine or not learner.alive:
+            return False
+        if why := self.find_break(learner, syncer) or ("no parameters" if syncer.served[fragment] < 0 else ""):
+            return self._not_fetched(learner, machine, fragment, why)
+        through_at, seconds = link.pass_down(self.queue.now)
+        arrives_at = through_at + self.delay()
+        nearly_at = arrives_at - learner.machine.ways.pipe_bytes / link.down_rate
+        self.queue.call_at(max(self.queue.now, nearly_at), self.if_same, learner, machine, learner_fx.Arriving())
+        figures = (round(link.down_bytes), seconds, arrives_at - seconds - asked_at)
+        value, version = syncer.theta[fragment], syncer.served[fragment]
+        self.queue.call_at(arrives_at, self._fetched, learner, machine, syncer, fragment, version, value, figures)
+        return None
+
     def _fetched(
         self,
         learner: SimulatedLearner,
@@ -359,13 +399,14 @@ class Network:
         fragment: int,
         version: int,
         value: float,
+        figures: tuple[int, float, float] = (0, 0.0, 0.0),
     ) -> object:
         if learner.machine is not machine or not learner.alive:
             return False
         if self.apart and (why := self.find_break(learner, syncer)):
             return self._not_fetched(learner, machine, fragment, why)
         learner.fetched[fragment] = value
-        return learner.handle_event(learner_fx.Fetched(fragment, version))
+        return learner.handle_event(learner_fx.Fetched(fragment, version, *figures))
 
     def _not_fetched(self, learner: SimulatedLearner, machine: LearnerMachine, fragment: int, why: str) -> object:
         stuck = STUCK_S if why == "it got stuck" else 0.0

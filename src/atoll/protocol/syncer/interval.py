@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import ceil, floor
+from operator import lt
 
 from atoll.protocol import schedule
 from atoll.protocol.messages import RoundShare
@@ -30,7 +31,10 @@ from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
 HEADROOM = 1.04
-"""Interval over the time that the narrowest part needs: a queue that formed by chance has to drain."""
+"""Interval over the time that the narrowest part needs: measurements are never exact."""
+DRAIN, MOST_DRAIN = 0.25, 1.0
+"""Share by which the interval grows for each version that queues at the median learner, and its limit: a queue that
+formed while the link was narrower than it had been measured drains within a cycle."""
 NEAR = 1.15
 """A learner whose ways need up to so many times the median's takes part in every round, and the pace follows it: the
 measurements of equal links differ by as much."""
@@ -120,7 +124,7 @@ class RoundInterval:
         if carried <= asked:
             self.narrowest = None
         if not settings.synchronous:
-            self.steps = max(asked, carried)
+            self.steps = max(asked, carried * (1 + self._drain_share(carried, step_s)))
             # One more than fit into the time of a round: one is due at the moment at which the oldest commits.
             needed = ceil(min(self._round_s) / (self.steps * step_s)) + 1
             self.needed = max(1, min(needed, schedule.most_flights(settings)))
@@ -138,6 +142,18 @@ class RoundInterval:
         if overlap is None or settings.sync_every >= most or settings.synchronous:
             return 0.0
         return min(overlap + 1, most) / settings.fragments
+
+    def _drain_share(self, interval: float, step_s: float) -> float:
+        """Share by which the interval grows so that versions which queue at the median learner drain. Those that are on
+        their way, or wait for the next boundary, do not queue."""
+        queues = []
+        for learner in self._state.members.stepping_learners():
+            if learner.share == 1.0 and learner.versions:
+                lacking = sum(map(lt, learner.versions, self._state.versions))
+                way_s = _seconds_of(self.down_bytes, learner.down_rates)
+                queues.append(lacking - ceil((way_s / step_s + 1) / interval) - 1)
+        queue = sorted(queues)[(len(queues) - 1) // 2] if queues else 0
+        return min(MOST_DRAIN, DRAIN * max(0, queue))
 
     def _find_narrowest(self) -> Narrowest | None:
         merge = Narrowest("merge and disk", self.merging_s.value or 0.0)

@@ -39,10 +39,10 @@ STAGES: dict[RoundStage, tuple[RoundStage, ...]] = {
 }
 """Stages of a round, and where each leads. *ahead*: a learner with a narrow link was asked for its contribution before
 it is the round's turn to open (`Rounds.pull_ahead`). *gathering*: learners report steps; closing.py decides when the
-members are frozen. *pulling*: each member is asked for the fragment, until its deadline. *merging*: the contributions are merged
-and the outer step is taken, one round at a time, in order. *void*: failed for good; it waits for its turn to be passed
-over. Back to *gathering* once, for a second attempt. A round that is committed or passed over is in no stage any more:
-it is removed from `open_rounds`."""
+members are frozen. *pulling*: each member is asked for the fragment, until its deadline. *merging*: the contributions
+are merged and the outer step is taken, one round at a time, in order. *void*: failed for good; it waits for its turn to
+be passed over. Back to *gathering* once, for a second attempt. A round that is committed or passed over is in no stage
+any more: it is removed from `open_rounds`."""
 SeatState = Literal["asked", "given", "out"]
 
 
