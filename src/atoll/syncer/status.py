@@ -183,6 +183,8 @@ class Meter:
             overlap_steps=overlap.median,
             overlap_p95=overlap.p95,
             rounds_under_way=machine.rounds.interval.allowed if machine else 0,
+            carried_h=machine.rounds.interval.steps * settings.fragments if machine else None,
+            narrowest=describe_narrowest(machine) if machine else "",
             shortage=describe_shortage(machine) if machine else "",
             step_s=machine.members.step_s() if machine else None,
             rho=fmean(rho for rho, _ in outer) if outer else None,
@@ -229,6 +231,9 @@ class Meter:
             agreement=one.agreement,
             influence=one.influence,
             tokens_per_step=one.declared,
+            round_share=one.share,
+            up_rate=one.up_rates[0],
+            down_rate=one.down_rates[0],
         )
 
     def _adopted(self, one: KnownLearner) -> int:
@@ -300,6 +305,14 @@ def _training_phase(machine: Syncer | None) -> dict[str, Any]:
         "phase_until": ends,
         "earlier_h": tuple(told),
     }
+
+
+def describe_narrowest(machine: Syncer) -> str:
+    """Name the part that makes H larger than was asked, and how much of it is used; empty if none does."""
+    interval, step_s = machine.rounds.interval, machine.members.step_s()
+    if interval.narrowest is None or step_s is None or machine.phase != "running":
+        return ""
+    return interval.narrowest.describe(interval.steps * step_s)
 
 
 def describe_shortage(machine: Syncer) -> str:

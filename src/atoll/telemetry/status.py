@@ -35,6 +35,12 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Its share of that merge."""
     tokens_per_step: int = 0
     """The most that a step of it has, as it declared; 0: it declared nothing."""
+    round_share: float = 1.0
+    """Share of the rounds that it takes part in, as far as its link carries them."""
+    up_rate: float = 0.0
+    """Bytes per second that its way up carries, as it measured them; 0: not measured."""
+    down_rate: float = 0.0
+    """Bytes per second that its way down carries; 0: not measured."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +132,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… and what 95 % of them do not exceed."""
     rounds_under_way: int = 0
     """How many rounds may be between freezing and commit."""
+    carried_h: float | None = None
+    """H that rounds are spaced by: the one asked for, or as large as the narrowest part needs."""
+    narrowest: str = ""
+    """Part that makes it larger, and how much of the part is used: "way down of site-2: 58 of 60 Mbit/s"."""
     shortage: str = ""
     """What makes effective H larger than H (a link, the syncer, its memory), and what would fit; empty: nothing."""
     step_s: float | None = None

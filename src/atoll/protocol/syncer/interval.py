@@ -42,6 +42,8 @@ EIGHTHS = 8
 """Shares are multiples of 1/8: a share that followed every measurement would never let a learner know its rounds."""
 RISES_AT = 1.05
 """A share becomes larger again once the ways carry so much more than it takes."""
+WORTH_TELLING = 0.2
+"""Change of H that people are told of."""
 COMMITS = 24
 """Commits whose quickest says how long a round takes that waits for no other."""
 MBIT = 1e6 / 8
@@ -83,12 +85,14 @@ class RoundInterval:
         """Rounds under way that keep the interval."""
         self.merging_s = Average()
         """Seconds from the last answer to the commit, once it is the round's turn: merge and disk."""
+        self._told_h = float(state.settings.sync_every)
         self._round_s: deque[float] = deque(maxlen=COMMITS)
         """Seconds from freezing to commit."""
 
     def start_anew(self) -> None:
         """H, τ or adoption have changed: what links carry has not, but rounds under way were those of another H."""
         self.steps, self.needed = schedule.interval(self._state.settings), schedule.least_flights(self._state.settings)
+        self._told_h = float(self._state.settings.sync_every)
         self._round_s.clear()
 
     # ---- rounds under way ---------------------------------------------------------------------------------------
@@ -124,6 +128,7 @@ class RoundInterval:
         if carried <= asked:
             self.narrowest = None
         if not settings.synchronous:
+            self._tell(max(asked, carried), step_s)
             self.steps = max(asked, carried * (1 + self._drain_share(carried, step_s)))
             # One more than fit into the time of a round: one is due at the moment at which the oldest commits.
             needed = ceil(min(self._round_s) / (self.steps * step_s)) + 1
@@ -142,6 +147,17 @@ class RoundInterval:
         if overlap is None or settings.sync_every >= most or settings.synchronous:
             return 0.0
         return min(overlap + 1, most) / settings.fragments
+
+    def _tell(self, steps: float, step_s: float) -> None:
+        """Tell people of an H that differs much from the one they were told last, and which part makes it so."""
+        fragments, asked_h = self._state.settings.fragments, self._state.settings.sync_every
+        h = steps * fragments
+        if abs(h - self._told_h) < WORTH_TELLING * self._told_h:
+            return
+        self._told_h = h
+        what = f"H is {h:.3g}, {asked_h} was asked: {self.narrowest.describe(steps * step_s)}" if self.narrowest else ""
+        part = self.narrowest.part if self.narrowest else ""
+        self._state.out.note("pace", what or f"H is {h:.3g}", h=round(h, 3), asked=asked_h, part=part)
 
     def _drain_share(self, interval: float, step_s: float) -> float:
         """Share by which the interval grows so that versions which queue at the median learner drain. Those that are on

@@ -144,7 +144,8 @@ class Rounds:
     # ---- learners with a share of the rounds ---------------------------------------------------------------------
 
     def pull_ahead(self, now: float) -> None:
-        """Ask every learner with a share for its next contribution, as soon as its way up is free."""
+        """Ask every learner with a share for its next contribution, so that it is there when its round freezes. Not
+        sooner: it would only be older then."""
         if self.state.settings.synchronous or self.state.draining or self.state.changing_rounds:
             return
         for learner in self.state.members.stepping_learners():
@@ -157,14 +158,14 @@ class Rounds:
         return any(seat is not None and seat.state == "asked" for seat in seats)
 
     def _next_turn(self, learner: KnownLearner) -> int | None:
-        """Return the first round of its share that its contribution can be in time for, or None if there is none within
-        a cycle."""
+        """Return the round of its share that its contribution would be just in time for, or None if none is near."""
         settings, step_s = self.state.settings, self.state.members.step_s()
         if step_s is None:
             return None
         first, busy = self.state.gathering_round, {round_.fragment for round_ in self._gathering_or_under_way()}
         lead = ceil(self.interval.lead_s(learner) / (self.interval.steps * step_s))
-        for number in range(max(first + lead, self.state.next_round), first + settings.fragments):
+        soonest = max(first + lead, self.state.next_round)
+        for number in range(soonest, min(soonest + 2, first + settings.fragments)):
             fragment = schedule.fragment_of(number, settings)
             ahead = self.state.open_rounds.get(number)
             free = fragment not in busy and (ahead is None or not ahead.has_seat(learner.name))
