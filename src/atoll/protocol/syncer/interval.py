@@ -129,8 +129,8 @@ class RoundInterval:
             self.narrowest = None
         if not settings.synchronous:
             self._tell(max(asked, carried), step_s)
-            self.steps = max(asked, carried)
-            self.steps *= 1 + self._drain_share(step_s)
+            drained = carried * (1 + self._drain_share(max(asked, carried), step_s))
+            self.steps = max(asked, drained)
             # One more than fit into the time of a round: one is due at the moment at which the oldest commits.
             needed = ceil(min(self._round_s) / (self.steps * step_s)) + 1
             self.needed = max(1, min(needed, schedule.most_flights(settings)))
@@ -160,7 +160,7 @@ class RoundInterval:
         part = self.narrowest.part if self.narrowest else ""
         self._state.out.note("pace", what or f"H is {h:.3g}", h=round(h, 3), asked=asked_h, part=part)
 
-    def _drain_share(self, step_s: float) -> float:
+    def _drain_share(self, interval: float, step_s: float) -> float:
         """Share by which the interval grows so that versions which queue at the median learner drain. Those that are on
         their way, or wait for the next boundary, do not queue."""
         queues = []
@@ -168,7 +168,7 @@ class RoundInterval:
             way_s = _seconds_of(self.down_bytes, learner.down_rates)
             if way_s and learner.share == 1.0 and learner.versions:
                 lacking = sum(map(lt, learner.versions, self._state.versions))
-                queues.append(lacking - ceil((way_s / step_s + 1) / self.steps) - 1)
+                queues.append(lacking - ceil((way_s / step_s + 1) / interval) - 1)
         queue = sorted(queues)[(len(queues) - 1) // 2] if queues else 0
         return min(MOST_DRAIN, DRAIN * max(0, queue))
 
