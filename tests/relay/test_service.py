@@ -448,7 +448,7 @@ def test_feedback_is_what_committed_sums_left_out() -> None:
 
 # ---- what its link carries -------------------------------------------------------------------------------------------
 
-RATE = 1e6
+RATE = 4e5
 """Bytes per second between the relay and the syncer."""
 
 
@@ -473,7 +473,7 @@ async def test_the_syncer_hears_what_the_link_of_a_relay_carries_and_who_shares_
         handle(event)
 
     monkeypatch.setattr(run.service, "_handle", note)
-    model = {"a": torch.zeros(200, 256), "b": torch.zeros(200, 256)}
+    model = {"a": torch.zeros(100, 256), "b": torch.zeros(100, 256)}
     trainings = [region.learner(relay.url, f"learner-{number}", model) for number in range(2)]
     await join_all(trainings)
     async with asyncio.timeout(WAIT_S):

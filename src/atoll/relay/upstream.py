@@ -62,6 +62,8 @@ class Upstream:
         """Of bodies: contributions and sums, versions."""
         self.ways = Ways()
         self._arrivals = ArrivalMeter()
+        self._arrived_at = 0.0
+        """When the last sum had arrived: of sums that are on their way at once, time counts once."""
 
     @property
     def url(self) -> str:
@@ -146,7 +148,10 @@ class Upstream:
         sent = await self._put(f"{SUMS}/{ask}", data, {DIGEST_HEADER: digest}, BODY_S)
         self.bytes_up += data.nbytes
         if seconds := sent.seconds(self.ways.latency_s):
-            self.ways.up.add(data.nbytes, max(seconds, work_s))
+            now = asyncio.get_running_loop().time()
+            shared_s = max(0.0, self._arrived_at - (now - seconds))
+            self._arrived_at = now
+            self.ways.up.add(data.nbytes, max(seconds - shared_s, work_s))
 
     @contextmanager
     def measure_version(self) -> Iterator[PartArrival]:
