@@ -14,6 +14,8 @@ from atoll.courier import body as module
 from atoll.courier.body import FragmentTransfers
 from atoll.digests import compute_digest
 from atoll.fabric.bodies import BodyConnection
+from atoll.fabric.body_meter import PartArrival
+from atoll.fabric.transfer import SentBody
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
@@ -37,6 +39,8 @@ class FakeLink(BodyConnection):
         self.contributions: dict[tuple[int, int], bytes] = {}
         self.initial: list[int] = []
         self.fragment = np.array([1.0, 2.0, 3.0, 4.0], dtype=np.float32)
+        self.received_s: float | None = 0.0
+        """What it says of every body; 0: it came in one piece."""
         self.open = asyncio.Event()
         self.open.set()
 
@@ -45,16 +49,26 @@ class FakeLink(BodyConnection):
         if self.errors:
             raise self.errors.pop(0)
 
-    async def _put(self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float) -> None:
+    async def _put(
+        self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float
+    ) -> SentBody:
         await self._through()
         match path.split("/"):
             case ["contributions", _, round, attempt]:
                 self.contributions[int(round), int(attempt)] = bytes(data)
             case ["initial", _, fragment]:
                 self.initial.append(int(fragment))
+        return SentBody(self.received_s, 0.0)
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
+        self,
+        index: int,
+        into: memoryview,
+        deadline_s: float,
+        learner: str = "",
+        rank: int = -1,
+        least: int = -1,
+        part: PartArrival | None = None,
     ) -> tuple[int, int, str]:
         await self._through()
         into[:] = self.fragment.view(np.uint8).data[: into.nbytes]
@@ -68,10 +82,14 @@ class PlainTransfers:
         self.link = FakeLink()
         self.events: asyncio.Queue[fx.LearnerEvent] = asyncio.Queue()
         self.takes = True
+        self.arriving = 0
         start = Start("learner-0", "session", "", TENSORS)
         self.bodies = FragmentTransfers(self.box, self.link, settings, start, self._tell, tasks)
 
     def _tell(self, event: fx.LearnerEvent) -> None:
+        if isinstance(event, fx.Arriving):
+            self.arriving += 1
+            return
         self.events.put_nowait(event)
         if isinstance(event, fx.Fetched) and self.takes:
             self.bodies.incoming.landed.pop(event.fragment)
@@ -108,7 +126,7 @@ async def test_an_answer_is_base_minus_copy(codec: str) -> None:
         here.box.base(0)[:] = 0.0  # a base that changes afterwards changes nothing
         sent = await here.told()
         data = here.link.contributions[9, 1]
-        assert sent == fx.Uploaded(9, 1, compute_digest(data))
+        assert sent == fx.Uploaded(9, 1, compute_digest(data), len(data))
         if codec == "fp32":
             assert np.frombuffer(data, np.float32).tolist() == [0.5, 1.5, 2.5, 3.5]
         else:
@@ -246,9 +264,16 @@ async def test_a_fetched_version_waits_in_its_slot_and_becomes_the_base_when_tak
         free, here.takes = here.free_incoming(), True
         slots: list[int] = []
         tell = here._tell
-        here.bodies._tell = lambda event: (slots.append(here.bodies.incoming.landed[0]), tell(event))[1]
+
+        def note(event: fx.LearnerEvent) -> None:
+            if isinstance(event, fx.Fetched):
+                slots.append(here.bodies.incoming.landed[0])
+            tell(event)
+
+        here.bodies._tell = note
         here.bodies.fetch(0)
         assert await here.told() == fx.Fetched(0, 7)
+        assert here.arriving == 1
         [slot] = slots
         assert here.box.incoming(slot, 0).tolist() == [1.0, 2.0, 3.0, 4.0]
         assert here.free_incoming() == free - 1
@@ -358,9 +383,12 @@ async def test_a_version_is_rounded_to_what_the_tensors_can_hold(fragment: int) 
         here.link.fragment = np.array([1.0 + 2**-12, 0.1], dtype=np.float32)
         [piece] = here.box.plan.fragments[fragment].pieces
         seen: list[list[float]] = []
-        here.bodies._tell = lambda event: seen.append(
-            here.box.incoming(here.bodies.incoming.landed[fragment], fragment).tolist()
-        )
+
+        def note(event: fx.LearnerEvent) -> None:
+            if isinstance(event, fx.Fetched):
+                seen.append(here.box.incoming(here.bodies.incoming.landed[fragment], fragment).tolist())
+
+        here.bodies._tell = note
         here.bodies.fetch(fragment)
         await done(here)
         [values] = seen

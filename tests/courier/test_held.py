@@ -14,6 +14,7 @@ from tests.courier.test_body import TENSORS, FakeLink
 from atoll.config import Outer
 from atoll.courier.body import FragmentTransfers
 from atoll.digests import compute_digest
+from atoll.fabric.body_meter import PartArrival
 from atoll.fabric.transfer import FetchedVersion
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
@@ -40,7 +41,14 @@ class SyncerLink(FakeLink):
         self.other_base = False
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
+        self,
+        index: int,
+        into: memoryview,
+        deadline_s: float,
+        learner: str = "",
+        rank: int = -1,
+        least: int = -1,
+        part: PartArrival | None = None,
     ) -> tuple[int, int, str]:
         self.asked.append((index, -1))
         served = self.parameters.serve_fragment(index)
@@ -49,7 +57,14 @@ class SyncerLink(FakeLink):
         return served.version, served.round, served.digest
 
     async def get_version(
-        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float, least: int = -1
+        self,
+        index: int,
+        have: int,
+        step_bytes: int,
+        into: memoryview,
+        deadline_s: float,
+        least: int = -1,
+        part: PartArrival | None = None,
     ) -> FetchedVersion:
         self.asked.append((index, have))
         served = self.parameters.serve_fragment(index, have)
@@ -81,6 +96,8 @@ class HeldVersions:
         self.slots: dict[int, int] = {}
 
     def _tell(self, event: fx.LearnerEvent) -> None:
+        if isinstance(event, fx.Arriving):
+            return
         if isinstance(event, fx.Fetched):
             self.slots[event.fragment] = self.bodies.incoming.landed.pop(event.fragment)
         self.events.put_nowait(event)

@@ -7,6 +7,7 @@ import torch
 from tests.courier.conftest import Run, Stage, Training
 from tests.courier.test_service import stepping
 
+from atoll.fabric.body_meter import ArrivalMeter
 from atoll.learner.moments import InnerMoments
 from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol.errors import PeerError
@@ -96,7 +97,8 @@ async def test_whoever_skipped_a_version_does_not_ask(stage: Stage, monkeypatch:
     assert one.box is not None
     fetch = one.courier._memory.bodies._fetch_moments  # type: ignore[union-attr]
     part = one.box.plan.fragments[0]
-    assert not await fetch(part, 2, 0), "it holds version 0"
+    arrival = ArrivalMeter().expect_part()
+    assert not await fetch(part, 2, 0, arrival), "it holds version 0"
     assert asked == []
-    assert not await fetch(part, 1, 0), "the next one, of which there is none yet"
+    assert not await fetch(part, 1, 0, arrival), "the next one, of which there is none yet"
     assert asked == [1]

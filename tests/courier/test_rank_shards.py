@@ -13,8 +13,9 @@ from tests.courier.test_shards import TENSORS, ShardLink
 
 from atoll.config import Outer
 from atoll.courier.body import FragmentTransfers
-from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
+from atoll.courier.rank_channel import FetchPart, PartArriving, PartFetched, PartUploaded, UploadPart
 from atoll.digests import compute_digest
+from atoll.fabric.body_meter import PartArrival
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics import merge as merging
@@ -65,7 +66,14 @@ class RankLink(ShardLink):
         self.plan: RankPlan = make_rank_plan(parameters.plan, RANKS[RANK])
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
+        self,
+        index: int,
+        into: memoryview,
+        deadline_s: float,
+        learner: str = "",
+        rank: int = -1,
+        least: int = -1,
+        part: PartArrival | None = None,
     ) -> tuple[int, int, str]:
         assert (learner, rank) == ("learner-0", RANK)
         whole = np.empty(self.parameters.plan.fragments[index].size, np.float32)
@@ -164,7 +172,7 @@ async def test_a_version_comes_from_all_shards_into_the_places_of_this_rank(coun
     async with place(count) as here:
         for fragment in range(FRAGMENTS):
             here.bodies.fetch_part(FetchPart(fragment, slot := await here.bodies.incoming.take_slot()))
-            assert await here.told() == PartFetched(fragment, 0)
+            assert [await here.told(), await here.told()] == [PartArriving(fragment), PartFetched(fragment, 0)]
             expected = np.empty(here.rank_plan.plan.fragments[fragment].size, np.float32)
             here.rank_plan.take(fragment, here.values[fragment], expected)
             got = here.box.incoming(slot, fragment)
@@ -188,7 +196,7 @@ async def test_a_shard_that_is_away_is_asked_again() -> None:
         here.links[1]._urls = ["http://127.0.0.1:2222"]
         here.links[1].errors = [Unreachable("nobody is there")] * 2
         here.bodies.fetch_part(FetchPart(0, await here.bodies.incoming.take_slot()))
-        assert await here.told() == PartFetched(0, 0)
+        assert [await here.told(), await here.told()] == [PartArriving(0), PartFetched(0, 0)]
 
 
 async def test_the_first_parameters_go_to_every_shard() -> None:

@@ -15,6 +15,7 @@ from tests.courier.test_held import SyncerLink
 from atoll.config import Outer
 from atoll.courier.body import FragmentTransfers
 from atoll.digests import combine_digests, compute_digest
+from atoll.fabric.body_meter import PartArrival
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics import merge as merging
@@ -65,7 +66,14 @@ class ShardLink(SyncerLink):
         self.values[fragment] = bytes(data)
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
+        self,
+        index: int,
+        into: memoryview,
+        deadline_s: float,
+        learner: str = "",
+        rank: int = -1,
+        least: int = -1,
+        part: PartArrival | None = None,
     ) -> tuple[int, int, str]:
         await self._through()
         return await super().get_fragment(index, into, deadline_s)
@@ -106,6 +114,8 @@ class ShardedTransfers:
         return self.dice.standard_normal(self.plan.fragments[fragment].size).astype(np.float32)
 
     def _tell(self, event: fx.LearnerEvent) -> None:
+        if isinstance(event, fx.Arriving):
+            return
         if isinstance(event, fx.Fetched):
             self.slots[event.fragment] = self.bodies.incoming.landed.pop(event.fragment)
         self.events.put_nowait(event)
@@ -168,7 +178,8 @@ async def test_every_shard_gets_the_body_of_its_part_and_the_digest_is_of_them_a
                 encode_contribution(by, part, Delta(base[values], theta[values]), body)
                 assert here.links[shard - 1].contributions[fragment, 1] == body.tobytes()
                 sent.append(compute_digest(body.data))
-            assert uploaded == fx.Uploaded(fragment, 1, combine_digests(sent))
+            nbytes = body_nbytes(by, here.plan.fragments[fragment])
+            assert uploaded == fx.Uploaded(fragment, 1, combine_digests(sent), nbytes)
             nobody = set(range(1, 4)) - set(here.shards.holders(fragment))
             assert not any((fragment, 1) in here.links[shard - 1].contributions for shard in nobody)
 

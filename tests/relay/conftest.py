@@ -18,9 +18,10 @@ from atoll.relay.service import RelayService
 class Relay:
     """A relay of a run, on a port of its own."""
 
-    def __init__(self, run: Run, name: str, port: int = 0) -> None:
+    def __init__(self, run: Run, name: str, port: int = 0, where: str = "") -> None:
+        """`where`: the way to the syncer, unless it is a direct one."""
         self.run, self.said, self.sums = run, [], []  # type: ignore[var-annotated]
-        address = parse_address(run.url)
+        address = parse_address(where or run.url)
         self.service = RelayService(
             address, name=name, host="127.0.0.1", port=port, say=self.said.append, log=self.sums.append
         )
@@ -53,8 +54,8 @@ class Region(Stage):
         super().__init__(stack)
         self.stack = stack
 
-    async def relay(self, run: Run, name: str = "eu", port: int = 0) -> Relay:
-        relay = Relay(run, name, port)
+    async def relay(self, run: Run, name: str = "eu", port: int = 0, where: str = "") -> Relay:
+        relay = Relay(run, name, port, where)
         await relay.start()
         self.stack.push_async_callback(relay.stop)
         return relay

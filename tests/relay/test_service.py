@@ -7,23 +7,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.courier.conftest import WAIT_S, Run, Training
 from tests.courier.test_moments import SharingTraining
 from tests.relay.conftest import Region, Relay
 
+from atoll.chaos.tcp_relay import TcpRelay
 from atoll.digests import compute_digest
 from atoll.fabric import client
 from atoll.fabric.address import parse_address
 from atoll.fabric.calls import open_session, request
+from atoll.fabric.control_channel import SendQueue
+from atoll.fabric.local_secrets import publish_secrets, published_secrets, withdraw_secrets
+from atoll.fabric.relay_channel import RelayChannel
 from atoll.numerics.codec import decode_contribution
 from atoll.numerics.deltas import ReadableDelta, read_whole
 from atoll.numerics.merge import merge
+from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import PROTOCOL, ContributionKey, FromSyncer, Hello, Refused, TensorSpec
-from atoll.protocol.relay import SumAsked, SumMember, SumSettled
+from atoll.protocol.relay import RelayRates, SumAsked, SumMember, SumSettled
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import effects as fx
+from atoll.relay import service
 from atoll.relay.bodies import HeldBodies, MadeSum
-from atoll.relay.service import RelayEnded, RelayService
+from atoll.relay.service import RelayEnded, RelayService, have_changed
 from atoll.syncer.outer_state import Overflow
+from atoll.syncer.relays import RelaySums
 
 
 async def step_until(trainings: list[Training], version: int, changes: tuple[float, ...] = (-0.5, -0.25, -1.0)) -> None:
@@ -435,3 +444,70 @@ def test_feedback_is_what_committed_sums_left_out() -> None:
         given, total = given + decoded, total + exact
         np.testing.assert_allclose(given + bodies._feedback[0], total, atol=1e-4)
     assert not bodies._bodies and not bodies._rests
+
+
+# ---- what its link carries -------------------------------------------------------------------------------------------
+
+RATE = 4e5
+"""Bytes per second between the relay and the syncer."""
+
+
+async def test_the_syncer_hears_what_the_link_of_a_relay_carries_and_who_shares_it(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RATES_S", 0.02)
+    run = await region.run(learners=2, quorum=2, sync_every=2)
+    line = TcpRelay("127.0.0.1", run.service.server.port)
+    await line.start()
+    region.stack.push_async_callback(line.stop)
+    line.limit(RATE)
+    publish_secrets("127.0.0.1", line.port, published_secrets("127.0.0.1", run.service.server.port))
+    region.stack.callback(withdraw_secrets, "127.0.0.1", line.port)
+    relay = await region.relay(run, where=line.url)
+    heard: list[fx.RelayMeasured] = []
+    handle = run.service._handle
+
+    def note(event: fx.SyncerEvent) -> None:
+        if isinstance(event, fx.RelayMeasured):
+            heard.append(event)
+        handle(event)
+
+    monkeypatch.setattr(run.service, "_handle", note)
+    model = {"a": torch.zeros(100, 256), "b": torch.zeros(100, 256)}
+    trainings = [region.learner(relay.url, f"learner-{number}", model) for number in range(2)]
+    await join_all(trainings)
+    async with asyncio.timeout(WAIT_S):
+        while not (heard and heard[-1].up_rate and heard[-1].down_rate):
+            await step_all(trainings)
+    assert heard[-1].learners == ("learner-0", "learner-1")
+    assert heard[-1].up_rate == pytest.approx(RATE, rel=0.25)
+    assert heard[-1].down_rate == pytest.approx(RATE, rel=0.25)
+    rates = run.service._relays.rates
+    assert len(rates) == 1
+    heard.clear()
+    trainings[1].courier._link.hang_up()  # type: ignore[union-attr]
+    async with asyncio.timeout(WAIT_S):
+        while not any(event.learners == ("learner-1",) for event in heard):
+            await step_all(trainings)
+    await relay.stop()
+    async with asyncio.timeout(WAIT_S):
+        while rates:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+
+
+def test_the_syncer_hears_of_a_rate_that_has_changed_by_more_than_a_twentieth() -> None:
+    told = RelayRates(up_rate=100.0, down_rate=0.0)
+    for rates, changed in [((104.9, 0.0), False), ((95.1, 0.0), False), ((106.0, 0.0), True), ((94.0, 0.0), True)]:
+        assert have_changed(told, RelayRates(up_rate=rates[0], down_rate=rates[1])) == changed
+    assert have_changed(told, RelayRates(up_rate=100.0, down_rate=1.0)), "the first one"
+
+
+async def test_a_relay_that_tells_a_rate_below_nothing_is_sent_away() -> None:
+    sums = RelaySums(lambda *said: None, lambda: ("run", 1))
+    channel = RelayChannel("eu", "secret", "", "", SendQueue(8))
+    sums.relay_opened(channel)
+    with pytest.raises(PeerError, match="below 0"):
+        sums.relay_received(channel, RelayRates(up_rate=-1.0))
+    sums.relay_received(channel, RelayRates(up_rate=1.0))
+    sums.relay_closed(channel, "gone")
+    assert sums.rates == {}

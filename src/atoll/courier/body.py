@@ -12,6 +12,9 @@ out is kept in feedback.py.
 
 Of a syncer of several shards each gets and has its part of a fragment (shards.py).
 
+Every body tells what a way of the link carries (`Ways`). Bodies are sent one after the other (turns.py). When little of
+a version is still to come, the state machine hears it, and asks for the next one in time (`VersionArrival`).
+
 Beside a rank of a learner of several (`rank_plan`) bodies are parts: what this rank sends of a fragment, and what it
 holds of it. The leader's slots are those of every rank, under the same numbers: it takes and frees them for all.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,11 +33,13 @@ import numpy as np
 from atoll.choices import CODEC
 from atoll.courier.feedback import Feedback, RestBuffer
 from atoll.courier.held import HeldVersions
-from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
+from atoll.courier.rank_channel import FetchPart, PartArriving, PartFetched, PartUploaded, UploadPart
 from atoll.courier.shards import BODY_S, ShardBody, ShardConnections
 from atoll.courier.slots import COPY_GONE, IncomingSlots, OutgoingSlots
+from atoll.courier.turns import UploadTurns
 from atoll.digests import combine_digests
 from atoll.fabric.bodies import BodyConnection, fetch_one_version, run_together
+from atoll.fabric.body_meter import ArrivalMeter, PartArrival
 from atoll.fabric.transfer import FetchedVersion
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
 from atoll.mailbox.box import BoxLayout, Mailbox, can_spare
@@ -47,6 +53,7 @@ from atoll.numerics.rank_shards import RankPart
 from atoll.numerics.shard_plan import PartPlace
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.ways import Ways
 from atoll.protocol.settings import Settings
 
 UPLOADS = 3
@@ -117,6 +124,53 @@ class Answer(NamedTuple):
     """Of the buffer, the part that its body fills."""
 
 
+class EncodedAnswer(NamedTuple):
+    bodies: list[ShardBody]
+    seconds: float
+    """Seconds that it took to encode."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(body.data.nbytes for body in self.bodies)
+
+
+NOTHING = EncodedAnswer([], 0.0)
+
+
+class VersionArrival:
+    """A version on its way: it is measured, and once little of it is still to come this is said, exactly once."""
+
+    def __init__(
+        self,
+        pipe_bytes: float,
+        tell_arriving: Callable[[], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        """`pipe_bytes`: bytes that are under way at once on a full link: with no more to come than these, the next
+        request is due."""
+        self.meter = ArrivalMeter(self._look)
+        self._pipe_bytes, self._tell_arriving, self._spawn = pipe_bytes, tell_arriving, spawn
+        self._is_near = self._told = False
+
+    def _look(self) -> None:
+        if not self._is_near and self.meter.to_come <= self._pipe_bytes:
+            self._is_near = True
+            self._spawn(self._tell_soon())  # a mistake in what follows has to end the courier, not this connection
+
+    async def _tell_soon(self) -> None:
+        self.tell()
+
+    def tell(self) -> None:
+        """Say it, unless it was said before."""
+        if not self._told:
+            self._is_near = self._told = True
+            self._tell_arriving()
+
+    def give_up(self) -> None:
+        """Never say it from now on: the version does not come."""
+        self._is_near = self._told = True
+
+
 class FragmentTransfers:
     def __init__(
         self,
@@ -127,8 +181,10 @@ class FragmentTransfers:
         tell: Callable[..., None],
         tasks: asyncio.TaskGroup,
         rank_plan: RankPlan | None = None,
+        ways: Ways | None = None,
     ) -> None:
-        """`tell` hears events of the learner's state machine; with a `rank_plan` PartUploaded and PartFetched."""
+        """`tell` hears events of the learner's state machine; with a `rank_plan` PartUploaded, PartArriving and
+        PartFetched. `ways`: what was measured so far; every body is added to it here."""
         self.outgoing = OutgoingSlots(list(range(box.layout.first_outgoing)), box.reserve_outgoing)
         self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
@@ -136,6 +192,8 @@ class FragmentTransfers:
         codecs = (self._codec, settings.version_codec)
         self.shards = ShardConnections(link, start, box.plan, *codecs, say, tasks, rank_plan)
         self.feedback = Feedback(box)
+        self.ways = ways or Ways()
+        self._turns = UploadTurns(self.ways.up)
         self._held = HeldVersions(box, settings.version_codec if rank_plan is None else "fp32")
         self.encoded_with: dict[int, int] = {}
         """Placement device: slot → the step of the copy whose rest the copy in it was encoded with."""
@@ -276,22 +334,26 @@ class FragmentTransfers:
         part = self._box.plan.fragments[fragment]
         size = self._body_bytes_of(fragment) + self._moments_nbytes(part, slot)
         answer = Answer(order, rest, buffer, buffer[:size])
-        bodies = None
+        encoded = None
         if is_small(part):
-            bodies = self._encode(answer)
+            encoded = self._encode(answer)
             self._keep_rest(answer)
         else:
             self.outgoing.hold_slot(slot)
-        self._spawn(self._upload(answer, bodies))
+        self._spawn(self._upload(answer, encoded))
 
-    def _tell_uploaded(self, order: UploadPart, digests: tuple[tuple[int, str], ...] = (), reason: str = "") -> None:
-        """`digests`: of its bodies, by shard; `reason`: why it did not arrive."""
+    def _tell_uploaded(
+        self, order: UploadPart, answer: EncodedAnswer = NOTHING, seconds: float = 0.0, reason: str = ""
+    ) -> None:
+        """`seconds`: how long its bodies took; `reason`: why it did not arrive."""
         if order.ask != WHOLE:
-            self._tell(PartUploaded(order.ask, digests, reason))
+            digests = tuple((body.shard, body.digest) for body in answer.bodies)
+            self._tell(PartUploaded(order.ask, digests, reason, answer.nbytes, seconds))
         elif reason:
             self._tell(fx.UploadFailed(order.round, order.attempt, reason))
         else:
-            self._tell(fx.Uploaded(order.round, order.attempt, combine_digests([digest for _, digest in digests])))
+            digest = combine_digests([body.digest for body in answer.bodies])
+            self._tell(fx.Uploaded(order.round, order.attempt, digest, answer.nbytes, seconds))
 
     def _body_bytes_of(self, fragment: int) -> int:
         part = self.shards.part_sent(fragment)
@@ -314,7 +376,8 @@ class FragmentTransfers:
         if buffer.size == self._body_bytes:
             self._spare.append(buffer)
 
-    def _encode(self, answer: Answer) -> list[ShardBody]:
+    def _encode(self, answer: Answer) -> EncodedAnswer:
+        began = time.monotonic()
         fragment, slot, rest = answer.order.fragment, answer.order.slot, answer.rest
         delta = Delta(self._box.base(fragment), self._box.outgoing(slot, fragment))
         if rest is not None:
@@ -323,30 +386,39 @@ class FragmentTransfers:
         encode_contribution(self._codec, part, delta.cut_out(slice(0, part.size)), answer.data[:values])
         moments = answer.data[values:]
         moments[:] = self._box.outgoing_moments(slot)[: moments.size]
-        return self.shards.cut_body(fragment, answer.data)
+        return self._cut_body(fragment, answer.data, began)
+
+    def _cut_body(self, fragment: int, data: ByteArray, began: float) -> EncodedAnswer:
+        """`began`: when the work on this answer did."""
+        return EncodedAnswer(self.shards.cut_body(fragment, data), time.monotonic() - began)
 
     def _keep_rest(self, answer: Answer) -> None:
         if answer.rest is not None:
             self.feedback.keep_rest(answer.rest)
 
-    async def _upload(self, answer: Answer, bodies: list[ShardBody] | None) -> None:
+    async def _upload(self, answer: Answer, encoded: EncodedAnswer | None) -> None:
         try:
-            if bodies is None:
+            if encoded is None:
                 async with self._base_locks[answer.order.fragment]:
-                    bodies = await asyncio.to_thread(self._encode, answer)
+                    encoded = await asyncio.to_thread(self._encode, answer)
                 self._keep_rest(answer)
                 self.outgoing.let_slot_go(answer.order.slot)
-            await self._send_bodies(answer.order, bodies)
+            await self._send_bodies(answer.order, encoded)
         finally:
             self._give_back(answer.buffer)
 
-    async def _send_bodies(self, order: UploadPart, bodies: list[ShardBody]) -> None:
+    async def _send_bodies(self, order: UploadPart, answer: EncodedAnswer) -> None:
         try:
-            digests = await self.shards.put_contribution(order, bodies)
+            async with self._turns.take_turn(answer.nbytes):
+                sent = await self.shards.put_contribution(order, answer.bodies)
         except (PeerError, Unreachable) as error:
             self._tell_uploaded(order, reason=str(error))
-        else:
-            self._tell_uploaded(order, digests)
+            return
+        seconds = max(body.seconds(self.ways.latency_s) for body in sent)
+        if seconds:  # what came in one piece says nothing of the link
+            seconds = max(seconds, answer.seconds)  # answers leave no faster than they are encoded
+        self.ways.up.add(answer.nbytes, seconds)
+        self._tell_uploaded(order, answer, seconds)
 
     def _upload_encoded(self, order: UploadPart) -> None:
         """A copy that the training process has encoded, as it lies in its slot. What it was encoded with has to be what
@@ -363,7 +435,8 @@ class FragmentTransfers:
 
     async def _send_encoded(self, order: UploadPart, data: ByteArray) -> None:
         try:
-            await self._send_bodies(order, await asyncio.to_thread(self.shards.cut_body, order.fragment, data))
+            encoded = await asyncio.to_thread(self._cut_body, order.fragment, data, time.monotonic())
+            await self._send_bodies(order, encoded)
         finally:
             self.outgoing.let_slot_go(order.slot)
 
@@ -404,18 +477,30 @@ class FragmentTransfers:
     async def _fetch(self, fragment: int) -> None:
         slot = await self.incoming.take_slot()
         part = self._box.plan.fragments[fragment]
+        arrival = VersionArrival(self.ways.pipe_bytes, lambda: self._tell(fx.Arriving()), self._spawn)
+        # Moments that may follow the version are still to come: the way down is not free before them.
+        moments = arrival.meter.expect_part() if self._may_fetch_moments(part) else None
         try:
-            version = await self._bring(part, slot)
+            version = await self._bring(part, slot, arrival.meter)
         except (PeerError, Unreachable) as error:
+            arrival.give_up()
             self._fetching.discard(fragment)
             self.incoming.note_failed(slot)
             self._tell(fx.FetchFailed(fragment, str(error)))
             return
-        has_moments = await self._fetch_moments(part, version, slot)
+        has_moments = moments is not None and await self._fetch_moments(part, version, slot, moments)
         self._fetching.discard(fragment)
         self.incoming.note_landed(fragment, slot, moments=has_moments)
-        self._tell(fx.Fetched(fragment, version))
+        arrival.tell()
+        self._tell(fx.Fetched(fragment, version, *self._add_arrival(arrival.meter)))
         self.incoming.release_unwanted(fragment)
+
+    def _add_arrival(self, meter: ArrivalMeter) -> tuple[int, float, float]:
+        """Add a version to what was measured; return its bytes, its seconds and its latency."""
+        nbytes, seconds = meter.measure()
+        self.ways.down.add(nbytes, seconds)
+        self.ways.add_latency(meter.latency_s)
+        return nbytes, seconds, meter.latency_s
 
     def fetch_part(self, order: FetchPart) -> None:
         """What this rank holds of the newest version."""
@@ -423,37 +508,46 @@ class FragmentTransfers:
         if self._box.plan.fragments[order.fragment].size:
             self._spawn(self._fetch_part(order))
         else:
+            self._tell(PartArriving(order.fragment))
             self._tell(PartFetched(order.fragment))
 
     async def _fetch_part(self, order: FetchPart) -> None:
+        fragment = order.fragment
+        arrival = VersionArrival(self.ways.pipe_bytes, lambda: self._tell(PartArriving(fragment)), self._spawn)
         try:
-            version = await self._bring(self._box.plan.fragments[order.fragment], order.slot)
+            version = await self._bring(self._box.plan.fragments[fragment], order.slot, arrival.meter)
         except (PeerError, Unreachable) as error:
-            self._tell(PartFetched(order.fragment, reason=str(error)))
+            arrival.give_up()
+            self._tell(PartFetched(fragment, reason=str(error)))
         else:
-            self._tell(PartFetched(order.fragment, version))
+            arrival.tell()
+            self._tell(PartFetched(fragment, version, "", *self._add_arrival(arrival.meter)))
 
-    async def _bring(self, part: Fragment, slot: int) -> int:
+    async def _bring(self, part: Fragment, slot: int, meter: ArrivalMeter) -> int:
         """The version that is now in the slot, as the model can hold it."""
         values = self._box.incoming(slot, part.index)
-        version = await self._fetch_into(part.index, values)
+        version = await self._fetch_into(part.index, values, meter)
         if is_small(part):
-            self._keep_and_round(part, version, values)
+            with meter.working():
+                self._keep_and_round(part, version, values)
         else:
-            await asyncio.to_thread(self._keep_and_round, part, version, values)
+            with meter.working():
+                await asyncio.to_thread(self._keep_and_round, part, version, values)
             async with self._base_locks[part.index]:
                 pass  # the training process may subtract the base when it adopts this: it is whole by then
         return version
 
-    async def _fetch_moments(self, part: Fragment, version: int, slot: int) -> bool:
+    def _may_fetch_moments(self, part: Fragment) -> bool:
+        return bool(self._box.layout.moments_bytes) and int(self._box.adopted[part.index]) >= 0
+
+    async def _fetch_moments(self, part: Fragment, version: int, slot: int, arrival: PartArrival) -> bool:
         """Whether the averaged moments of that version are behind it in the slot. Only who holds the version before
         asks for them, and a version is adopted without where they cannot be had."""
-        held = int(self._box.adopted[part.index])
-        if not self._box.layout.moments_bytes or held < 0 or held != version - 1:
+        if not self._may_fetch_moments(part) or int(self._box.adopted[part.index]) != version - 1:
             return False
         room = self._box.incoming_moments(slot)
         try:
-            size = await self._link.get_moments(part.index, version, room.data, BODY_S)
+            size = await self._link.get_moments(part.index, version, room.data, BODY_S, arrival)
             if is_small(part):
                 check_moments(part, room[:size])
             else:
@@ -462,15 +556,16 @@ class FragmentTransfers:
             return False
         return True
 
-    async def _fetch_into(self, fragment: int, values: FloatArray) -> int:
+    async def _fetch_into(self, fragment: int, values: FloatArray, meter: ArrivalMeter) -> int:
         """The version that is now in `values`: all parts of it, where the syncer has several shards."""
         if self._rank_plan is not None:
-            parts = self.shards.parts_held(fragment)
-            return await fetch_one_version([partial(self._fetch_rank_part, one, values) for one in parts])
-        places = self.shards.places_of(self._box.plan.fragments[fragment])
-        return await fetch_one_version([partial(self._fetch_place, one, values[one.values]) for one in places])
+            parts = [(one, values, meter.expect_part()) for one in self.shards.parts_held(fragment)]
+            return await fetch_one_version([partial(self._fetch_rank_part, *part) for part in parts])
+        held = self.shards.places_of(self._box.plan.fragments[fragment])
+        places = [(one, values[one.values], meter.expect_part()) for one in held]
+        return await fetch_one_version([partial(self._fetch_place, *place) for place in places])
 
-    async def _fetch_rank_part(self, part: RankPart, values: FloatArray, least: int) -> int:
+    async def _fetch_rank_part(self, part: RankPart, values: FloatArray, arrival: PartArrival, least: int) -> int:
         """The version that one shard has of what this rank holds, now in its places in `values`."""
         fragment, front, behind = part.held.index, part.front, part.behind
         side_by_side = front.stop == behind.start
@@ -481,7 +576,7 @@ class FragmentTransfers:
             into, apart = np.empty(part.held.size, np.float32), True
         data, who = into.view(np.uint8).data, (self._start.learner, self._start.rank)
         version, _, _ = await self.shards.reach(
-            part.shard, lambda to: to.get_fragment(fragment, data, BODY_S, *who, least)
+            part.shard, lambda to: to.get_fragment(fragment, data, BODY_S, *who, least, arrival)
         )
         if apart and is_small(part.held):
             _put_apart(part, into, values)
@@ -489,29 +584,33 @@ class FragmentTransfers:
             await asyncio.to_thread(_put_apart, part, into, values)
         return version
 
-    async def _fetch_place(self, place: PartPlace, values: FloatArray, least: int) -> int:
+    async def _fetch_place(self, place: PartPlace, values: FloatArray, arrival: PartArrival, least: int) -> int:
         """The version that one shard has; made of what is held where the shard has the steps from there. `least`: the
         one that other shards have."""
         fragment, data = place.part.index, values.view(np.uint8).data
         have, step_bytes = self._held.version_of(fragment), self._held.step_bytes(place.part)
         if have >= 0:
             found = await self.shards.reach(
-                place.shard, lambda to: to.get_version(fragment, have, step_bytes, data, BODY_S, least)
+                place.shard, lambda to: to.get_version(fragment, have, step_bytes, data, BODY_S, least, arrival)
             )
-            if not found.steps or await self._apply_steps(place, have, found, values):
+            if not found.steps or await self._apply_steps(place, have, found, values, arrival):
                 return found.version
             say(f"fragment {fragment} is fetched whole: its steps do not fit version {have}")
         version, _, _ = await self.shards.reach(
-            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, least=least)
+            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, least=least, part=arrival)
         )
         return version
 
-    async def _apply_steps(self, place: PartPlace, have: int, found: FetchedVersion, values: FloatArray) -> bool:
+    async def _apply_steps(
+        self, place: PartPlace, have: int, found: FetchedVersion, values: FloatArray, arrival: PartArrival
+    ) -> bool:
         given = (place, have, found.steps, values, found.digest)
         if is_small(place.part):
-            return self._held.apply_steps(*given)
+            with arrival.working():
+                return self._held.apply_steps(*given)
         async with self._applying, self._base_locks[place.part.index]:
-            return await asyncio.to_thread(self._held.apply_steps, *given)
+            with arrival.working():
+                return await asyncio.to_thread(self._held.apply_steps, *given)
 
     def _keep_and_round(self, part: Fragment, version: int, values: FloatArray) -> None:
         self._held.keep(part.index, version, values)

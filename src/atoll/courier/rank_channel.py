@@ -2,7 +2,7 @@
 
     leader → follower    the frames that all training processes get (`is_counted`), as they are; Goodbye
                          UploadPart  FetchPart  RunKnown  ShardsKnown, and the effects Settle, DropRests, UploadAll
-    follower → leader    PartUploaded  PartFetched  BoxReady  RankFailed
+    follower → leader    PartUploaded  PartArriving  PartFetched  BoxReady  RankFailed
                          and of its training process's frames CopyMade, SlotFreed, VersionTaken, Saved, Goodbye
 
 Both prove that they know the learner's secret before the first frame, and neither shows it: each answers the other's
@@ -69,6 +69,10 @@ class PartUploaded(Frame, frozen=True):
     """Of the bodies that this rank sent, with the shards that have them. None: it sends nothing of the fragment."""
     reason: str = ""
     """Why it did not arrive."""
+    nbytes: int = 0
+    """Size of the bodies together."""
+    seconds: float = 0.0
+    """Seconds that they took, as in `fx.Uploaded`."""
 
 
 class FetchPart(Frame, frozen=True):
@@ -78,12 +82,24 @@ class FetchPart(Frame, frozen=True):
     slot: int
 
 
+class PartArriving(Frame, frozen=True):
+    """Little of this rank's part is still to come, as in `fx.Arriving`."""
+
+    fragment: int
+
+
 class PartFetched(Frame, frozen=True):
     fragment: int
     version: int | None = None
     """None: this rank holds nothing of the fragment, so any version will do."""
     reason: str = ""
     """Why it could not be fetched."""
+    nbytes: int = 0
+    """Bytes that arrived, as in `fx.Fetched`."""
+    seconds: float = 0.0
+    """Seconds that they took, as in `fx.Fetched`."""
+    latency_s: float = 0.0
+    """Seconds from the request to the first piece."""
 
 
 class BoxReady(Frame, frozen=True):
@@ -114,7 +130,16 @@ class RankFailed(Frame, frozen=True):
 
 
 FromFollower = (
-    PartUploaded | PartFetched | BoxReady | RankFailed | CopyMade | SlotFreed | VersionTaken | fx.Saved | Goodbye
+    PartUploaded
+    | PartArriving
+    | PartFetched
+    | BoxReady
+    | RankFailed
+    | CopyMade
+    | SlotFreed
+    | VersionTaken
+    | fx.Saved
+    | Goodbye
 )
 BETWEEN_COURIERS = (UploadPart, FetchPart, RunKnown, ShardsKnown, fx.Settle, fx.DropRests, fx.UploadAll, Goodbye)
 FROM_LEADER = {kind.__name__: kind for kind in (*BETWEEN_COURIERS, *COUNTED, StopOrder)}

@@ -6,6 +6,7 @@ Rules kept here, each with its test:
 - an answer to a pull arrived if every part of it did, and is named by the digests of the parts: of each shard of the
   syncer in order of rank, and of these in order of shard;
 - a version is fetched once all ranks hold the same one: those that got an older one fetch again;
+- a body of the learner has the bytes of all ranks, and takes the seconds of the slowest;
 - what one rank could not do, the learner could not do. It is told once all have answered.
 """
 
@@ -103,7 +104,9 @@ def combine_adoptions(answers: Answers) -> VersionTaken | SlotFreed:
 def combine_uploads(answers: Answers) -> PartUploaded:
     if reason := _first_reason(answers):
         return PartUploaded(answers[0].ask, reason=reason)
-    return PartUploaded(answers[0].ask, tuple(sorted(_combine_by_shard(answers).items())))
+    nbytes, seconds = _combine_times(answers)
+    digests = tuple(sorted(_combine_by_shard(answers).items()))
+    return PartUploaded(answers[0].ask, digests, nbytes=nbytes, seconds=seconds)
 
 
 def _combine_by_shard(answers: Answers) -> dict[int, str]:
@@ -115,13 +118,22 @@ def _combine_by_shard(answers: Answers) -> dict[int, str]:
     return {shard: combine_digests(digests) for shard, digests in found.items()}
 
 
+def _combine_times(answers: Answers) -> tuple[int, float]:
+    """Return the bytes of all ranks and the seconds of the slowest: they send and fetch at the same time."""
+    return sum(said.nbytes for said in answers), max(said.seconds for said in answers)
+
+
 def combine_fetches(answers: Answers) -> PartFetched | Behind:
     fragment = answers[0].fragment
     if reason := _first_reason(answers):
         return PartFetched(fragment, reason=reason)
     newest = max(said.version for said in answers if said.version is not None)
     behind = [rank for rank, said in enumerate(answers) if said.version is not None and said.version < newest]
-    return Behind(fragment, tuple(behind)) if behind else PartFetched(fragment, newest)
+    if behind:
+        return Behind(fragment, tuple(behind))
+    nbytes, seconds = _combine_times(answers)
+    latency_s = max(said.latency_s for said in answers)
+    return PartFetched(fragment, newest, nbytes=nbytes, seconds=seconds, latency_s=latency_s)
 
 
 def combine_saved(answers: Answers) -> fx.Saved:

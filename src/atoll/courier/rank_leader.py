@@ -21,6 +21,7 @@ from atoll.courier.rank_channel import (
     Arrivals,
     FetchPart,
     FromFollower,
+    PartArriving,
     RankChannel,
     RankFailed,
     RunCallback,
@@ -74,7 +75,7 @@ class RankLeader:
         for channel in list(self._channels.values()):
             channel.send(frame)
 
-    def hear(self, rank: int, said: Said) -> None:
+    def hear(self, rank: int, said: Said | PartArriving) -> None:
         try:
             whole = self._orders.take_answer(rank, said)
         except PeerError as error:

@@ -56,6 +56,7 @@ from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
+from atoll.protocol.learner.ways import Ways
 from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, SettingsChanged, Welcome
 from atoll.protocol.succession import Holder
 
@@ -76,6 +77,8 @@ class Courier:
         self._link: SyncerConnection | None = None
         self._memory: LearnerMemory | None = None
         self._states: StateTransfers | None = None
+        self._ways = Ways()
+        """Rates of the bodies of this rank, also across shared memory that is made anew."""
         self._shards: tuple[str, ...] = ()
         """Where the other shards of the syncer are, as its last welcome said."""
         self._held: deque[FromSyncer] = deque(maxlen=4096)
@@ -199,7 +202,7 @@ class Courier:
             case SlotFreed():
                 assert self._memory is not None
                 self._memory.free_slot(event)
-            case fx.Saved() | fx.Fetched() | fx.FetchFailed() | fx.Uploaded() | fx.UploadFailed():
+            case fx.Saved() | fx.Arriving() | fx.Fetched() | fx.FetchFailed() | fx.Uploaded() | fx.UploadFailed():
                 self._handle(event)
 
     def _begin(self, start: Start) -> None:
@@ -287,7 +290,7 @@ class Courier:
         assert self._link is not None
         tell = self._handle if self._ranks is None else partial(self._ranks.hear, 0)
         about = (self._start, tell, self._tasks, opened.rank_plan)
-        bodies = FragmentTransfers(box, self._link, frame.settings, *about)
+        bodies = FragmentTransfers(box, self._link, frame.settings, *about, ways=self._ways)
         using = (self._machine, self._ranks, self._send, self._handle)
         self._memory = LearnerMemory(opened, frame.settings, bodies, *using, epoch=epoch, unsure=unsure)
         self._use_shards(bodies)

@@ -21,6 +21,7 @@ import numpy as np
 from atoll.courier.rank_channel import UploadPart
 from atoll.digests import compute_digest
 from atoll.fabric.bodies import BodyConnection, keep_asking, run_together
+from atoll.fabric.transfer import SentBody
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray
 from atoll.numerics.codec import Codec
@@ -124,19 +125,18 @@ class ShardConnections:
             found.append(ShardBody(shard, cut, compute_digest(cut.data)))
         return found
 
-    async def put_contribution(self, order: UploadPart, bodies: Sequence[ShardBody]) -> tuple[tuple[int, str], ...]:
-        """The digests of the bodies by shard, once all shards have theirs."""
+    async def put_contribution(self, order: UploadPart, bodies: Sequence[ShardBody]) -> list[SentBody]:
+        """Send each shard its body; return how each was received, once all shards have theirs."""
         name, session, rank = self._start.learner, self._start.session, self._start.rank
 
-        async def put(body: ShardBody) -> None:
-            def ask(to: BodyConnection) -> Awaitable[None]:
+        async def put(body: ShardBody) -> SentBody:
+            def ask(to: BodyConnection) -> Awaitable[SentBody]:
                 data = (body.data.data, body.digest, BODY_S)
                 return to.put_contribution(name, session, order.round, order.attempt, *data, rank=rank)
 
-            await self.reach(body.shard, ask)
+            return await self.reach(body.shard, ask)
 
-        await run_together([put(body) for body in bodies])
-        return tuple((body.shard, body.digest) for body in bodies)
+        return await run_together([put(body) for body in bodies])
 
     async def put_initial(self, fragment: int, place: PartPlace, data: ByteArray, digest: str) -> None:
         name, session, rank = self._start.learner, self._start.session, self._start.rank

@@ -28,11 +28,13 @@ from typing import Any, TypeVar
 import aiohttp
 
 from atoll.fabric.address import SyncerAddress, checked_url, parse_address
+from atoll.fabric.body_meter import ArrivalMeter, PartArrival
 from atoll.fabric.calls import close_session
 from atoll.fabric.state import Into, Parts, StateArrival, StateSource, get_state, put_relay
 from atoll.fabric.transfer import (
     FetchedVersion,
     FragmentArrival,
+    SentBody,
     body_headers,
     body_session,
     fragment_url,
@@ -91,11 +93,11 @@ class BodyConnection:
         digest: str,
         deadline_s: float,
         rank: int = 0,
-    ) -> None:
+    ) -> SentBody:
         """Returns once the syncer has it whole. Unreachable: try again; PeerError: it does not want it. `rank`: which
         rank's part it is, of a learner that declared several."""
         path = f"contributions/{learner}/{round}/{attempt}"
-        await self._put(path, rank, data, body_headers(session, digest), deadline_s)
+        return await self._put(path, rank, data, body_headers(session, digest), deadline_s)
 
     async def put_initial(
         self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float, rank: int = 0
@@ -104,12 +106,19 @@ class BodyConnection:
         await self._put(f"initial/{learner}/{fragment}", rank, data, body_headers(session, digest), deadline_s)
 
     async def get_fragment(
-        self, index: int, into: memoryview, deadline_s: float, learner: str = "", rank: int = -1, least: int = -1
+        self,
+        index: int,
+        into: memoryview,
+        deadline_s: float,
+        learner: str = "",
+        rank: int = -1,
+        least: int = -1,
+        part: PartArrival | None = None,
     ) -> tuple[int, int, str]:
         """Version, round and digest of what is now in `into`; after an error its content is undefined. With `learner`
         and `rank`: what this rank holds of the fragment, and its digest; −1: all of the fragment. `least`: a shard
-        waits a moment for this version, which others have."""
-        arrival = FragmentArrival(into.cast("B"))
+        waits a moment for this version, which others have. `part` meters what arrives."""
+        arrival = FragmentArrival(into.cast("B"), part=part or ArrivalMeter().expect_part())
         try:
             where = partial(self._fragment_url, index, learner, rank, least)
             return await get_body(self._for_bodies(), where, arrival, deadline_s, self._limits)
@@ -126,17 +135,26 @@ class BodyConnection:
         return fragment_url(self.url, index) + ("?" + "&".join(asked) if asked else "")
 
     async def get_version(
-        self, index: int, have: int, step_bytes: int, into: memoryview, deadline_s: float, least: int = -1
+        self,
+        index: int,
+        have: int,
+        step_bytes: int,
+        into: memoryview,
+        deadline_s: float,
+        least: int = -1,
+        part: PartArrival | None = None,
     ) -> FetchedVersion:
         """The same for whoever holds version `have`: perhaps as steps from there, of `step_bytes` each."""
         url = fragment_url(self.url, index)
-        found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s, least)
+        found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s, least, part)
         self.bytes_in += found.nbytes or into.nbytes
         return found
 
-    async def get_moments(self, index: int, version: int, into: memoryview, deadline_s: float) -> int:
+    async def get_moments(
+        self, index: int, version: int, into: memoryview, deadline_s: float, part: PartArrival | None = None
+    ) -> int:
         """The bytes of the averaged moments of that version, now in `into`; PeerError: the syncer has none."""
-        size = await get_moments(self._for_bodies(), moments_url(self.url, index, version), into, deadline_s)
+        size = await get_moments(self._for_bodies(), moments_url(self.url, index, version), into, deadline_s, part)
         self.bytes_in += size
         return size
 
@@ -173,14 +191,17 @@ class BodyConnection:
         if self._bodies is not None:
             await close_session(self._bodies, self._limits.flush_s)
 
-    async def _put(self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float) -> None:
+    async def _put(
+        self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float
+    ) -> SentBody:
         url = f"{self.url}/v1/{path}" + (f"?rank={rank}" if rank else "")
         try:
-            await put_body(self._for_bodies(), url, data, headers, deadline_s, self._limits)
+            sent = await put_body(self._for_bodies(), url, data, headers, deadline_s, self._limits)
         except Unreachable:
             self._miss_syncer()
             raise
         self.bytes_out += data.nbytes
+        return sent
 
     def _for_bodies(self) -> aiohttp.ClientSession:
         if self._bodies is None:

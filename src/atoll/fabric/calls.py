@@ -77,16 +77,18 @@ async def next_chunk(body: aiohttp.StreamReader) -> bytes:
 
 
 def copy_early(body: aiohttp.StreamReader, into: memoryview, came: Callable[[int], None]) -> memoryview:
-    """What aiohttp has read of a body by now, into its buffer; what is left of the buffer."""
-    while into:
+    """Copy what aiohttp has read of a body by now into its buffer, as one piece; return what is left of the buffer."""
+    left = into
+    while left:
         with as_unreachable():
             chunk = body.read_nowait()
         if not chunk:
             break
-        into[: len(chunk)] = chunk
-        into = into[len(chunk) :]
-        came(len(chunk))
-    return into
+        left[: len(chunk)] = chunk
+        left = left[len(chunk) :]
+    if early := into.nbytes - left.nbytes:
+        came(early)
+    return left
 
 
 async def receive_body(response: aiohttp.ClientResponse, into: memoryview, came: Callable[[int], None]) -> None:

@@ -15,16 +15,29 @@ import os
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from aiohttp import web
 
 from atoll.fabric.authorizer import VISITOR, Rejected
+from atoll.fabric.body_meter import ArrivalMeter
 from atoll.fabric.body_reader import extend
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.host import piece_bytes, within
 from atoll.fabric.requests import RequestReader
-from atoll.fabric.wire import DIGEST_HEADER, MIB, FabricLimits, digest_aside
+from atoll.fabric.wire import DIGEST_HEADER, MIB, RECEIVED_HEADER, FabricLimits, digest_aside
 from atoll.protocol.errors import Unreachable
+
+
+class ReceivedBody(NamedTuple):
+    digest: str
+    seconds: float
+    """Seconds that it took to arrive, at the rate at which it came behind its first piece; 0: it came in one piece."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer to it."""
+        return {RECEIVED_HEADER: f"{self.seconds:.6f}"}
 
 
 class Intake:
@@ -33,20 +46,20 @@ class Intake:
         self._taken: dict[Hashable, tuple[str, int]] = {}
         self.bytes_in = 0
 
-    async def receive(self, request: web.Request, learner: str, key: Hashable, into: memoryview) -> str:
-        """The digest of the body, once it is whole and right; Rejected otherwise."""
+    async def receive(self, request: web.Request, learner: str, key: Hashable, into: memoryview) -> ReceivedBody:
+        """Return what was received, once the body is whole and right; Rejected otherwise."""
         into = into.cast("B")
         self._admit(request, learner, key, into.nbytes)
         self._taken[key] = (learner, into.nbytes)
         try:
-            await self._fill(request, into)
+            seconds = await self._fill(request, into)
             found = await digest_aside(into)
         finally:
             del self._taken[key]
         named = request.headers.get(DIGEST_HEADER, "")
         if found != named:
             raise Rejected(422, f"the body's digest is {found}, the header says {named[:32] or 'nothing'}")
-        return found
+        return ReceivedBody(found, seconds)
 
     def taken(self, key: Hashable) -> bool:
         return key in self._taken
@@ -70,15 +83,19 @@ class Intake:
                 f"the budget of {self._limits.budget_bytes}: try again later",
             )
 
-    async def _fill(self, request: web.Request, into: memoryview) -> None:
+    async def _fill(self, request: web.Request, into: memoryview) -> float:
+        """Return the seconds that it took."""
         limits, clock, connection = self._limits, asyncio.get_running_loop().time, request.protocol
         start, at = clock(), 0
+        meter = ArrivalMeter(clock=clock)
+        part = meter.expect_part()
         assert isinstance(connection, RequestReader)
 
         def count(size: int) -> None:
             nonlocal at
             at += size
             self.bytes_in += size
+            part.count(size)
             slowest = start + limits.body_grace_s + at / limits.body_rate
             extend(deadline, min(slowest, clock() + limits.body_idle_s))
 
@@ -93,6 +110,7 @@ class Intake:
             ) from None
         except Unreachable as error:
             raise Rejected(400, f"the connection broke after {at} of {into.nbytes} bytes: {error}") from None
+        return meter.measure_whole()
 
 
 class Uploads:

@@ -239,7 +239,8 @@ class RelayServer:
             raise Rejected(409, "the same sum is being received already")
         into, digest = self._handlers.expect_sum(session, ask), ""
         try:
-            digest = await self._intake.receive(request, f"relay {session}", key, into)
+            received = await self._intake.receive(request, f"relay {session}", key, into)
+            digest = received.digest
         finally:
             self._handlers.sum_arrived(session, ask, digest)
-        return web.Response(status=204)
+        return web.Response(status=204, headers=received.headers)

@@ -206,11 +206,11 @@ class Server(BodyPort):
         reason = "the syncer is stopping"
         digest = ""
         try:
-            found = await self._intake.receive(request, learner, key, into)
+            received = await self._intake.receive(request, learner, key, into)
             now = self._control.channel(learner)
             if now is not None and now.session != session:
                 raise Rejected(409, f"{learner} has come back as another session")
-            digest = found
+            digest = received.digest
         except Rejected as error:
             reason = str(error)
             raise
@@ -218,7 +218,7 @@ class Server(BodyPort):
             if not digest:
                 self._handlers.contribution_aborted(learner, round, attempt, reason, rank)
         self._handlers.contribution_arrived(learner, round, attempt, digest, rank)
-        return web.Response(status=204)
+        return web.Response(status=204, headers=received.headers)
 
     async def _initial(self, request: web.Request) -> web.Response:
         channel = self._member(request)
@@ -226,8 +226,8 @@ class Server(BodyPort):
         fragment, rank = int(request.match_info["fragment"]), rank_of(request)
         into = self._handlers.expect_initial(learner, session, fragment, rank)
         with self._uploads.begin(session, request):
-            digest = await self._intake.receive(request, learner, (session, fragment, rank), into)
-            await self._handlers.initial_arrived(learner, session, fragment, into, digest, rank)
+            received = await self._intake.receive(request, learner, (session, fragment, rank), into)
+            await self._handlers.initial_arrived(learner, session, fragment, into, received.digest, rank)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:

@@ -127,12 +127,13 @@ class ShardServer(BodyPort):
         into = self._bodies.expect_contribution(body, session, request[VISITOR].token, named, rank)
         digest = ""
         try:
-            digest = await self._intake.receive(request, learner, key, into)
+            received = await self._intake.receive(request, learner, key, into)
+            digest = received.digest
         finally:
             if not digest:
                 self._bodies.contribution_aborted(body, rank)
         self._bodies.contribution_arrived(body, digest, rank)
-        return web.Response(status=204)
+        return web.Response(status=204, headers=received.headers)
 
     async def _initial(self, request: web.Request) -> web.Response:
         learner, session = request.match_info["learner"], request.headers.get(SESSION_HEADER, "")
@@ -140,8 +141,8 @@ class ShardServer(BodyPort):
         await self._wait_for(lambda: self._bodies.is_asked(learner))
         into = self._bodies.expect_initial(learner, session, request[VISITOR].token, fragment, rank)
         with self._uploads.begin(session, request):
-            digest = await self._intake.receive(request, learner, (session, fragment, rank), into)
-            await self._bodies.initial_arrived(learner, session, fragment, into, digest, rank)
+            received = await self._intake.receive(request, learner, (session, fragment, rank), into)
+            await self._bodies.initial_arrived(learner, session, fragment, into, received.digest, rank)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:

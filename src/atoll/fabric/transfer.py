@@ -12,9 +12,10 @@ syncer has another version by then, that one comes from its first byte. The dige
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import aiohttp
@@ -22,12 +23,14 @@ import msgspec
 
 from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.authorizer import CODES_PATH
+from atoll.fabric.body_meter import ArrivalMeter, PartArrival
 from atoll.fabric.body_reader import extend
 from atoll.fabric.calls import next_chunk, open_session, receive_body, request
 from atoll.fabric.listener import PLAIN
 from atoll.fabric.wire import (
     DIGEST_HEADER,
     MIB,
+    RECEIVED_HEADER,
     ROUND_HEADER,
     SESSION_HEADER,
     STEPS_HEADER,
@@ -73,6 +76,17 @@ def showing(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
     return show
 
 
+class SentBody(NamedTuple):
+    received_s: float | None
+    """Seconds that it took to arrive, as its receiver says; 0: it came in one piece; None: the answer says nothing."""
+    elapsed_s: float
+    """Seconds from the request to the answer."""
+
+    def seconds(self, latency_s: float) -> float:
+        """Return the seconds that it took to arrive. `latency_s`: how long an answer takes on this link."""
+        return max(0.0, self.elapsed_s - latency_s) if self.received_s is None else self.received_s
+
+
 async def put_body(
     session: aiohttp.ClientSession,
     url: str,
@@ -80,12 +94,18 @@ async def put_body(
     headers: dict[str, str],
     deadline_s: float,
     limits: FabricLimits,
-) -> None:
-    data = data.cast("B")
+) -> SentBody:
+    clock = asyncio.get_running_loop().time
+    data, asked_at = data.cast("B"), clock()
     headers = {**headers, "Content-Length": str(data.nbytes), "Content-Type": "application/octet-stream"}
     body = sent(pieces([data], 0, limits.chunk_bytes))
-    async with asked(session, "PUT", url, deadline_s, headers=headers, data=body):
-        pass
+    async with asked(session, "PUT", url, deadline_s, headers=headers, data=body) as response:
+        return SentBody(_seconds_of(response.headers.get(RECEIVED_HEADER, "")), clock() - asked_at)
+
+
+def _seconds_of(header: str) -> float | None:
+    """Return what the receiver of a body says; None: it says nothing that can be read."""
+    return float(header) if re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", header, re.ASCII) else None
 
 
 @dataclass(slots=True)
@@ -99,6 +119,8 @@ class FragmentArrival:
     digest: str = ""
     received: int = 0
     """Bytes in all, also those of a version that was given up for a newer one."""
+    part: PartArrival = field(default_factory=lambda: ArrivalMeter().expect_part())
+    """Meter of its pieces."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -118,10 +140,12 @@ class FragmentArrival:
             expected = f"{self.into.nbytes - self.at} were expected"
             raise PeerError(f"{response.url} has {response.content_length} bytes, {expected}")
         self.version, self.round, self.digest = version, round, digest
+        self.part.begin(self.into.nbytes - self.at)
 
     def count(self, size: int) -> None:
         self.at += size
         self.received += size
+        self.part.count(size)
 
 
 async def get_body(
@@ -148,7 +172,8 @@ async def get_body(
                         raise
                     await asyncio.sleep(wait_s)
                     wait_s = min(2 * wait_s, limits.backoff_cap_s)
-            found = await _checked_digest(url(), arrival.into, arrival.digest)
+            with arrival.part.working():
+                found = await _checked_digest(url(), arrival.into, arrival.digest)
     except TimeoutError:
         came = f"{arrival.at} of {arrival.into.nbytes} bytes came"
         raise Unreachable(f"{url()} was not done within {deadline_s:g} s: {came}") from None
@@ -164,6 +189,7 @@ async def _get_rest(
         arrival.count(size)
         extend(patience, clock() + limits.body_idle_s)
 
+    arrival.part.ask()
     try:
         async with (
             asyncio.timeout(limits.body_idle_s if arrival.at else deadline_s) as patience,
@@ -173,6 +199,8 @@ async def _get_rest(
             await receive_body(response, arrival.into[arrival.at :], count)
     except TimeoutError:
         raise Unreachable(f"{url} was silent for too long, after {arrival.at} bytes") from None
+    finally:
+        arrival.part.stop()
 
 
 class FetchedVersion(NamedTuple):
@@ -195,43 +223,55 @@ async def get_version(
     into: memoryview,
     deadline_s: float,
     least: int = -1,
+    part: PartArrival | None = None,
 ) -> FetchedVersion:
     """A fragment's version, for whoever holds version `have`: whole in `into`, or as steps of `step_bytes` each, which
     together are fewer bytes. After an error the content of `into` is undefined."""
-    into = into.cast("B")
+    into, part = into.cast("B"), part or ArrivalMeter().expect_part()
     wanted = f"{url}?have={have}" + (f"&least={least}" if least >= 0 else "")
+    part.ask()
     async with asked(session, "GET", wanted, deadline_s) as response:
         version, _, named = _labels(response)
         marks = [mark for mark in response.headers.get(STEPS_HEADER, "").split(",") if mark]
         if not marks:
-            await _receive(response, url, into)
-            return FetchedVersion(version, await _checked_digest(url, into, named))
+            await _receive(response, url, into, part)
+            with part.working():
+                return FetchedVersion(version, await _checked_digest(url, into, named))
         if len(marks) != version - have or len(marks) * step_bytes >= into.nbytes:
             raise PeerError(f"{url} came as {len(marks)} steps from version {have} to {version}")
         body = memoryview(bytearray(len(marks) * step_bytes))
-        await _receive(response, url, body)
+        await _receive(response, url, body, part)
         steps = tuple(body[at : at + step_bytes] for at in range(0, body.nbytes, step_bytes))
-        for step, mark in zip(steps, marks, strict=True):
-            await _checked_digest(url, step, mark)
+        with part.working():
+            for step, mark in zip(steps, marks, strict=True):
+                await _checked_digest(url, step, mark)
     return FetchedVersion(version, named, steps)
 
 
-async def get_moments(session: aiohttp.ClientSession, url: str, into: memoryview, deadline_s: float) -> int:
+async def get_moments(
+    session: aiohttp.ClientSession, url: str, into: memoryview, deadline_s: float, part: PartArrival | None = None
+) -> int:
     """The bytes of averaged moments that are now in `into`, which may be longer."""
+    part = part or ArrivalMeter().expect_part()
+    part.ask()
     async with asked(session, "GET", url, deadline_s) as response:
         _, _, named = _labels(response)
         size = response.content_length
         if size is None or size > into.nbytes:
             raise PeerError(f"{url} has {size} bytes, {into.nbytes} at most were expected")
-        await _receive(response, url, into[:size])
+        await _receive(response, url, into[:size], part)
         await _checked_digest(url, into[:size], named)
     return size
 
 
-async def _receive(response: aiohttp.ClientResponse, url: str, into: memoryview) -> None:
+async def _receive(response: aiohttp.ClientResponse, url: str, into: memoryview, part: PartArrival) -> None:
     if response.content_length != into.nbytes:
         raise PeerError(f"{url} has {response.content_length} bytes, {into.nbytes} were expected")
-    await receive_body(response, into, lambda size: None)
+    part.begin(into.nbytes)
+    try:
+        await receive_body(response, into, part.count)
+    finally:
+        part.stop()
 
 
 async def _checked_digest(url: str, data: memoryview, named: str) -> str:

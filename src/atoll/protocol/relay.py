@@ -4,7 +4,7 @@ A relay stands in a region: learners below it, the syncer above (docs/adr/0032).
 weights, screening and the ledger are the syncer's state machine's, per learner, as without a relay. What is here
 decides only how a merge gets its terms.
 
-    relay → syncer      RelayHello  SumReady  SumFailed
+    relay → syncer      RelayHello  SumReady  SumFailed  RelayRates
     syncer → relay      RelayWelcome  RelayRefused  RelayMode  SumAsked  SumSettled  HeldDropped  RunOver
 
 Rules of a relay (`RelayHoldings`):
@@ -118,6 +118,15 @@ class SumFailed(RelayMessage, frozen=True):
     reason: Words
 
 
+class RelayRates(RelayMessage, frozen=True):
+    """Rates of the link between this relay and the syncer, which all of its learners share; 0: not measured yet."""
+
+    up_rate: Real = 0.0
+    """Bytes per second of the sums that it sent."""
+    down_rate: Real = 0.0
+    """Bytes per second of the versions that it fetched."""
+
+
 class SumSettled(RelayMessage, frozen=True):
     """The round is committed with the sum of this ask in it."""
 
@@ -137,7 +146,7 @@ class RunOver(RelayMessage, frozen=True):
     """The run has ended: there is nothing left to pass on."""
 
 
-FromRelay = RelayHello | SumReady | SumFailed
+FromRelay = RelayHello | SumReady | SumFailed | RelayRates
 ToRelay = RelayWelcome | RelayRefused | RelayMode | SumAsked | SumSettled | HeldDropped | RunOver
 
 

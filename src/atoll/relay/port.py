@@ -25,6 +25,7 @@ import numpy as np
 from aiohttp import StreamReader, web
 
 from atoll.fabric.authorizer import OpenAuthorizer, Rejected, Visitor
+from atoll.fabric.body_meter import PartArrival
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.host import Port, error_response, range_start, send_pieces, within
 from atoll.fabric.intake import Intake
@@ -32,6 +33,7 @@ from atoll.fabric.listener import Tls
 from atoll.fabric.wire import DIGEST_HEADER, RELAY_HEADER, SESSION_HEADER, SMALL_BYTES, VERSION_HEADER, FabricLimits
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.relay.passage import Passage, serve_passage
+from atoll.relay.upstream import Upstream
 from atoll.relay.versions import WHOLE, KeptVersion, version_of
 
 if TYPE_CHECKING:
@@ -105,7 +107,8 @@ class RelayPort(Port):
         if self._intake.taken(key):
             raise Rejected(409, "the same contribution is being received already")
         data = np.empty(bodies.body_nbytes(fragment), np.uint8)
-        digest = await self._intake.receive(request, learner, key, data.data)
+        received = await self._intake.receive(request, learner, key, data.data)
+        digest = received.digest
         if data.nbytes <= SMALL_BYTES:
             body = bodies.measure(fragment, data, digest)
         else:
@@ -119,7 +122,7 @@ class RelayPort(Port):
             if isinstance(error, Unreachable):
                 raise Rejected(503, str(error)) from None
             raise
-        return web.Response(status=204)
+        return web.Response(status=204, headers=received.headers)
 
     # ---- versions -----------------------------------------------------------------------------------------------
 
@@ -152,7 +155,14 @@ class RelayPort(Port):
     async def _fetch(self, request: web.Request) -> KeptVersion:
         """In the form in which the syncer serves it; Rejected with its words where it does not."""
         headers = {name: value for name, value in passed_headers(request).items() if name in ("Authorization",)}
-        async with self._service.upstream.request("GET", request.path_qs, headers) as response:
+        upstream = self._service.upstream
+        with upstream.measure_version() as arrival:
+            return await self._receive_version(upstream, request.path_qs, headers, arrival)
+
+    async def _receive_version(
+        self, upstream: Upstream, path: str, headers: dict[str, str], arrival: PartArrival
+    ) -> KeptVersion:
+        async with upstream.request("GET", path, headers) as response:
             if response.status != 200:
                 raise Rejected(response.status, await self._service.reason_of(response))
             size = response.content_length
@@ -161,9 +171,10 @@ class RelayPort(Port):
             data = bytearray()
             while chunk := await self._chunk(response.content):
                 data += chunk
+                arrival.count(len(chunk))
             if len(data) != size:
                 raise Unreachable("a version broke off on its way")
-            self._service.upstream.bytes_down += size
+            upstream.bytes_down += size
             given = {name: value for name, value in response.headers.items() if name.startswith("Atoll-")}
         given["Content-Type"] = "application/octet-stream"
         return KeptVersion(version_of(given), given, data, "Atoll-Steps" in given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ from atoll.fabric.calls import close_socket, receive_frame, send_frame
 from atoll.fabric.control_channel import ClientSocket
 from atoll.fabric.listener import Tls
 from atoll.fabric.relay_channel import decode_to_relay, encode_relay
+from atoll.fabric.tasks import lasting
 from atoll.fabric.transfer import reason_of
 from atoll.fabric.wire import FabricLimits, one_line
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
@@ -30,6 +32,7 @@ from atoll.protocol.relay import (
     HeldDropped,
     RelayHello,
     RelayMode,
+    RelayRates,
     RelayRefused,
     RelayWelcome,
     RunOver,
@@ -46,6 +49,10 @@ from atoll.relay.versions import VersionCopies
 
 AGAIN_S = 0.5
 """Between two dials."""
+RATES_S = 1.0
+"""Between two looks whether the syncer should hear new rates."""
+CHANGED = 0.05
+"""Part of a rate by which it has changed when the syncer hears of it."""
 
 
 class RelayEnded(AtollError):
@@ -56,6 +63,12 @@ class RelayEnded(AtollError):
 
 class _Over(Exception):
     """The run has ended."""
+
+
+def have_changed(told: RelayRates, now: RelayRates) -> bool:
+    """Whether one of the rates has changed by more than the syncer should miss."""
+    pairs = ((told.up_rate, now.up_rate), (told.down_rate, now.down_rate))
+    return any(abs(new - old) > CHANGED * old for old, new in pairs)
 
 
 class RelayService:
@@ -90,6 +103,8 @@ class RelayService:
         self._mode: RelayMode | None = None
         self._fingerprint = ""
         self._channel: ClientSocket | None = None
+        self._told = RelayRates()
+        """Rates that the syncer knows."""
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -104,10 +119,12 @@ class RelayService:
                 self._tasks = tasks
                 await self.port.start()
                 watch = tasks.create_task(self.port.vital.watch())
+                rates = tasks.create_task(lasting("rates", self._tell_rates))
                 with suppress(_Over):
                     await self._keep_connected()
                 self._say("the run is over")
                 watch.cancel()
+                rates.cancel()
         finally:
             self.up = False
             await self._close_passages()  # learners go on directly from now, not when the port is closed
@@ -151,7 +168,7 @@ class RelayService:
         return "it closed the channel"
 
     async def _note_lost(self) -> None:
-        self.up, self._channel = False, None
+        self.up, self._channel, self._told = False, None, RelayRates()
         if self.bodies is not None:
             self.bodies.lose_syncer()
         await self._close_passages()
@@ -199,10 +216,12 @@ class RelayService:
             if (bodies := self.bodies) is None:
                 raise ValueError("this relay holds nothing")
             keys = bodies.holdings.find_members(asked)
+            began = time.monotonic()
             made = await asyncio.to_thread(bodies.make_sum, asked, bodies.find_bodies(keys))
+            work_s = time.monotonic() - began
             ready = bodies.holdings.describe_sum(asked, keys, made.digest)
             bodies.note_sum(asked, made)
-            await self.upstream.put_sum(asked.ask, made.data.data, made.digest)
+            await self.upstream.put_sum(asked.ask, made.data.data, made.digest, work_s)
         except (ValueError, PeerError, Unreachable) as error:
             await self._send(SumFailed(ask=asked.ask, reason=one_line(error)))
             return
@@ -215,6 +234,15 @@ class RelayService:
         if self._channel is not None:
             with suppress(Unreachable):  # the reader hears of it
                 await send_frame(self._channel, encode_relay(message))
+
+    async def _tell_rates(self) -> None:
+        while True:
+            await asyncio.sleep(RATES_S)
+            ways = self.upstream.ways
+            rates = RelayRates(up_rate=ways.up.bytes_per_s, down_rate=ways.down.bytes_per_s)
+            if self.up and have_changed(self._told, rates):
+                self._told = rates
+                await self._send(rates)
 
     # ---- learners -----------------------------------------------------------------------------------------------
 

@@ -2,22 +2,26 @@
 
 What a learner shows (its join token, its session) is passed on as it is: the syncer decides about it, and its refusal
 goes back in its own words (`DialRefused`). The relay's own token is shown for its own requests only.
+
+What this way carries is measured with the versions that the relay fetches and the sums that it sends (`ways`). Bodies
+that are passed on say nothing: they may be held up by a learner's own link.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 
 import aiohttp
 import msgspec
 
 from atoll.fabric.address import SyncerAddress
+from atoll.fabric.body_meter import ArrivalMeter, PartArrival
 from atoll.fabric.calls import close_session, dial_socket, open_session, request
 from atoll.fabric.control_channel import ClientSocket
 from atoll.fabric.relay_channel import HELD, MESSAGE_BYTES, RELAYS, SUMS
-from atoll.fabric.transfer import asked, pieces, reason_of, sent
+from atoll.fabric.transfer import SentBody, put_body, reason_of
 from atoll.fabric.wire import (
     DIGEST_HEADER,
     PROTOCOL_HEADER,
@@ -27,6 +31,7 @@ from atoll.fabric.wire import (
     check_syncer_version,
 )
 from atoll.protocol.errors import PeerError, Unreachable
+from atoll.protocol.learner.ways import Ways
 from atoll.protocol.messages import ContributionKey
 from atoll.protocol.relay import HeldBody
 
@@ -55,6 +60,10 @@ class Upstream:
         self._dials = asyncio.Semaphore(DIALS)
         self.bytes_up = self.bytes_down = 0
         """Of bodies: contributions and sums, versions."""
+        self.ways = Ways()
+        self._arrivals = ArrivalMeter()
+        self._arrived_at = 0.0
+        """When the last sum had arrived: of sums that are on their way at once, time counts once."""
 
     @property
     def url(self) -> str:
@@ -134,17 +143,34 @@ class Upstream:
         path = f"{HELD}/{learner}/{round}/{attempt}"
         await self._put(path, msgspec.json.encode(body), {SESSION_HEADER: session}, self._limits.send_s)
 
-    async def put_sum(self, ask: int, data: memoryview, digest: str) -> None:
-        await self._put(f"{SUMS}/{ask}", data, {DIGEST_HEADER: digest}, BODY_S)
+    async def put_sum(self, ask: int, data: memoryview, digest: str, work_s: float = 0.0) -> None:
+        """`work_s`: how long the sum took to make; sums leave no faster than they are made."""
+        sent = await self._put(f"{SUMS}/{ask}", data, {DIGEST_HEADER: digest}, BODY_S)
         self.bytes_up += data.nbytes
+        if seconds := sent.seconds(self.ways.latency_s):
+            now = asyncio.get_running_loop().time()
+            shared_s = max(0.0, self._arrived_at - (now - seconds))
+            self._arrived_at = now
+            self.ways.up.add(data.nbytes, max(seconds - shared_s, work_s))
 
-    async def _put(self, path: str, data: memoryview | bytes, headers: Mapping[str, str], deadline_s: float) -> None:
+    @contextmanager
+    def measure_version(self) -> Iterator[PartArrival]:
+        """Count what arrives of a version. Several that arrive at once share the link."""
+        part = self._arrivals.expect_part()
+        part.ask()
+        try:
+            yield part
+        finally:
+            part.close()
+            self.ways.add_latency(self._arrivals.latency_s)
+            self.ways.down.add(*self._arrivals.take())
+
+    async def _put(
+        self, path: str, data: memoryview | bytes, headers: Mapping[str, str], deadline_s: float
+    ) -> SentBody:
         assert self._bodies is not None
-        view = memoryview(data).cast("B")
-        headers = {**self._own(path), **headers, "Content-Length": str(view.nbytes)}
-        body = sent(pieces([view], 0, self._limits.chunk_bytes))
-        async with asked(self._bodies, "PUT", self.url + path, deadline_s, headers=headers, data=body):
-            pass
+        headers = {**self._own(path), **headers}
+        return await put_body(self._bodies, self.url + path, memoryview(data), headers, deadline_s, self._limits)
 
     def _own(self, path: str) -> dict[str, str]:
         return {**self._address.headers_for(self.url + path), RELAY_HEADER: self._session}

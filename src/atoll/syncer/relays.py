@@ -34,6 +34,7 @@ from atoll.protocol.relay import (
     FromRelay,
     HeldBody,
     RelayMode,
+    RelayRates,
     RelayWelcome,
     SumAsked,
     SumFailed,
@@ -73,6 +74,10 @@ class RelaySums:
     """Its name and term."""
     refusal: str = ""
     """Why no relay may stand before this syncer."""
+    tell_rates: Callable[[str, RelayRates], None] = lambda session, rates: None
+    """Hears what the link of the relay with this session carries."""
+    rates: dict[str, RelayRates] = field(default_factory=dict)
+    """Rates that relays have told, by session."""
     gathering: SumGathering = field(default_factory=SumGathering)
     rule: str = "mean"
     mode: RelayMode | None = None
@@ -120,6 +125,7 @@ class RelaySums:
 
     def _lose(self, session: str) -> None:
         self._channels.pop(session, None)
+        self.rates.pop(session, None)
         self.gathering.lose_relay(session)
         for coming in [one for one in self._coming.values() if one.relay == session]:
             self._fail(coming.asked.ask, "the relay is gone")
@@ -140,6 +146,11 @@ class RelaySums:
             case SumFailed(ask=ask, reason=reason):
                 if self.gathering.find_ask(channel.session, ask) is not None:
                     self._fail(ask, reason)
+            case RelayRates(up_rate=up, down_rate=down):
+                if min(up, down) < 0:
+                    raise PeerError(f"up_rate = {up:g} and down_rate = {down:g}: a rate is not below 0")
+                self.rates[channel.session] = message
+                self.tell_rates(channel.session, message)
 
     def _fail(self, ask: int, reason: str) -> None:
         coming = self._coming.get(ask)

@@ -35,6 +35,7 @@ from atoll.numerics.screen import UsualNorms
 from atoll.protocol.effects import Note
 from atoll.protocol.errors import AtollError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, Hello, Refused
+from atoll.protocol.relay import RelayRates
 from atoll.protocol.shard_messages import InitialHere
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
@@ -110,7 +111,8 @@ class SyncerService:
         self.meter.notice = access.notice
         known = NameOwners(None if found is None else found.history.owners)
         apart = f"this run's syncer has {shards} shards, to which learners send directly: let them join it, no relay"
-        self._relays = RelaySums(events.say, lambda: (self._run, run_store.term), apart if shards > 1 else "")
+        refusal, of_run = apart if shards > 1 else "", lambda: (self._run, run_store.term)
+        self._relays = RelaySums(events.say, of_run, refusal, self._note_relay_rates)
         host, port = config.service.host, config.service.port
         self.server = Server(
             self,
@@ -298,6 +300,13 @@ class SyncerService:
         self._channels[channel.learner] = channel
         self._ending.count_connected(len(self._channels))
         self._handle(fx.Greeted(hello, channel.token))
+        if (rates := self._relays.rates.get(channel.relay)) is not None:
+            self._handle(fx.RelayMeasured((channel.learner,), rates.up_rate, rates.down_rate))
+
+    def _note_relay_rates(self, session: str, rates: RelayRates) -> None:
+        learners = sorted(name for name, channel in self._channels.items() if channel.relay == session)
+        if learners:
+            self._handle(fx.RelayMeasured(tuple(learners), rates.up_rate, rates.down_rate))
 
     def _check_model(self, model: Model, hello: Hello, token: str) -> None:
         model.check_learner(hello)

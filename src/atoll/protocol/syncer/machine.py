@@ -194,6 +194,8 @@ class Syncer:
             case fx.StoodStill(seconds):
                 self.liveness.stood_still(now, seconds)
                 self.peers.put_off(now, seconds)
+            case fx.RelayMeasured():
+                pass
             case Tick():
                 pass
 

@@ -1,0 +1,155 @@
+"""Measures how fast bodies arrive, at the end that receives them.
+
+Rules:
+- a body counts from its first piece to its last, without the bytes of that piece: the wait for it is latency;
+- bodies that arrive at the same time share a link (the parts of a fragment from several shards, or what a relay fetches
+  for several learners): time counts once while any of them is arriving;
+- a body that breaks off and is asked for again does not count in between;
+- a body that came in one piece says nothing about a rate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Measured(NamedTuple):
+    """Bytes and the seconds that they took; both 0 if nothing was measured."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class PartArrival:
+    """One body, over all requests that bring it."""
+
+    def __init__(self, meter: ArrivalMeter) -> None:
+        self._meter = meter
+        self._asked_at = 0.0
+        self._arriving = False
+        self.to_come = math.inf
+        """Bytes still to come; infinite until a response has named its length."""
+        self.work_s = 0.0
+        """Seconds of work on what arrived."""
+
+    def ask(self) -> None:
+        """Note that a request is sent."""
+        self._asked_at = self._meter.clock()
+
+    def begin(self, nbytes: int) -> None:
+        """Note the length that a response has named."""
+        self.to_come = nbytes
+
+    def count(self, nbytes: int) -> None:
+        """Note a piece."""
+        now = self._meter.clock()
+        if not self._arriving:
+            self._arriving = True
+            self._meter.note_first_piece(now, nbytes, now - self._asked_at)
+        else:
+            self._meter.note_piece(now, nbytes)
+        self.to_come -= nbytes
+        self._meter.on_progress()
+
+    def stop(self) -> None:
+        """Note that nothing comes until the next request."""
+        if self._arriving:
+            self._arriving = False
+            self._meter.arriving -= 1
+
+    def close(self) -> None:
+        """Forget this body: it is whole, or given up."""
+        self.stop()
+        self._meter.forget_part(self)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Time work on what arrived."""
+        began = self._meter.clock()
+        try:
+            yield
+        finally:
+            self.work_s += self._meter.clock() - began
+
+
+class ArrivalMeter:
+    """The bodies of one link, or the parts of one version."""
+
+    def __init__(
+        self, on_progress: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`on_progress` is called after every piece."""
+        self.on_progress, self.clock = on_progress, clock
+        self.arriving = 0
+        """Number of bodies between their first piece and their last."""
+        self.latency_s = 0.0
+        """Shortest time from a request to the first piece of its response; 0 if none has come."""
+        self.work_s = 0.0
+        """Seconds of work on all bodies together, beside the work on each."""
+        self._parts: set[PartArrival] = set()
+        self._last_at = 0.0
+        self._nbytes = self._whole_nbytes = 0
+        self._seconds = 0.0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Time work on all bodies together."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self.work_s += self.clock() - began
+
+    def expect_part(self) -> PartArrival:
+        part = PartArrival(self)
+        self._parts.add(part)
+        return part
+
+    def forget_part(self, part: PartArrival) -> None:
+        self._parts.discard(part)
+
+    def note_first_piece(self, now: float, nbytes: int, latency_s: float) -> None:
+        self.latency_s = min(self.latency_s, latency_s) if self.latency_s else latency_s
+        if self.arriving:
+            self.note_piece(now, nbytes)
+        else:
+            self._last_at = now
+            self._whole_nbytes += nbytes
+        self.arriving += 1
+
+    def note_piece(self, now: float, nbytes: int) -> None:
+        self._seconds += now - self._last_at
+        self._last_at = now
+        self._nbytes += nbytes
+        self._whole_nbytes += nbytes
+
+    @property
+    def to_come(self) -> float:
+        """Bytes still to come of all bodies; infinite while the length of one is not known."""
+        return sum(part.to_come for part in self._parts)
+
+    def measure(self) -> Measured:
+        """Return the bytes behind the first piece and the seconds that they took to arrive; or all bytes and the
+        seconds of work on them, if the work is the slower of the two."""
+        if not self._nbytes or not self._seconds:
+            return Measured()
+        work_s = self.work_s + max((part.work_s for part in self._parts), default=0.0)
+        if work_s * self._nbytes > self._seconds * self._whole_nbytes:
+            return Measured(self._whole_nbytes, work_s)
+        return Measured(self._nbytes, self._seconds)
+
+    def measure_whole(self) -> float:
+        """Return the seconds that the bodies take from their first byte to their last at the rate that was measured;
+        0 if nothing was measured."""
+        return self._seconds * self._whole_nbytes / self._nbytes if self._nbytes else 0.0
+
+    def take(self) -> Measured:
+        """Return what arrived since the last call."""
+        measured = Measured(self._nbytes, self._seconds) if self._nbytes and self._seconds else Measured()
+        self._nbytes = self._whole_nbytes = 0
+        self._seconds = self.latency_s = 0.0
+        return measured
