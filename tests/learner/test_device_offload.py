@@ -408,6 +408,61 @@ def test_a_base_that_is_replaced_waits_for_the_copies_before_it() -> None:
 
 
 @cuda
+def test_a_gpu_subtracts_the_copy_while_the_encoder_is_behind() -> None:
+    """Neither the copy nor the body waits for the other: Δ has memory of its own."""
+    here = OnDevice("int8")
+    own = in_order(here.box, here.w)[0]
+    base, first = here.box.base(0).copy(), here.theta(0)
+    here.box.incoming(0, 0)[:] = 5.0
+    here.offload.bring(0, 0).wait()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(here.offload._out):
+        torch.cuda._sleep(SLOW)
+    copy = here.offload.read(0, 1, t=1)
+    here.step()
+    second = here.theta(0)
+    adopt(own, here.offload.arrived(0, 0), "carry", read=here.offload.outgoing(0, 1, t=1))
+    here.offload.release(0, 0)
+    third = here.theta(0)
+    assert np.array_equal(third, carried(here, 0, second, first))
+    here.step()
+    here.offload.read(0, 2, t=2).wait()  # into the same memory, if it were free too early
+    copy.wait()
+    assert here.body(0, 1) == expected(here.box, "int8", base, first)
+    here.offload.close()
+
+
+@cuda
+def test_a_gpu_subtracts_the_base_before_it_is_replaced() -> None:
+    here = OnDevice("int8")
+    own = in_order(here.box, here.w)[0]
+    base = here.box.base(0).copy()
+    here.step()
+    before = here.theta(0)
+    here.box.incoming(0, 0)[:] = 5.0
+    here.offload.bring(0, 0).wait()
+    read = here.offload.held_base(0)
+    torch.cuda._sleep(SLOW)  # the adoption is queued behind this, and what replaces the base is ready before
+    adopt(own, here.offload.arrived(0, 0), "carry", read=read)
+    here.offload.release(0, 0)
+    assert np.array_equal(here.theta(0), carried(here, 0, before, base))
+    assert all((view == 5.0).all() for view in here.offload.held_base(0))
+    here.offload.close()
+
+
+def carried(here: OnDevice, fragment: int, own: FloatArray, read: FloatArray) -> FloatArray:
+    """Return 5 + (own − read), as each tensor's dtype holds it."""
+    values = own - read + np.float32(5.0)
+    parts = here.box.plan.fragments[fragment].parts
+    tensors = in_order(here.box, here.w)[fragment]
+    rounded = [
+        torch.from_numpy(values[place]).to(tensor.dtype).float().numpy()
+        for (_, place), tensor in zip(parts, tensors, strict=True)
+    ]
+    return np.concatenate(rounded)
+
+
+@cuda
 @pytest.mark.parametrize("codec", ["bf16", "int4", "topk"])
 def test_a_graph_is_captured_while_the_encoder_works(codec: str) -> None:
     here = OnDevice(codec)
