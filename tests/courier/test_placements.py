@@ -1,4 +1,4 @@
-"""Both placements give the same bodies, bit for bit, whatever happens between copies and answers.
+"""Both placements give the same bodies and models, bit for bit, whatever happens between copies and answers.
 
 Two learners with equal parameters go through one course, each with its own shared memory and its own courier's part;
 the test plays the state machine and the syncer, by the rules of protocol/learner.
@@ -21,9 +21,19 @@ from tests.learner.small import DTYPES, Remembers, boxed
 
 from atoll.choices import CODEC
 from atoll.courier.body import FragmentTransfers, as_held
+from atoll.courier.slots import make_adopt_order
 from atoll.learner.boundary import Boundary
-from atoll.learner.device_offload import DeviceOffload
-from atoll.mailbox.channel import AdoptOrder, CopyMade, ForgetOrder, ReadOrder, SlotFreed, Start, VersionTaken
+from atoll.learner.device_offload import DeviceOffload, KeptCopy
+from atoll.mailbox.channel import (
+    BASE,
+    AdoptOrder,
+    CopyMade,
+    ForgetOrder,
+    ReadOrder,
+    SlotFreed,
+    Start,
+    VersionTaken,
+)
 from atoll.numerics.codec import body_nbytes, make_codec
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.messages import TensorSpec
@@ -54,6 +64,7 @@ class Side:
         self.events: asyncio.Queue[fx.LearnerEvent] = asyncio.Queue()
         self.t = 0
         self.at_hand: dict[int, CopyMade] = {}
+        self.unsure: set[int] = set()
         self.hire()
         self.boundary.carry_out(fx.Own())
         self.box.base_version[:] = 0
@@ -102,16 +113,27 @@ class Side:
             said = await self.events.get()
         return self.link.contributions[number, attempt] if isinstance(said, fx.Uploaded) else str(said)
 
-    def adopt(self, fragment: int, version: int, values: np.ndarray) -> None:
-        slot = self.bodies.incoming._free.get_nowait()
+    def adopt(self, adopt: fx.Adopt, values: np.ndarray) -> AdoptOrder:
+        fragment = adopt.fragment
+        slot = self.bodies.incoming.landed[fragment] = self.bodies.incoming._free.get_nowait()
         landed = self.box.incoming(slot, fragment)
         landed[:] = values
         as_held(self.box.plan.fragments[fragment], landed)
-        self.boundary.carry_out(AdoptOrder(slot, fragment, version, fragment, "overwrite", 0.5, 0))
+        slots = (self.bodies.outgoing, self.bodies.incoming)
+        order = make_adopt_order(adopt, *slots, blend=0.5, unsure=fragment in self.unsure)
+        self.boundary.carry_out(order)
         self.boundary.serve_orders()
         self.listen()
+        self.unsure.discard(fragment)
         if (copy := self.at_hand.pop(fragment, None)) is not None:
             self.bodies.outgoing.drop(fragment, copy.t)
+        return order
+
+    def state(self) -> list[bytes]:
+        """Every parameter and counter, as bytes."""
+        rows = (self.box.steps, self.box.tokens, self.box.dropped, self.box.missed)
+        values = [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in self.w.values()]
+        return [*values, *(row.tobytes() for row in rows)]
 
     def forget(self, epoch: int) -> None:
         self.box.base_version[:] = -1
@@ -138,9 +160,18 @@ class Pair:
     """Per fragment, the version that holds its last contribution, and that one's step."""
     asked: dict[int, int] = field(default_factory=dict)
     """Fragment → step of an answer that may still be merged."""
+    rule: str = "overwrite"
+    """In force now."""
+    frozen: list[str] = field(default_factory=lambda: ["overwrite"] * FRAGMENTS)
+    """Per fragment, the rule that the round of its newest version was frozen under."""
+    least: list[int] = field(default_factory=lambda: [-1] * FRAGMENTS)
+    """Per fragment, the version that the run was last rolled back with."""
     answers: int = 0
     sent: int = 0
     epoch: int = 0
+    carried: int = 0
+    """Adoptions that subtracted a copy, and (below) the base."""
+    carried_base: int = 0
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -170,6 +201,7 @@ class Pair:
         if copy.steps == 0:
             return
         self.answers += 1
+        self.frozen[fragment] = self.rule
         bodies = [await side.answer(fragment, self.answers, 1) for side in self.sides]
         assert isinstance(bodies[0], bytes), bodies[0]
         if isinstance(bodies[1], bytes):
@@ -193,6 +225,8 @@ class Pair:
                 side.bodies.feedback.drop_rests(fragment)
 
     async def miss(self, fragment: int) -> None:
+        if fragment not in self.asked:
+            self.frozen[fragment] = self.rule
         self.versions[fragment] += 1
         self.asked.pop(fragment, None)
         for side in self.sides:
@@ -203,15 +237,32 @@ class Pair:
             return
         size = self.host.box.plan.fragments[fragment].size
         values = self.rng.standard_normal(size).astype(np.float32)
-        for side in self.sides:
-            side.adopt(fragment, self.versions[fragment], values)
-        self.held[fragment] = self.versions[fragment]
+        held, version, merged = self.held[fragment], self.versions[fragment], self.merged[fragment]
+        plain = min(self.held) < 0 or held < self.least[fragment] <= version
+        adopt = fx.Adopt(
+            fragment=fragment,
+            version=version,
+            round=fragment,
+            rule="overwrite" if plain else self.frozen[fragment],
+            copy_t=merged[1] if held < merged[0] <= version else None,
+        )
+        orders = [side.adopt(adopt, values) for side in self.sides]
+        assert orders[0] == orders[1]
+        assert self.host.state() == self.device.state(), f"{orders[0]} leaves another model"
+        self.carried += orders[0].rule == "carry" and orders[0].minus != BASE
+        self.carried_base += orders[0].rule == "carry" and orders[0].minus == BASE
+        self.held[fragment] = version
+
+    async def set_adopt(self, _: int = 0) -> None:
+        """`atoll set RUN adopt=…`, the other way each time."""
+        self.rule = "carry" if self.rule == "overwrite" else "overwrite"
 
     async def new_courier(self, _: int) -> None:
         for side in self.sides:
             side.bodies.close()
             side.boundary.drop_orders()
             side.hire()
+            side.unsure = set(range(FRAGMENTS))
         self.welcome()
 
     def welcome(self) -> None:
@@ -232,6 +283,7 @@ class Pair:
     async def roll_back(self, _: int) -> None:
         self.asked.clear()
         self.versions = [version + 1 for version in self.versions]
+        self.least = list(self.versions)
         self.merged = [(-1, -1)] * FRAGMENTS
         for fragment, version in enumerate(self.versions):
             for side in self.sides:
@@ -240,9 +292,9 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(codec: str) -> AsyncIterator[Pair]:
+async def pair(codec: str, rule: str = "overwrite") -> AsyncIterator[Pair]:
     async with asyncio.TaskGroup() as tasks:
-        made = Pair(Side(codec, tasks, on_device=False), Side(codec, tasks, on_device=True))
+        made = Pair(Side(codec, tasks, on_device=False), Side(codec, tasks, on_device=True), rule=rule)
         yield made
         for side in made.sides:
             side.close()
@@ -250,22 +302,60 @@ async def pair(codec: str) -> AsyncIterator[Pair]:
 
 ROUND = ["step", "copy", "answer", "commit", "adopt"]
 USUAL = [*ROUND, *ROUND, "miss"]
-RARE = ["new_courier", "forget", "roll_back"]
+RARE = ["new_courier", "forget", "roll_back", "set_adopt"]
 courses = st.lists(st.tuples(st.sampled_from(USUAL * 2 + RARE), st.integers(0, FRAGMENTS - 1)), max_size=60)
 
 
+@pytest.mark.parametrize("rule", ["overwrite", "carry"])
 @pytest.mark.parametrize("codec", CODEC.names())
-def test_bodies_are_equal_round_after_round(codec: str) -> None:
+def test_bodies_and_models_are_equal_round_after_round(codec: str, rule: str) -> None:
     async def run() -> None:
-        async with pair(codec) as both:
+        async with pair(codec, rule) as both:
             assert isinstance(both.device.boundary._offload, DeviceOffload)
             for number in range(12):
                 fragment = number % FRAGMENTS
                 for what in [*ROUND[:3], "miss" if number % 5 == 4 else "commit", "step", "copy", "adopt"]:
                     await both.do(what, fragment)
             assert both.sent == 12, "every answer was given, in both placements"
+            assert (both.carried, both.carried_base) == ((10, 2) if rule == "carry" else (0, 0))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int4"])
+@pytest.mark.parametrize("before", ["overwrite", "carry"])
+def test_a_change_of_the_rule_with_copies_under_way(before: str, codec: str) -> None:
+    """A round frozen before the change is adopted by the old rule, one after it by the new; no slot stays taken."""
+
+    async def run() -> None:
+        async with pair(codec, before) as both:
+            for fragment in range(FRAGMENTS):
+                for what in ["step", "copy"]:
+                    await both.do(what, fragment)
+            await both.answer(0)  # frozen and read before the change
+            await both.set_adopt()
+            for fragment in (1, 2):  # read before it, and frozen after it
+                await both.answer(fragment)
+            await both.step()
+            for fragment in range(FRAGMENTS):
+                await both.commit(fragment)
+                await both.adopt(fragment)
+            assert both.carried == (1 if before == "carry" else 2)
+            for side in both.sides:
+                steps = [0, 0, 0]
+                for fragment in (0,) if before == "carry" else (1, 2):
+                    steps[fragment] = 3 - fragment  # those since the copy
+                assert side.box.steps.tolist() == steps
+                assert len(side.bodies.outgoing.free) == side.box.layout.first_outgoing, "every slot is free again"
+            assert not kept_copies(both.device), "no copy is kept beyond the adoption of its fragment"
+
+    asyncio.run(run())
+
+
+def kept_copies(side: Side) -> dict[int, KeptCopy]:
+    offload = side.boundary._offload
+    assert isinstance(offload, DeviceOffload)
+    return offload._kept
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk"])
@@ -287,18 +377,20 @@ def test_what_copies_ahead_leave_out_is_kept_until_they_are_sent(codec: str) -> 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("rule", ["overwrite", "carry"])
 @pytest.mark.parametrize("codec", ["bf16", "int4", "topk"])
 @given(courses)
 @settings(max_examples=25, deadline=None)
-def test_bodies_are_equal_on_every_course(codec: str, course: list[tuple[str, int]]) -> None:
+def test_bodies_and_models_are_equal_on_every_course(codec: str, rule: str, course: list[tuple[str, int]]) -> None:
     async def run() -> None:
-        async with pair(codec) as both:
+        async with pair(codec, rule) as both:
             for what, fragment in course:
                 await both.do(what, fragment)
             for fragment in range(FRAGMENTS):
                 for what in ["adopt", *ROUND[:3]]:
                     await both.do(what, fragment)
             assert both.sent >= FRAGMENTS, "what was adopted last is what the last copies were made on"
+            assert len(kept_copies(both.device)) <= both.device.box.layout.first_outgoing
 
     asyncio.run(run())
 

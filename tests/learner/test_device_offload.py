@@ -15,12 +15,15 @@ from atoll.choices import CODEC
 from atoll.learner import device_offload as module
 from atoll.learner.boundary import Boundary, adopt
 from atoll.learner.device_offload import DeviceOffload
+from atoll.learner.offload import READ_STAGES
 from atoll.learner.placement import count_rests, device_bytes
 from atoll.mailbox.box import Mailbox
-from atoll.mailbox.channel import AdoptOrder, CopyMade, ForgetOrder, ReadOrder, SlotFreed
+from atoll.mailbox.channel import BASE, AdoptOrder, CopyMade, ForgetOrder, ReadOrder, SlotFreed, VersionTaken
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
 from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.effects import Adopted
+from atoll.protocol.tape import AdoptedEntry, shorten_rule
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -32,14 +35,25 @@ def expected(box: Mailbox, codec: str, base: FloatArray, theta: FloatArray, frag
     return body.tobytes()
 
 
+class Tape:
+    """In place of a recorder."""
+
+    def __init__(self) -> None:
+        self.entries: list[object] = []
+
+    def add(self, entry: object) -> None:
+        self.entries.append(entry)
+
+
 class DeviceBoundary:
     """One fragment of 300 values, all alike."""
 
-    def __init__(self, codec: str = "int8") -> None:
+    def __init__(self, codec: str = "int8", **settings: object) -> None:
         self.w = torch.full((3, 100), 1.0)
-        self.box, settings = boxed({"w": self.w}, 1, on_device=True, codec=codec)
-        self.courier = Remembers()
-        self.boundary = Boundary(self.box, settings, {"w": self.w}, self.courier)  # type: ignore[arg-type]
+        self.box, rules = boxed({"w": self.w}, 1, on_device=True, codec=codec, **settings)
+        self.courier, self.tape = Remembers(), Tape()
+        using = (self.courier, self.tape)
+        self.boundary = Boundary(self.box, rules, {"w": self.w}, *using)  # type: ignore[arg-type]
         self.boundary.carry_out(fx.Own())
         self.codec, self.t = codec, 0
 
@@ -54,6 +68,16 @@ class DeviceBoundary:
         self.boundary.make_copies(self.t)
         self.boundary.settle()
         return list(self.courier.told())
+
+    def adopt(self, value: float, *, version: int = 1, **order: object) -> Adopted:
+        """What the courier hears of it."""
+        self.box.incoming(0, 0)[:] = value
+        asked = {"rule": "carry", "blend": 0.5, "step": 0, **order}
+        self.boundary.carry_out(AdoptOrder(0, 0, version, 0, **asked))  # type: ignore[arg-type]
+        self.boundary.serve_orders()
+        [taken] = self.courier.told()[-1:]
+        assert isinstance(taken, VersionTaken)
+        return taken.adopted
 
     def body(self, slot: int = 0) -> bytes:
         return self.box.body(slot, body_nbytes(make_codec(self.codec), self.box.plan.fragments[0])).tobytes()
@@ -100,6 +124,105 @@ def test_what_was_adopted_is_the_base_of_the_next_copy_and_not_of_the_last(place
     place.copy(slot=1)
     assert place.body(0) == place.expect(1.0, 1.5)
     assert place.body(1) == place.expect(7.0, 7.25)
+
+
+def subtracts(slot: int, t: int, steps: int = 1) -> dict[str, object]:
+    """An order to carry that names the copy in this slot."""
+    return {"minus": slot, "copy_t": t, "minus_steps": steps, "minus_tokens": 10 * steps, "held_tokens": 10 * steps}
+
+
+def test_carry_subtracts_the_copy_as_it_was_read(place: DeviceBoundary) -> None:
+    place.step(0.25)
+    place.copy(slot=2)
+    place.step(4.0)
+    place.step(8.0)
+    adopted = place.adopt(100.0, **subtracts(slot=2, t=1))
+    assert (place.w == 112.0).all(), "the version, and the two steps after the copy"
+    assert (adopted.steps, adopted.tokens, adopted.dropped) == (2, 20, 0)
+    assert place.body(2) == place.expect(1.0, 1.25), "what was sent is the copy too"
+    place.copy(slot=1)
+    assert place.body(1) == place.expect(100.0, 112.0)
+
+
+def test_carry_subtracts_the_base_on_the_device_where_the_version_has_no_copy(place: DeviceBoundary) -> None:
+    place.step(0.5)
+    place.adopt(7.0, rule="overwrite")
+    place.step(0.5)
+    place.box.base(0)[:] = -1000.0  # not read: it is the same base, in host memory
+    place.adopt(20.0, version=2, minus=BASE)
+    assert (place.w == 20.5).all()
+
+
+@pytest.mark.parametrize("gone", ["another copy is in the slot", "it was adopted", "a new courier", "forgotten"])
+def test_a_copy_to_subtract_that_is_gone_ends_in_overwrite(
+    place: DeviceBoundary, gone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Never in the subtraction of what the slot holds by now (docs/bugs.md)."""
+    place.step()
+    place.copy(slot=2)
+    if gone == "another copy is in the slot":
+        place.step()
+        place.copy(slot=2)
+    elif gone == "it was adopted":
+        place.adopt(5.0, rule="overwrite")
+    elif gone == "a new courier":
+        place.boundary.drop_orders()
+    else:
+        place.boundary.carry_out(ForgetOrder(epoch=1, reset=False))
+    place.step()
+    adopted = place.adopt(100.0, version=2, **subtracts(slot=2, t=1))
+    assert (place.w == 100.0).all()
+    assert (adopted.steps, adopted.tokens) == (0, 0)
+    assert "the copy to carry on from is gone: fragment 0 is overwritten this once" in capsys.readouterr().err
+    assert AdoptedEntry(place.t, 0, 2, shorten_rule("overwrite")) in place.tape.entries, "a replay overwrites too"
+
+
+@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+def test_copies_are_kept_until_their_fragment_is_adopted_by_whatever_rule(place: DeviceBoundary, rule: str) -> None:
+    offload = place.boundary._offload
+    assert isinstance(offload, DeviceOffload)
+    for slot in range(3):
+        place.step()
+        place.copy(slot)
+    assert sorted(offload._kept) == [0, 1, 2]
+    place.adopt(1.0, rule=rule, **(subtracts(slot=1, t=2, steps=2) if rule == "carry" else {}))
+    assert not offload._kept
+    buffers = place.box.layout.first_outgoing
+    assert len(offload._read_stages) == buffers, "no more memory was taken than was counted"
+
+
+def test_where_the_device_has_no_memory_to_keep_a_copy_it_is_not_made(
+    place: DeviceBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload, slots = place.boundary._offload, place.box.layout.first_outgoing
+    assert isinstance(offload, DeviceOffload)
+    for slot in range(slots):
+        place.step()
+        assert isinstance(place.copy(slot)[0], CopyMade)
+    offload._kept[slots] = offload._kept.pop(0)  # as if there were one slot more
+    offload._stages_left = 0
+    monkeypatch.setattr(module, "is_affordable", lambda need, free: False)
+    place.step()
+    assert place.copy(slot=0) == [SlotFreed(0, incoming=False)]
+    assert isinstance(place.copy(slot=1)[0], CopyMade), "in the place of another copy there is memory"
+    monkeypatch.setattr(module, "is_affordable", lambda need, free: True)
+    assert isinstance(place.copy(slot=0)[0], CopyMade)
+    place.step()
+    place.adopt(100.0, **subtracts(slot=0, t=place.t - 1))
+    assert (place.w == 101.0).all()
+
+
+def test_a_run_that_never_carries_keeps_no_copies() -> None:
+    place = DeviceBoundary(synchronous=True)
+    for slot in range(3):
+        place.step()
+        place.copy(slot)
+    offload = place.boundary._offload
+    assert isinstance(offload, DeviceOffload)
+    assert not offload._kept and len(offload._read_stages) <= READ_STAGES
+    assert place.body(2) == place.expect(1.0, 4.0)
+    place.boundary.close()
+    place.box.close()
 
 
 def test_a_base_out_of_a_cut_is_taken_from_shared_memory(place: DeviceBoundary) -> None:
@@ -282,6 +405,61 @@ def test_a_base_that_is_replaced_waits_for_the_copies_before_it() -> None:
     assert here.body(0, 0) == expected(here.box, "bf16", base, first)
     assert here.body(0, 1) == expected(here.box, "bf16", five, second)
     here.offload.close()
+
+
+@cuda
+def test_a_gpu_subtracts_the_copy_while_the_encoder_is_behind() -> None:
+    """Neither the copy nor the body waits for the other: Δ has memory of its own."""
+    here = OnDevice("int8")
+    own = in_order(here.box, here.w)[0]
+    base, first = here.box.base(0).copy(), here.theta(0)
+    here.box.incoming(0, 0)[:] = 5.0
+    here.offload.bring(0, 0).wait()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(here.offload._out):
+        torch.cuda._sleep(SLOW)
+    copy = here.offload.read(0, 1, t=1)
+    here.step()
+    second = here.theta(0)
+    adopt(own, here.offload.arrived(0, 0), "carry", read=here.offload.outgoing(0, 1, t=1))
+    here.offload.release(0, 0)
+    third = here.theta(0)
+    assert np.array_equal(third, carried(here, 0, second, first))
+    here.step()
+    here.offload.read(0, 2, t=2).wait()  # into the same memory, if it were free too early
+    copy.wait()
+    assert here.body(0, 1) == expected(here.box, "int8", base, first)
+    here.offload.close()
+
+
+@cuda
+def test_a_gpu_subtracts_the_base_before_it_is_replaced() -> None:
+    here = OnDevice("int8")
+    own = in_order(here.box, here.w)[0]
+    base = here.box.base(0).copy()
+    here.step()
+    before = here.theta(0)
+    here.box.incoming(0, 0)[:] = 5.0
+    here.offload.bring(0, 0).wait()
+    read = here.offload.held_base(0)
+    torch.cuda._sleep(SLOW)  # the adoption is queued behind this, and what replaces the base is ready before
+    adopt(own, here.offload.arrived(0, 0), "carry", read=read)
+    here.offload.release(0, 0)
+    assert np.array_equal(here.theta(0), carried(here, 0, before, base))
+    assert all((view == 5.0).all() for view in here.offload.held_base(0))
+    here.offload.close()
+
+
+def carried(here: OnDevice, fragment: int, own: FloatArray, read: FloatArray) -> FloatArray:
+    """Return 5 + (own − read), as each tensor's dtype holds it."""
+    values = own - read + np.float32(5.0)
+    parts = here.box.plan.fragments[fragment].parts
+    tensors = in_order(here.box, here.w)[fragment]
+    rounded = [
+        torch.from_numpy(values[place]).to(tensor.dtype).float().numpy()
+        for (_, place), tensor in zip(parts, tensors, strict=True)
+    ]
+    return np.concatenate(rounded)
 
 
 @cuda

@@ -42,7 +42,7 @@ def test_a_copy_holds_every_tensor_of_its_fragment_in_fp32(fragments: int) -> No
         transfer.wait()
         assert transfer.done()
         assert np.array_equal(box.outgoing(1, fragment), flat(box, parameters, fragment))
-        assert not any(view.requires_grad for view in offload.outgoing(fragment, 1))
+        assert not any(view.requires_grad for view in offload.outgoing(fragment, 1, 1))
 
 
 def test_what_arrives_is_shaped_like_the_parameters() -> None:
@@ -63,7 +63,7 @@ def test_base_and_outgoing_are_views_of_the_shared_memory() -> None:
     box.base(1)[:] = 3.0
     box.outgoing(0, 1)[:] = 4.0
     assert all((view == 3.0).all() for view in offload.base(1))
-    assert all((view == 4.0).all() for view in offload.outgoing(1, 0))
+    assert all((view == 4.0).all() for view in offload.outgoing(1, 0, 1))
 
 
 def test_a_parameter_whose_data_was_exchanged_is_read_where_it_is_now() -> None:
@@ -240,7 +240,7 @@ class TestOnCuda:
             parameters["w"].add_(2.0)
         box.incoming(1, 0)[:] = 10.0
         offload.bring(0, 1).wait()
-        adopt(own, offload.arrived(0, 1), "carry", read=offload.outgoing(0, 0))
+        adopt(own, offload.arrived(0, 1), "carry", read=offload.outgoing(0, 0, 1))
         assert (parameters["w"] == 12.0).all()
         box.base(0)[:] = 11.0
         offload.bring(0, 1).wait()
@@ -275,7 +275,7 @@ def test_pieces_of_split_tensors_are_read_and_adopted_in_place_whatever_their_st
         assert np.array_equal(box.outgoing(0, fragment), flat(box, parameters, fragment))
         box.incoming(0, fragment)[:] = box.outgoing(0, fragment) + 2.0
         own = in_order(box, parameters)[fragment]
-        adopt(own, offload.arrived(fragment, 0), rule, blend=0.5, read=offload.outgoing(fragment, 0))
+        adopt(own, offload.arrived(fragment, 0), rule, blend=0.5, read=offload.outgoing(fragment, 0, 1))
     moved = 1.0 if rule == "blend" else 2.0
     for name, tensor in parameters.items():
         assert torch.equal(tensor, before[name] + moved), name

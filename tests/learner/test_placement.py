@@ -12,6 +12,7 @@ import atoll
 from atoll.learner.boundary import SharedMailbox
 from atoll.learner.placement import PlacementWish, choose_placement, device_bytes, staging_bytes
 from atoll.learner.trained_model import TorchModel
+from atoll.mailbox.box import BoxLayout
 from atoll.mailbox.channel import MailboxReady, Welcomed
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import ConfigError
@@ -62,11 +63,19 @@ def test_a_rank_has_host_and_says_so_where_device_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("wish", ["auto", "device"])
-def test_a_run_that_carries_and_a_replay_have_host(wish: PlacementWish) -> None:
+def test_a_run_that_carries_may_have_the_device_and_a_replay_has_host(wish: PlacementWish) -> None:
     carries = msgspec.structs.replace(SETTINGS, adopt="carry")
-    found = choose_placement(wish, GPU, PLAN, carries, 100 * NEED)
-    assert not found.on_device and 'host (adopt = "carry" subtracts copies as they were read)' in found.text
+    assert choose_placement(wish, GPU, PLAN, carries, 100 * NEED).on_device
     assert choose_placement(wish, GPU, PLAN, SETTINGS, 100 * NEED, replays=True) == (False, "")
+
+
+def test_copies_to_subtract_are_counted_wherever_the_run_may_carry() -> None:
+    """Carry can be set while an asynchronous run goes on; a synchronous one says it when it begins."""
+    synchronous = msgspec.structs.replace(SETTINGS, synchronous=True)
+    carries = msgspec.structs.replace(synchronous, adopt="carry")
+    slots = BoxLayout.of(PLAN, SETTINGS, on_device=True).first_outgoing
+    assert NEED - device_bytes(PLAN, synchronous) == (slots + 1) * 4 * PLAN.largest
+    assert device_bytes(PLAN, msgspec.structs.replace(SETTINGS, adopt="carry")) == NEED == device_bytes(PLAN, carries)
 
 
 def test_what_does_not_fit_is_refused_before_training() -> None:
@@ -89,15 +98,26 @@ def test_a_welcome_makes_the_memory_and_one_line(capsys: pytest.CaptureFixture[s
     [ready] = courier.told()
     assert isinstance(ready, MailboxReady) and ready.on_device
     assert not shared.apply_welcome(Welcomed(settings, plan.fingerprint, 2)), "the same run: nothing is made anew"
-    set_since = msgspec.structs.replace(settings, sync_every=3, overlap=2, adopt="blend")
-    assert not shared.apply_welcome(Welcomed(set_since, plan.fingerprint, 2)), "steps would be lost with the memory"
+    for rule in ("blend", "carry"):
+        set_since = msgspec.structs.replace(settings, sync_every=3, overlap=2, adopt=rule)
+        assert not shared.apply_welcome(Welcomed(set_since, plan.fingerprint, 2)), "steps would be lost with the memory"
     shared.hand_to_courier(Stepped(0, (), ()))
     assert courier.told()[-1] == ready, "a new courier finds its slots by what the memory was made for"
     assert capsys.readouterr().err.count("atoll: placement device (as asked)") == 1
-    carries = msgspec.structs.replace(settings, adopt="carry")
-    assert shared.apply_welcome(Welcomed(carries, plan.fingerprint, 1)), "another run, which carries"
-    assert shared.box is not None and not shared.box.layout.on_device
-    assert "atoll: placement host (adopt" in capsys.readouterr().err
+    shared.close()
+
+
+def test_memory_of_a_run_that_never_carries_does_not_serve_one_that_may(capsys: pytest.CaptureFixture[str]) -> None:
+    courier, model = Courier(), nn.Linear(4, 4)
+    shared = SharedMailbox(TorchModel(model), courier, courier, placement="device")  # type: ignore[arg-type]
+    shared.describe()
+    waits = Settings(fragments=2, synchronous=True).resolved(2)
+    fingerprint = make_plan(shared.tensors, 2).fingerprint
+    assert shared.apply_welcome(Welcomed(waits, fingerprint, 1))
+    may_carry = Settings(fragments=2).resolved(2)
+    assert shared.apply_welcome(Welcomed(may_carry, fingerprint, 1)), "another run"
+    assert not shared.apply_welcome(Welcomed(waits, fingerprint, 1)), "copies are kept, and nobody asks for them"
+    assert capsys.readouterr().err.count("placement device (as asked): base, feedback and copies take") == 2
     shared.close()
 
 

@@ -46,10 +46,9 @@ def set_by_hand(world: World, dice: random.Random) -> None:
     if not before.synchronous and world.syncer.phase == "running":
         overlap = dice.choice([0, 1, before.overlap])
         by_hand = {"sync_every": overlap + dice.choice([1, 3, before.fragments]), "overlap": overlap}
-        asked = msgspec.structs.replace(before, **by_hand, adopt=dice.choice(sorted(before.adopts)))
+        asked = msgspec.structs.replace(before, **by_hand, adopt=dice.choice(["overwrite", "blend", "carry"]))
         if dice.random() < 0.3:
-            phases = tuple(one for one in draw_phases(dice, before) if one.adopt != "carry")
-            asked = before.with_phases(phases, world.syncer.history.begun.settings)
+            asked = before.with_phases(draw_phases(dice, before), world.syncer.history.begun.settings)
         world.deliver(world.simulated_syncer, ChangeAsked(asked, {}, "by hand"))
     if not world.finished:
         world.queue.call_later(dice.uniform(5.0, 40.0), set_by_hand, world, dice)

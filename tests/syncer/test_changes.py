@@ -206,6 +206,13 @@ def test_new_phases_take_the_place_of_all_and_the_runs_own_settings_are_as_it_be
     assert run.training_phase == 0, "of the new ones none has begun"
 
 
+def test_carry_may_be_new_to_a_run_that_goes_on() -> None:
+    by_hand = parse_changes(phased(), ["adopt=carry"])
+    assert by_hand is not None and by_hand.settings.adopt == "carry"
+    phases = parse_changes(phased(), ["phases=[{until = 0.5, adopt = 'carry'}]"])
+    assert phases is not None and [one.adopt for one in phases.settings.phases] == ["carry", "overwrite"]
+
+
 def test_without_any_phase_the_runs_own_settings_hold() -> None:
     asked = parse_changes(in_first_phase(), ["phases=[]"])
     assert asked is not None
@@ -226,9 +233,7 @@ def test_a_change_that_waits_is_not_lost_by_the_next() -> None:
 @pytest.mark.parametrize(
     ("run", "words", "said"),
     [
-        (phased(), ["adopt=carry"], "adopt = carry cannot be new to a run that goes on"),
         (phased(), ["adopt=nonsense"], "adopt = 'nonsense' is not known"),
-        (phased(), ["phases=[{until = 0.5, adopt = 'carry'}]"], "adopt = carry cannot be new"),
         (phased(), ["phases=[{until = 0.5, merge = 'nonsense'}]"], "merge = 'nonsense' is not known"),
         (phased(), ["phases=[{until = 0.5, sync_every = 2}]"], "overlap = 2 is not below sync_every = 2"),
         (phased(steps=0), ["phases=[{until = 0.5}]"], "needs a budget"),
@@ -236,6 +241,7 @@ def test_a_change_that_waits_is_not_lost_by_the_next() -> None:
         (phased(), ["phases=[{until = 0.5}]", "outer_lr=0.5"], "outer_lr and phases at once"),
         (phased(), ["warm_start=0.5"], "'warm_start' cannot change while a run goes on"),
         (phased(synchronous=True), ["sync_every=4"], "sync_every of a synchronous run cannot change"),
+        (phased(synchronous=True), ["adopt=carry"], "adopt of a synchronous run cannot change"),
         (phased(synchronous=True), ["phases=[{until = 0.5}]"], "phases of a synchronous run cannot change"),
     ],
 )

@@ -8,6 +8,10 @@ from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.crashing import victims
 from tests.system.test_feedback import goes_on, survive_accidents
 
+from atoll.launch.replay.recording import read_recording
+from atoll.protocol.tape import AdoptedEntry
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import read
 from atoll.store.verify import verify_run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -19,8 +23,15 @@ WIDE = ("--", "--width", "32")
 def check(run: Run) -> None:
     report = verify_run(run.out)
     assert report.ok, report.problem
-    assert "placement device (as asked): base and feedback take" in (run.out / "logs" / "learner-0.log").read_text()
+    log = (run.out / "logs" / "learner-0.log").read_text()
+    assert "placement device (as asked): base, feedback and copies take" in log
     run.check_replay()
+
+
+def adoption_rules(run: Run) -> list[str]:
+    """Rules that learners adopted versions by, as the tape names them."""
+    score = read_recording(record for _, record in read(run.out / "journal", disk=LocalDisk()))
+    return [entry.rule for part in score.parts for entry in part.entries if isinstance(entry, AdoptedEntry)]
 
 
 @pytest.mark.faults
@@ -39,7 +50,9 @@ def test_a_killed_courier_takes_no_feedback_along(run: Run, monkeypatch: pytest.
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("codec", "adopt"), [("topk", "overwrite"), ("int4", "blend"), ("int8", "overwrite")])
+@pytest.mark.parametrize(
+    ("codec", "adopt"), [("topk", "overwrite"), ("int4", "blend"), ("int8", "overwrite"), ("int4", "carry")]
+)
 def test_every_accident_is_survived_and_repeated_bit_for_bit(
     run: Run, monkeypatch: pytest.MonkeyPatch, codec: str, adopt: str
 ) -> None:
@@ -48,6 +61,31 @@ def test_every_accident_is_survived_and_repeated_bit_for_bit(
     run.train(*LINE, *(word for rule in rules for word in ("--set", rule)), *WIDE)
     survive_accidents(run)
     check(run)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_the_rule_of_adoption_changes_while_the_run_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    """To carry and back, with copies under way each time; the replay follows the tape to the same bits."""
+    monkeypatch.setenv("ATOLL_PLACEMENT", placement)
+    run.train(*LINE, "--set", "codec=int4", "--set", "adopt=overwrite", "--set", "sync_every=4", *WIDE)
+    run.until(lambda events: len(members(events)) == 2)
+    goes_on(run, 20)
+    for rule in ("carry", "overwrite", "carry"):
+        assert run.ask("set", run.out, f"adopt={rule}").stdout.startswith(f"changed: adopt={rule}")
+        goes_on(run, 40)
+    run.interrupt()
+    run.ended()
+    assert [one["adopt"] for one in run.events("changed")] == ["carry", "overwrite", "carry"]
+    rules = adoption_rules(run)
+    assert rules.count("c") > 20 and rules.count("o") > 20
+    log = (run.out / "logs" / "learner-0.log").read_text()
+    assert "atoll: the copy to carry on from is gone" not in log, "no copy goes that the courier still names"
+    assert verify_run(run.out).ok
+    assert f"placement {placement} (as asked)" in log
+    run.check_replay()
 
 
 @pytest.mark.faults

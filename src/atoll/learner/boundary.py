@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import torch
 
 from atoll.choices import ADOPT
@@ -123,7 +124,7 @@ class Boundary:
         if self._box.layout.on_device:
             codec = make_codec(self.settings.codec)
             device = find_device(self._own, self._box.layout.fragments)
-            return DeviceOffload(self._box, self._own, device, codec)
+            return DeviceOffload(self._box, self._own, device, codec, keeps_copies=self.settings.may_carry)
         return make_offload(self._box, self._own)
 
     def take_base(self) -> None:
@@ -259,9 +260,11 @@ class Boundary:
     def _take(self, order: AdoptOrder) -> None:
         """Take a version, book what it drops, and set the fragment's counters to what is left."""
         f, steps, tokens = order.fragment, 0, 0
-        read: list[torch.Tensor] | None = None
+        read = self._find_subtrahend(order)
+        if order.rule == "carry" and read is None:
+            say(f"the copy to carry on from is gone: fragment {f} is overwritten this once")
+            order = msgspec.structs.replace(order, rule="overwrite", minus=BASE, copy_t=-1)
         if order.rule == "carry":
-            read = self._offload.base(f) if order.minus == BASE else self._offload.outgoing(f, order.minus)
             steps = int(self._box.steps[f]) - order.minus_steps
             tokens = int(self._box.tokens[f]) - order.minus_tokens
         self._prepare()
@@ -281,6 +284,15 @@ class Boundary:
         if (copy := self._base_copies.pop(f, None)) is not None:
             copy.result()
         self._courier.send(VersionTaken(order.slot, adopted, self.epoch))
+
+    def _find_subtrahend(self, order: AdoptOrder) -> list[torch.Tensor] | None:
+        """Return what carry subtracts: the copy that the version contains, or the base if it contains none. None: the
+        rule subtracts nothing, or the copy is gone."""
+        if order.rule != "carry":
+            return None
+        if order.minus == BASE:
+            return self._offload.held_base(order.fragment)
+        return self._offload.outgoing(order.fragment, order.minus, order.copy_t)
 
     def _write(
         self,

@@ -42,11 +42,14 @@ def encode_contribution(
     feedback: torch.Tensor | None,
     rest: torch.Tensor | None,
     out: torch.Tensor,
+    delta: torch.Tensor | None = None,
 ) -> None:
-    """`numerics.codec.encode_contribution` of a whole fragment. θ is overwritten."""
-    torch.sub(base, theta, out=theta)
+    """Encode a whole fragment as `numerics.codec.encode_contribution` does. θ is overwritten, unless `delta` is given:
+    memory for as many values."""
+    delta = theta if delta is None else delta
+    torch.sub(base, theta, out=delta)
     for by, rows, values, data, buffers in body_parts(codec, part):
-        total, left = theta[values], None if rest is None else rest[values]
+        total, left = delta[values], None if rest is None else rest[values]
         if buffers:
             total.view(torch.int32).bitwise_and_(-0x10000)
             encode(by, total, rows, out[data])

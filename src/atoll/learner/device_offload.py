@@ -5,8 +5,13 @@ stream out, then encodes t = (base − θ) + feedback there by the codecs of cod
 outgoing slot. The courier digests and sends it. That thread also makes what was adopted the base, behind the copies
 that were read before: so the training thread and its stream wait for neither.
 
-The base in shared memory stays what it is: versions that come as steps are applied to it, cuts hold it. A learner that
-carries has no use for this placement, because its copies are subtracted from what it adopts.
+The base in shared memory stays what it is: versions that come as steps are applied to it, cuts hold it.
+
+A run that may carry keeps every copy as it was read, in the stage that it was packed into, so that its adoption can
+subtract it: θ ← Θ + (θ − θ_read). The stage is free again once the fragment is adopted, by whatever rule, or once
+another copy is ordered into the slot. An adoption names slot, fragment and step of its copy. If the slot does not hold
+exactly that copy any more, the adoption overwrites (boundary.py). What carry subtracts for a version without a copy of
+this learner is the base on the device.
 
 Bodies are those of placement host, bit for bit, although that one encodes at the pull and this one at the copy:
 - θ and base are those of the copy in both. A copy of another base than the model's is not sent, and what is adopted
@@ -19,6 +24,8 @@ Bodies are those of placement host, bit for bit, although that one encodes at th
 Every copy with steps in it leaves a rest, though most copies are never sent. A rest is kept while its copy lies in a
 slot, and while the courier has it tagged: from the moment it is sent until it is known that nothing comes of it, or
 that a later one is the feedback. The courier sends an order for a slot behind all that, so nothing is dropped early.
+
+A copy for whose rest or values there is no memory is not made: its slot is free again, and the pull is missed.
 """
 
 from __future__ import annotations
@@ -29,8 +36,16 @@ from typing import NamedTuple
 import torch
 
 from atoll.learner.codecs import encode_contribution
-from atoll.learner.offload import DeviceCopy, EncodedMoments, OwnPieces, StreamOffload
-from atoll.learner.placement import count_rests, free_bytes, is_affordable
+from atoll.learner.offload import (
+    READ_STAGES,
+    DeviceCopy,
+    EncodedMoments,
+    OwnPieces,
+    QueuedCopy,
+    StreamCopy,
+    StreamOffload,
+)
+from atoll.learner.placement import count_copy_buffers, count_rests, free_bytes, is_affordable
 from atoll.mailbox.box import Mailbox
 from atoll.numerics.codec import Codec, body_nbytes, largest_body
 
@@ -75,8 +90,18 @@ class NoCopy:
         pass
 
 
+class KeptCopy(NamedTuple):
+    """Copy in a slot, as it was read."""
+
+    fragment: int
+    t: int
+    stage: torch.Tensor
+    encoded: QueuedCopy
+    """Work that reads the stage."""
+
+
 class CopyRests(NamedTuple):
-    """With which rest a copy is encoded, and where its own goes."""
+    """Rest that a copy is encoded with, and the buffer for its own."""
 
     feedback_t: int = -1
     feedback: torch.Tensor | None = None
@@ -126,52 +151,116 @@ class DeviceRests:
             self._free.append(self._held.pop(tag)[0])
 
     def _take_buffer(self) -> torch.Tensor | None:
-        """More than there were at first are for a learner that copies ahead many fragments at each boundary."""
-        if self._free:
-            return self._free.pop()
-        if not is_affordable(4 * self._box.layout.largest, free_bytes(self._device)):
-            return None
-        try:
-            return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
-        except torch.OutOfMemoryError:
-            return None
+        """Return a free buffer, or a new one: a learner that copies many fragments ahead needs more than there were at
+        first."""
+        return self._free.pop() if self._free else make_buffer(self._box, self._device)
+
+
+def make_buffer(box: Mailbox, device: torch.device, *, counted: bool = False) -> torch.Tensor | None:
+    """Return memory for the largest fragment, or None if there is none. Memory that was not counted when the placement
+    was chosen (`device_bytes`) is taken only while it is at most a quarter of what is free."""
+    if not counted and not is_affordable(4 * box.layout.largest, free_bytes(device)):
+        return None
+    try:
+        return torch.empty(box.layout.largest, dtype=torch.float32, device=device)
+    except torch.OutOfMemoryError:
+        return None
 
 
 class DeviceOffload(StreamOffload):
-    def __init__(self, box: Mailbox, own: OwnPieces, device: torch.device, codec: Codec) -> None:
+    def __init__(
+        self, box: Mailbox, own: OwnPieces, device: torch.device, codec: Codec, *, keeps_copies: bool = True
+    ) -> None:
+        """`keeps_copies`: the run may carry, so copies are kept as they were read."""
         super().__init__(box, own, device)
-        self._codec = codec
+        self._codec, self._keeps_copies = codec, keeps_copies
+        self._kept: dict[int, KeptCopy] = {}
+        """By slot. Used by the training thread alone, like the stages."""
+        self._stages_left = READ_STAGES
+        """Stages that may still be made without asking what is free."""
+        self._delta: torch.Tensor | None = None
+        """Memory for Δ where θ is kept; the encoding thread's."""
+        first = box.layout.first_outgoing if keeps_copies else 0
+        for stage in torch.empty((first, box.layout.largest), dtype=torch.float32, device=device):
+            self._read_stages.append((stage, self._queued_training()))
+        assert count_copy_buffers(box.layout, keeps_copies=keeps_copies) == first + keeps_copies
         with self._torch.stream(self._out):  # memory that no work of the training stream may still use
             self._base = torch.empty(box.layout.size, dtype=torch.float32, device=device)
             self._body = torch.empty(largest_body(codec, box.plan), dtype=torch.uint8, device=device)
+            if keeps_copies:
+                self._delta = torch.empty(box.layout.largest, dtype=torch.float32, device=device)
             self._rests = DeviceRests(box, device)
         self._thread = ThreadPoolExecutor(1, "atoll-encoder", self.enter_thread)
         self._thread.submit(self._load_kernels).result()
+        self._based: dict[int, QueuedCopy] = {}
+        """By fragment, the work that wrote its base last."""
 
     def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
         assert moments is None, "a run that shares moments has placement host"
+        self._drop_kept(slot)  # the courier has given the slot to another copy
+        if not self._make_stage_ready():
+            return NoCopy()
         with self._torch.stream(self._out):
             rests = self._rests.plan_copy(fragment, slot, t)
         if rests is None:
             return NoCopy()
         stage, packed = self._pack(fragment)
         copy = ThreadCopy(self._thread.submit(self._encode, fragment, slot, stage, packed, rests), rests.feedback_t)
-        self._read_stages.append((stage, copy))
+        if self._keeps_copies:
+            self._kept[slot] = KeptCopy(fragment, t, stage, copy)
+        else:
+            self._read_stages.append((stage, copy))
         return copy
 
+    def _make_stage_ready(self) -> bool:
+        """Have a stage for the next copy in front of the others. False: all are kept, and there is no memory for one
+        more."""
+        if not self._has_read_stage():
+            stage = make_buffer(self._box, self._device, counted=self._stages_left > 0)
+            if stage is not None:
+                self._stages_left = max(0, self._stages_left - 1)
+                self._read_stages.appendleft((stage, self._queued_training()))
+        return bool(self._read_stages)
+
+    def _take_read_stage(self, training: torch.cuda.Stream) -> torch.Tensor:
+        stage, reader = self._read_stages.popleft()
+        reader.hold_stream(training)
+        return stage
+
+    def _drop_kept(self, slot: int) -> None:
+        if (kept := self._kept.pop(slot, None)) is not None:
+            self._read_stages.append((kept.stage, kept.encoded))
+
     def release(self, fragment: int, slot: int) -> None:
-        stage, arrived = self._stages.pop(slot)
-        based = ThreadCopy(self._thread.submit(self._replace_base, fragment, stage, arrived))
-        self._spare.append((stage, [self._queued_training(), based]))
+        stage, _ = self._stages.pop(slot)
+        adopted = self._queued_training()
+        self._based[fragment] = ThreadCopy(self._thread.submit(self._replace_base, fragment, stage, adopted))
+        self._spare.append((stage, [adopted, self._based[fragment]]))
+        # A copy is of no use once its fragment is adopted: no version that comes later is made of it.
+        for number in [number for number, kept in self._kept.items() if kept.fragment == fragment]:
+            self._drop_kept(number)
 
     def take_base(self) -> None:
-        self._thread.submit(self._copy_base).result()
+        copied = ThreadCopy(self._thread.submit(self._copy_base))
+        copied.wait()
+        self._based = dict.fromkeys(range(self._box.layout.fragments), copied)
 
     def drop_copies(self) -> None:
         self._rests.empty_slots()
+        for slot in list(self._kept):
+            self._drop_kept(slot)
 
-    def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]:
-        raise AssertionError("a run that carries has placement host")
+    def outgoing(self, fragment: int, slot: int, t: int) -> list[torch.Tensor] | None:
+        kept = self._kept.get(slot)
+        if kept is None or (kept.fragment, kept.t) != (fragment, t):
+            return None
+        return self._shaped(kept.stage, fragment)
+
+    def held_base(self, fragment: int) -> list[torch.Tensor]:
+        """Return the base on the device. What replaces it waits until the adoption is done (`release`)."""
+        if (written := self._based.get(fragment)) is not None:
+            written.hold_stream(self._torch.current_stream(self._index))
+        return self._shaped(self._base_of(fragment), fragment)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -198,19 +287,21 @@ class DeviceOffload(StreamOffload):
         body = self._body[: body_nbytes(self._codec, part)]
         feedback, rest = (None if one is None else one[: part.size] for one in (rests.feedback, rests.rest))
         values = (self._base_of(fragment), stage[: part.size])
-        encode_contribution(self._codec, part, *values, feedback, rest, body)
+        delta = None if self._delta is None else self._delta[: part.size]
+        encode_contribution(self._codec, part, *values, feedback, rest, body, delta)
         return body
 
-    def _replace_base(self, fragment: int, stage: torch.Tensor, arrived: torch.cuda.Event) -> Encoded:
-        self._out.wait_event(arrived)
+    def _replace_base(self, fragment: int, stage: torch.Tensor, adopted: StreamCopy) -> Encoded:
+        adopted.hold_stream(self._out)  # it waited for the version to arrive, and may have subtracted the old base
         base = self._base_of(fragment)
         with self._torch.stream(self._out):
             base.copy_(stage[: base.numel()])
         return Encoded(self._mark(self._out))
 
-    def _copy_base(self) -> None:
+    def _copy_base(self) -> Encoded:
         with self._torch.stream(self._out):
             self._base.copy_(torch.from_numpy(self._box.whole_base()))
+        return Encoded(self._mark(self._out))
 
     def _load_kernels(self) -> None:
         """They are loaded at their first use, and what they need besides is allocated then: now, not while a graph is

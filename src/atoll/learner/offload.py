@@ -94,8 +94,18 @@ class Offload(Protocol):
         """None that was made so far will be sent, but for those that were."""
         ...
 
-    def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]: ...
-    def base(self, fragment: int) -> list[torch.Tensor]: ...
+    def outgoing(self, fragment: int, slot: int, t: int) -> list[torch.Tensor] | None:
+        """Return the values of the copy that was made after step `t` into a slot, or None if they are gone."""
+        ...
+
+    def base(self, fragment: int) -> list[torch.Tensor]:
+        """Return the base in shared memory."""
+        ...
+
+    def held_base(self, fragment: int) -> list[torch.Tensor]:
+        """Return the version last adopted, for the next work on the training stream."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -166,7 +176,7 @@ class CpuOffload:
 
     def __init__(self, box: Mailbox, own: OwnPieces) -> None:
         self._own, self._views = own, SlotViews(box)
-        self.outgoing, self.base = self._views.outgoing, self._views.base
+        self.base = self.held_base = self._views.base
 
     @torch.no_grad()
     def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
@@ -181,6 +191,9 @@ class CpuOffload:
 
     def arrived_moments(self, fragment: int, slot: int) -> EncodedMoments:
         return self._views.incoming_moments(fragment, slot)
+
+    def outgoing(self, fragment: int, slot: int, t: int) -> list[torch.Tensor]:
+        return self._views.outgoing(fragment, slot)
 
     def outgoing_moments(self, fragment: int, slot: int) -> EncodedMoments:
         return self._views.outgoing_moments(fragment, slot)
@@ -288,11 +301,16 @@ class StreamOffload:
 
     def _take_read_stage(self, training: torch.cuda.Stream) -> torch.Tensor:
         """Training does not wait for a copy that is on its way out where another stage is free, or may be made."""
-        if self._read_stages and (self._read_stages[0][1].done() or len(self._read_stages) >= READ_STAGES):
-            stage, copy = self._read_stages.popleft()
-            copy.hold_stream(training)
-            return stage
-        return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
+        if not self._has_read_stage():
+            return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
+        stage, copy = self._read_stages.popleft()
+        copy.hold_stream(training)
+        return stage
+
+    def _has_read_stage(self) -> bool:
+        """Return whether the next copy takes a stage that was used before: the oldest one is free, or no more may be
+        made."""
+        return bool(self._read_stages) and (self._read_stages[0][1].done() or len(self._read_stages) >= READ_STAGES)
 
     def bring(self, fragment: int, slot: int, *, moments: bool = False) -> DeviceCopy:
         layout = self._box.layout
@@ -373,11 +391,14 @@ class StreamOffload:
             torch.cuda.set_device(self._device)
             ignore_graph_captures()
 
-    def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]:
+    def outgoing(self, fragment: int, slot: int, t: int) -> list[torch.Tensor] | None:
         return [view.to(self._device, non_blocking=True) for view in self._views.outgoing(fragment, slot)]
 
     def base(self, fragment: int) -> list[torch.Tensor]:
         return [view.to(self._device) for view in self._views.base(fragment)]
+
+    def held_base(self, fragment: int) -> list[torch.Tensor]:
+        return self.base(fragment)
 
     def close(self) -> None:
         self._torch.synchronize(self._device)

@@ -6,8 +6,8 @@
 `auto` takes device on a GPU for codecs with feedback, which are dear to encode, where it fits into a quarter of what is
 free when the run's settings are known: activations, and often the inner optimizer's state, are still to come. It takes
 host elsewhere: with fp32 and bf16 there is little to encode, and host was measured to be as fast, without the memory. A
-run with adopt = "carry" has host, and so has a replay, because they need copies as they were read; share = "moments"
-and learners of several ranks, which send parts of fragments, are built for host alone.
+replay has host, because it encodes itself; share = "moments" and learners of several ranks, which send parts of
+fragments, are built for host alone.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ def choose_placement(
         if wish == "device":
             raise ConfigError("placement = device encodes whole fragments: a learner of several ranks has host")
         on_device, reason = False, "a rank sends parts of fragments"
-    elif "carry" in settings.adopts:
-        on_device, reason = False, 'adopt = "carry" subtracts copies as they were read'
     elif wish != "auto":
         on_device, reason = wish == "device", "as asked"
     elif not make_codec(settings.codec).needs_feedback:
@@ -75,7 +73,7 @@ def choose_placement(
 
 def _describe(on_device: bool, reason: str, device: torch.device, plan: FragmentPlan, need: int) -> str:
     if on_device:
-        return f"placement device ({reason}): base and feedback take {_mib(need)} of {device}, which encodes"
+        return f"placement device ({reason}): base, feedback and copies take {_mib(need)} of {device}, which encodes"
     staging = f"; staging takes up to {_mib(staging_bytes(plan))} of {device}" if device.type == "cuda" else ""
     return f"placement host ({reason}): base and feedback are in shared memory, the courier encodes{staging}"
 
@@ -86,15 +84,22 @@ def staging_bytes(plan: FragmentPlan) -> int:
 
 
 def device_bytes(plan: FragmentPlan, settings: Settings) -> int:
-    """All that placement device takes there."""
+    """Return the bytes that placement device takes of the device."""
     codec, layout = make_codec(settings.codec), BoxLayout.of(plan, settings, on_device=True)
-    kept = 4 * plan.size + 4 * plan.largest * count_rests(layout)
+    buffers = count_rests(layout) + count_copy_buffers(layout, keeps_copies=settings.may_carry)
+    kept = 4 * plan.size + 4 * plan.largest * buffers
     return kept + staging_bytes(plan) + largest_body(codec, plan) + scratch_bytes(codec, plan.largest)
 
 
 def count_rests(layout: BoxLayout) -> int:
-    """From the start: the feedback of every fragment, and what the copy in each slot left out."""
+    """Return the number of rests kept from the start: every fragment's feedback, and one for each first slot."""
     return layout.fragments + layout.first_outgoing if layout.feedback else 0
+
+
+def count_copy_buffers(layout: BoxLayout, *, keeps_copies: bool) -> int:
+    """Return the number of buffers that keep copies as they were read: one for each first slot, and one for Δ, which
+    otherwise overwrites the copy."""
+    return layout.first_outgoing + 1 if keeps_copies else 0
 
 
 def is_affordable(need: int, free: int | None) -> bool:

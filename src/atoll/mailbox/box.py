@@ -333,10 +333,12 @@ class Mailbox:
 
 
 def serves(made_for: Settings, settings: Settings) -> bool:
-    """Whether shared memory made for some settings serves others of the same plan. H, τ and phases may change during a
-    run, and slots are reserved by need; but where it was not made for carry, it may be of placement device."""
+    """Return whether shared memory made for some settings serves others of the same plan.
+
+    H, τ, adoption and phases may change during a run, and slots are reserved by need. Only a run that may carry needs
+    memory made for one: with placement device, the copies to subtract are on the device."""
     same = [(one.codec, one.version_codec, one.shares_moments) for one in (made_for, settings)]
-    return same[0] == same[1] and ("carry" in made_for.adopts or "carry" not in settings.adopts)
+    return same[0] == same[1] and (made_for.may_carry or not settings.may_carry)
 
 
 def available_bytes() -> int | None:

@@ -243,6 +243,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return {one.adopt for one in self.in_all_phases}
 
     @property
+    def may_carry(self) -> bool:
+        """Whether a learner may have to adopt by carry: an asynchronous run can be set to it while it goes on."""
+        return not self.synchronous or "carry" in self.adopts
+
+    @property
     def in_all_phases(self) -> tuple[Settings, ...]:
         """One for each phase, and behind them these."""
         phases = [{key: getattr(one, key) for key in PHASED} for one in self.phases]

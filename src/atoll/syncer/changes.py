@@ -88,11 +88,6 @@ def _check_rounds(before: Settings, settings: Settings, keys: Sequence[str]) -> 
         raise ConfigError(f"{differ[0]} of a synchronous run cannot change: its learners' steps follow one schedule")
     if settings.synchronous and settings.phases and settings.steps != before.steps:
         raise ConfigError("steps of a synchronous run with phases cannot change: its learners' schedule follows them")
-    if "carry" in settings.adopts - before.adopts:
-        raise ConfigError(
-            "adopt = carry cannot be new to a run that goes on: learners choose where they encode when they join. "
-            "Start a new run with it, or with a phase that has it"
-        )
     if "phases" in keys and (own := [key for key in keys if key in GOVERNED]):
         raise ConfigError(f"{own[0]} and phases at once: a phase begins with its own {own[0]}, so name it in the phase")
 

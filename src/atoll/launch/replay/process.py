@@ -370,7 +370,7 @@ class ReplayedProcess:
     def _take_copy(self, frame: CopyMade) -> None:
         assert self._box is not None and self._reading is not None
         act = self._reading
-        if "carry" in self._replay.settings.adopts:
+        if self._replay.settings.may_carry:
             self._copies[frame.fragment, frame.t] = (frame.slot, frame.steps, frame.tokens)
         self._reading, self._waits_for = None, ""
         if frame.steps != act.steps:
