@@ -26,10 +26,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 from shaped_links import Rates
 
 from atoll.numerics.codec import make_codec
@@ -54,7 +53,7 @@ class BodySizes(NamedTuple):
 
     @classmethod
     def of_fragment(cls, elements: int, codec: str, version_codec: str, row_length: int = ROW_LENGTH) -> BodySizes:
-        rows = [(max(1, elements // row_length), row_length)]
+        rows = ((max(1, elements // row_length), row_length),)
         return cls(make_codec(codec).nbytes(rows), make_codec(version_codec).nbytes(rows))
 
 
@@ -357,14 +356,10 @@ def steps_per_s(ends: Sequence[Sequence[float]], warm_up: int) -> list[float]:
 
 def measure_merge_s(events: Sequence[Event]) -> float:
     rounds = select_paced_rounds(events)
-    return median(event["merge_s"] for event in rounds) if rounds else 0.0
+    return median(float(event["merge_s"]) for event in rounds) if rounds else 0.0
 
 
 def measure_disk_of_events(events: Sequence[Event]) -> float | None:
     """Return the time that the rounds waited for the disk, where their events tell it."""
-    told = [event["disk_s"] for event in select_kinds(events, "round") if event.get("disk_s") is not None]
+    told = [float(event["disk_s"]) for event in select_kinds(events, "round") if event.get("disk_s") is not None]
     return median(told) if told else None
-
-
-def mean_of(values: Iterable[float]) -> float:
-    return round(mean(np.fromiter(values, dtype=float)), 4)

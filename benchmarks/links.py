@@ -83,6 +83,8 @@ ROWS = {
     "quarter-none": f"{NARROW} {INT4} --mbit 60 --adopt carry",
     "widening": f"{NARROW} --mbit 60 --steps 960 --then 320:600 --then 640:60",
     "cut-off": f"{NARROW} {INT4} --mbit 60 --steps 900 --adopt carry --cut 1:240:60",
+    "real": "--real --steps 600 --delay 0.04 --limit-from joined",
+    "gpu": f"--gpu {INT4} --mbit 200 --delay 0.04 --limit-from joined",
 }
 """Options of each named row; those of the command line come behind and win. quarter-none is quarter without the narrow
 learner, for "the others unchanged". `--adopt carry --name NAME-carry` makes the carry row of any of them."""
@@ -178,9 +180,11 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     options = parser.parse_args(words)
+    options.row = options.row or ("real" if options.real else "gpu" if options.gpu else None)
     if options.row:
-        options = parser.parse_args([*ROWS[options.row].split(), *words])
-    options.name = options.name or options.row or "custom"
+        name = options.name or options.row
+        options = parser.parse_args([*ROWS[options.row].split(), *words, "--name", name])
+    options.name = options.name or "custom"
     alone = options.only or options.real or options.gpu
     options.out = options.out or RESULTS / ("links-rows.json" if alone else "links.json")
     try:
@@ -420,6 +424,8 @@ def describe_use(
     """Tell what the links carried, and refuse a run whose bodies did not cross them."""
     links = run.driver.links
     assert links is not None
+    if not links.limited:
+        raise SystemExit("the links were never limited: not all learners trained at one time")
     rounds = select_kinds(run.events, "round")
     given = {f"learner-{number}": 0 for number in range(len(rates))}
     for event in rounds:
@@ -452,7 +458,7 @@ def describe_use(
 def limited_samples(run: FinishedRun) -> list[Any]:
     """Return the samples since the links were limited: before, there is no rate to hold them against."""
     assert run.driver.links is not None
-    since = run.driver.all_train_at or 0.0
+    since = run.driver.links.limited_at
     return [sample for sample in run.driver.links.samples if sample.at >= since]
 
 
@@ -593,8 +599,9 @@ def compare_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
     depth, batch = options.depth or (36 if gpu else 2), options.batch or (8 if gpu else 2)
     block = options.block or (1024 if gpu else 64)
     os.environ |= {"DEPTH": str(depth), "BATCH": str(batch), "BLOCK": str(block)}
-    carried = asyncio.run(check_several(options.rates[0].up, options.delay, options.learners))
-    say(f"{options.learners} links at once carry {', '.join(f'{one:.1f}' for one in carried)} Mbit/s")
+    # Twice as many as there are, one way: bodies go both ways.
+    carried = asyncio.run(check_several(options.rates[0].up, options.delay, 2 * options.learners))
+    say(f"{2 * options.learners} links at once carry {', '.join(f'{one:.1f}' for one in carried)} Mbit/s")
     if any(abs(one * 1e6 / 8 / options.rates[0].up - 1) > 0.05 for one in carried):
         raise SystemExit("that is not within 5 % of the rate they were set to")
     found: dict[str, Any] = {"depth": depth, "batch": batch, "block": block, "links_at_once_mbit": carried}
@@ -750,7 +757,6 @@ def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: find_version(name) for name in ("torch", "numpy")}},
         "commit": find_commit(),
         "note": options.note,
-        "load": round(os.getloadavg()[0], 1),
     }
 
 
@@ -774,7 +780,7 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{name}: {words}" for name, words in ROWS.items()))
         return 0
-    about = describe_machine(options)
+    about = {**describe_machine(options), "machine_load": [round(os.getloadavg()[0], 1)]}
     if not (options.only or options.real or options.gpu):
         result = {**about, "asked": list_asked(options), **compare_methods(options)}
         print(json.dumps(result, indent=1))
@@ -794,6 +800,7 @@ def main() -> int:
         row = make_row(options)
         print(figures.format_row(options.name, row))
         print_more(row)
+    about["machine_load"] = [*about["machine_load"], round(os.getloadavg()[0], 1)]
     write_row(options.out, options.name, {**about, **row})
     return 0
 

@@ -17,7 +17,7 @@ import atoll
 
 
 def main() -> None:
-    loop = Loop(*(int(os.environ[name]) for name in ("DEPTH", "BATCH", "BLOCK")))
+    loop = Loop(int(os.environ["DEPTH"]), int(os.environ["BATCH"]), int(os.environ["BLOCK"]))
     held: list[float] = []
     ends: list[float] = []
     with atoll.Learner(loop.model, loop.optimizer) as learner:

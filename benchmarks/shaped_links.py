@@ -5,9 +5,10 @@ bottleneck in each direction, in turns of a packet: fair queueing, as fq_codel d
 waits for one packet of every other connection at most, never behind a whole body. A drop-tail link with a deep queue
 would make it wait longer; a relay that kept one queue for all would too.
 
-A relay holds at most 2 x rate x delay and a packet per connection, and its sockets are sized so that the kernel does
-not accept megabytes more: an MSS of Ethernet, and a small receive buffer (`narrow_kernel_buffers` in TcpRelay). A
-sender therefore knows within a round trip or so what its link has really taken.
+A relay holds at most 2 x rate x delay and a packet per connection. Its sockets have Ethernet's MSS and a small receive
+buffer (`narrow_kernel_buffers` in TcpRelay), so that the kernel does not hold megabytes more, as it does with
+loopback's. What remains is the sender's own send buffer, which a real link fills too: about 1.3 MB under BBR. The check
+tells how far a sender was ahead of its receiver.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class Sample(NamedTuple):
     up: tuple[int, ...]
     down: tuple[int, ...]
 
+    def of_way(self, way: str) -> tuple[int, ...]:
+        return self.up if way == "up" else self.down
+
 
 def hold_bytes(rates: Rates, delay_s: float) -> int:
     """Return the bytes a connection may have on its way: twice what the faster direction carries in the delay."""
@@ -80,6 +84,8 @@ class Links:
     def __init__(self, rates: Sequence[Rates], delay_s: float, *, limited: bool = True) -> None:
         self.rates, self.delay_s = list(rates), delay_s
         self._limited = limited
+        self.limited_at = 0.0
+        """Moment (wall clock) since which the links have their rates; 0: from their start."""
         self.links: list[Link] = []
         self.samples: list[Sample] = []
 
@@ -110,6 +116,7 @@ class Links:
     def limit(self, rates: Sequence[Rates] | None = None) -> None:
         """Limit every link, to other rates than before where they are given."""
         self.rates = list(rates or self.rates)
+        self.limited_at = self.limited_at if self._limited else time.time()
         self._limited = True
         for link, wide in zip(self.links, self.rates, strict=True):
             link.set_rates(wide)
@@ -181,16 +188,20 @@ class _Bulk:
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
-        with suppress(OSError, asyncio.IncompleteReadError):
-            kind = await reader.readexactly(1)
-            if kind == b"m":
-                while True:
-                    sent = float((await reader.readexactly(24)).decode())
-                    self.delays.append(time.perf_counter() - sent)
-            number = int((await reader.readexactly(1)).decode())
-            while data := await reader.read(65536):
-                self.arrived[number] += len(data)
-        writer.close()
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                await self._count(reader)
+        finally:
+            writer.transport.abort()
+
+    async def _count(self, reader: asyncio.StreamReader) -> None:
+        if await reader.readexactly(1) == b"m":
+            while True:
+                sent = float((await reader.readexactly(24)).decode())
+                self.delays.append(time.perf_counter() - sent)
+        number = int((await reader.readexactly(1)).decode())
+        while data := await reader.read(65536):
+            self.arrived[number] += len(data)
 
 
 async def check_link(rate: float, delay_s: float, seconds: float = CHECK_S) -> LinkCheck:
@@ -214,10 +225,13 @@ async def check_link(rate: float, delay_s: float, seconds: float = CHECK_S) -> L
 
     async def say() -> None:
         _, writer = await asyncio.open_connection(line.host, line.port)
-        writer.write(b"m")
-        while True:
-            writer.write(f"{time.perf_counter():024.9f}".encode())
-            await asyncio.sleep(0.05)
+        try:
+            writer.write(b"m")
+            while True:
+                writer.write(f"{time.perf_counter():024.9f}".encode())
+                await asyncio.sleep(0.05)
+        finally:
+            writer.transport.abort()
 
     work = [asyncio.ensure_future(fill(number)) for number in range(CHECK_CONNECTIONS)]
     work.append(asyncio.ensure_future(say()))
@@ -251,10 +265,10 @@ async def _send_some(loop: asyncio.AbstractEventLoop, sender: socket.socket) -> 
     try:
         return sender.send(piece)
     except BlockingIOError:
-        ready = loop.create_future()
-        loop.add_writer(sender, lambda: ready.done() or ready.set_result(None))
+        ready = asyncio.Event()
+        loop.add_writer(sender, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             loop.remove_writer(sender)
         return 0
@@ -270,11 +284,11 @@ def peak_rate(samples: Sequence[Sample], way: str, learner: int, window_s: float
     """Return the most bytes per second that a line carried over any `window_s`, 0 where it was not watched as long."""
     best, start = 0.0, 0
     for end, last in enumerate(samples):
-        while samples[end].at - samples[start + 1].at >= window_s if start + 1 < end else False:
+        while start + 1 < end and last.at - samples[start + 1].at >= window_s:
             start += 1
         first = samples[start]
         if last.at - first.at >= window_s:
-            best = max(best, (getattr(last, way)[learner] - getattr(first, way)[learner]) / (last.at - first.at))
+            best = max(best, (last.of_way(way)[learner] - first.of_way(way)[learner]) / (last.at - first.at))
     return best
 
 
@@ -283,4 +297,5 @@ def mean_bytes(samples: Sequence[Sample], way: str, begin: float, end: float) ->
     inside = [sample for sample in samples if begin <= sample.at <= end]
     if len(inside) < 2:
         return 0.0
-    return mean(b - a for a, b in zip(getattr(inside[0], way), getattr(inside[-1], way), strict=True))
+    earlier, later = inside[0].of_way(way), inside[-1].of_way(way)
+    return mean(b - a for a, b in zip(earlier, later, strict=True))
