@@ -50,7 +50,8 @@ def train() -> None:
             held["held"].append(time.perf_counter() - began)
             held["ends"].append(time.perf_counter())
     if folder := os.environ.get("HELD"):
-        Path(folder, f"held-{os.getpid()}.json").write_text(json.dumps(held))
+        told = {"learner": os.environ.get("ATOLL_LEARNER", ""), **held}
+        Path(folder, f"held-{os.getpid()}.json").write_text(json.dumps(told))
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

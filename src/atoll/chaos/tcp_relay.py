@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -27,6 +28,10 @@ STOP_S = 2.0
 """Connections may take this long to notice that the line is gone."""
 DELAYS = 4096
 """Delays of control packets that are remembered."""
+SEGMENT = 1460
+"""MSS of a socket whose kernel buffers are narrow: loopback's own, 64 KiB, lets a sender be megabytes ahead."""
+RECEIVE_BYTES = 32 * 1024
+"""Receive buffer of such a socket. The kernel doubles it, and counts its own overhead in."""
 
 
 class Bottleneck:
@@ -48,10 +53,21 @@ class Bottleneck:
 
 
 class TcpRelay:
-    def __init__(self, host: str, port: int, *, seed: int = 0, buffer: int = BUFFER, packet: int = PACKET) -> None:
-        """`buffer`: a line with a delay carries no more than this in that time, for each connection."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        seed: int = 0,
+        buffer: int = BUFFER,
+        packet: int = PACKET,
+        narrow_kernel_buffers: bool = False,
+    ) -> None:
+        """`buffer`: a line with a delay carries no more than this in that time, for each connection.
+        `narrow_kernel_buffers`: the sockets that data is read from take little more than that."""
         self.host, self.port = host, 0
-        self._buffer, self._packet = buffer, packet
+        self.buffer_bytes, self._packet = buffer, packet
+        self._narrow_kernel_buffers = narrow_kernel_buffers
         self._upstream = (host, port)
         self._dice = random.Random(seed)
         self.delay_s = self.jitter_s = 0.0
@@ -72,8 +88,31 @@ class TcpRelay:
         return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, self.host, 0, limit=CHUNK)
+        listener = self._make_socket()
+        listener.bind((self.host, 0))
+        self._server = await asyncio.start_server(self._connected, sock=listener, limit=CHUNK)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def _make_socket(self) -> socket.socket:
+        """Both options count from the handshake on, so they are set before a socket listens or connects."""
+        made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        made.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self._narrow_kernel_buffers:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+        return made
+
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if not self._narrow_kernel_buffers:
+            return await asyncio.open_connection(*self._upstream, limit=CHUNK)
+        made = self._make_socket()
+        try:
+            await asyncio.get_running_loop().sock_connect(made, self._upstream)
+        except BaseException:
+            made.close()
+            raise
+        return await asyncio.open_connection(sock=made, limit=CHUNK)
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -94,6 +133,10 @@ class TcpRelay:
         """Per direction; None: as fast as it goes."""
         self.up, self.down = (None, None) if bytes_per_s is None else (Bottleneck(bytes_per_s), Bottleneck(bytes_per_s))
 
+    def set_rates(self, up: float | None, down: float | None) -> None:
+        """Give each direction a rate of its own. What waits already passes at the new one."""
+        self.up, self.down = _follow_rate(self.up, up), _follow_rate(self.down, down)
+
     def share(self, up: Bottleneck, down: Bottleneck) -> None:
         """Pass bottlenecks that others pass too."""
         self.up, self.down = up, down
@@ -112,7 +155,7 @@ class TcpRelay:
         self._writers.add(writer)
         far: asyncio.StreamWriter | None = None
         try:
-            back, far = await asyncio.open_connection(*self._upstream, limit=CHUNK)
+            back, far = await self._dial()
             self._writers.add(far)
             control = asyncio.Event()
             pump_up = partial(self._pump, reader, far, control, upwards=True)
@@ -149,7 +192,7 @@ class TcpRelay:
                 queue.append((due, loop.time(), data))
                 work.set()
                 held = sum(len(one) for _, _, one in queue)
-                while held >= self._buffer and not sender.done():
+                while held >= self.buffer_bytes and not sender.done():
                     room.clear()
                     await room.wait()
                     held = sum(len(one) for _, _, one in queue)
@@ -202,6 +245,7 @@ class TcpRelay:
         if narrow is None:
             writer.write(data)
             await writer.drain()
+            self._count(len(data), upwards=upwards)
         else:
             size = max(1, min(self._packet, int(narrow.bytes_per_s)))
             for start in range(0, len(data), size):
@@ -211,7 +255,17 @@ class TcpRelay:
                 await narrow.carry(len(piece))
                 writer.write(piece)
                 await writer.drain()
+                self._count(len(piece), upwards=upwards)
+
+    def _count(self, count: int, *, upwards: bool) -> None:
         if upwards:
-            self.bytes_up += len(data)
+            self.bytes_up += count
         else:
-            self.bytes_down += len(data)
+            self.bytes_down += count
+
+
+def _follow_rate(narrow: Bottleneck | None, bytes_per_s: float | None) -> Bottleneck | None:
+    if narrow is None or bytes_per_s is None:
+        return None if bytes_per_s is None else Bottleneck(bytes_per_s)
+    narrow.bytes_per_s = bytes_per_s
+    return narrow
