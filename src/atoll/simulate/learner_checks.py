@@ -127,7 +127,7 @@ class LearnerChecks:
         versions = machine._versions
         for fragment, version in enumerate(told):
             coming = fragment in versions._fetching or fragment in versions.adopting or fragment in versions.retry_at
-            queued = bool(versions._fetching) and not versions.way_is_free
+            queued = not versions._may_order()
             useless = machine._takes_owed_only and versions.owed_version(fragment) is None
             if queued or useless:
                 continue

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 
 from atoll.protocol.learner.effects import Fetch, LearnerEffect
 from atoll.protocol.learner.ways import Ways
@@ -36,9 +35,8 @@ class Versions:
     retry_at: dict[int, float] = field(default_factory=dict)
     rounds: dict[int, int] = field(default_factory=dict)
     """Per fragment, the round of its newest version; after a welcome its last round, also a passed one."""
-    way_is_free: bool = True
-    """Whether the next version may be ordered while others are still arriving: as many bytes are on their way as the
-    link holds."""
+    way_is_free: bool = False
+    """Whether most of the version ordered last has arrived: the next one is ordered while the rest is on its way."""
     _fetching: set[int] = field(default_factory=set)
     _unannounced: set[int] = field(default_factory=set)
     """Fragments of which a version arrived before its announcement, which is on its way."""
@@ -111,14 +109,19 @@ class Versions:
         """Order the version that is needed soonest, if the way down is free for it. A version that waits is never sent
         if a newer one of its fragment comes meanwhile. `owed_only`: pass over versions without steps of this learner;
         it adopts their steps with the next version that holds its own."""
-        while self.way_is_free or not self._fetching:
+        while self._may_order():
             wanted = [fragment for fragment in range(len(self.newest)) if self._is_wanted(fragment, owed_only)]
             if not wanted:
                 return
             soonest = min(wanted, key=lambda fragment: (fragment - gathering) % len(self.newest))
             self._fetching.add(soonest)
-            self.way_is_free = self.ways.pipe_bytes == inf
+            self.way_is_free = False
             self.do(Fetch(soonest, self.newest[soonest]))
+
+    def _may_order(self) -> bool:
+        """Whether the bodies on their way leave room in the pipe, or most of the last one has arrived."""
+        on_the_way = len(self._fetching) * self.ways.down.body_bytes
+        return not self._fetching or self.way_is_free or on_the_way <= self.ways.pipe_bytes
 
     def _is_wanted(self, fragment: int, owed_only: bool) -> bool:
         if not self.lacks_newest(fragment) or fragment in self.adopting:

@@ -9,27 +9,38 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 RECENT = 6
 """Bodies behind a rate."""
+
+
+class MeasuredBody(NamedTuple):
+    nbytes: int
+    seconds: float
 
 
 @dataclass(slots=True)
 class WayRate:
     """Rate of one direction."""
 
-    _bodies: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _bodies: deque[MeasuredBody] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Count a body. One that came in a single piece took no time and says nothing."""
         if nbytes > 0 and seconds > 0:
-            self._bodies.append((nbytes, seconds))
+            self._bodies.append(MeasuredBody(nbytes, seconds))
 
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second; 0 if nothing was measured yet."""
-        nbytes, seconds = (sum(column) for column in zip(*self._bodies, strict=True)) if self._bodies else (0, 0.0)
-        return nbytes / seconds if seconds else 0.0
+        seconds = sum(one.seconds for one in self._bodies)
+        return sum(one.nbytes for one in self._bodies) / seconds if seconds else 0.0
+
+    @property
+    def body_bytes(self) -> float:
+        """Mean size of the bodies; 0 if nothing was measured yet."""
+        return sum(one.nbytes for one in self._bodies) / len(self._bodies) if self._bodies else 0.0
 
 
 @dataclass(slots=True)

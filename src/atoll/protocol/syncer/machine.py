@@ -194,8 +194,8 @@ class Syncer:
             case fx.StoodStill(seconds):
                 self.liveness.stood_still(now, seconds)
                 self.peers.put_off(now, seconds)
-            case fx.RelayMeasured():
-                pass
+            case fx.RelayMeasured(learners, up_rate, down_rate):
+                self.members.note_relay_rates(learners, up_rate, down_rate)
             case Tick():
                 pass
 
