@@ -21,7 +21,7 @@ from aiohttp import web
 
 from atoll.config import convert
 from atoll.fabric.control import ControlServer
-from atoll.fabric.intake import Intake
+from atoll.fabric.intake import Intake, ReceivedBody
 from atoll.fabric.wire import decode_from_learner, encode
 from atoll.protocol import messages
 from atoll.protocol.settings import Settings
@@ -79,10 +79,10 @@ class Recorder:
             kept.append({"from": "syncer", "frame": data.hex()})
             await send(control, socket, data)
 
-        async def came(intake: Intake, request: web.Request, learner: str, key: Any, into: memoryview) -> str:
-            mark = await receive(intake, request, learner, key, into)
-            kept.append({"from": "learner", "put": request.path, "digest": mark, "body": bytes(into).hex()})
-            return mark
+        async def came(intake: Intake, request: web.Request, learner: str, key: Any, into: memoryview) -> ReceivedBody:
+            received = await receive(intake, request, learner, key, into)
+            kept.append({"from": "learner", "put": request.path, "digest": received.digest, "body": bytes(into).hex()})
+            return received
 
         ControlServer._frame, ControlServer._send, Intake.receive = heard, said, came  # type: ignore[method-assign]
 
