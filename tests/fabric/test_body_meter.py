@@ -200,7 +200,8 @@ async def test_a_receiver_that_says_nothing_leaves_the_time_to_its_answer(
         given = ("learner-0", "s0", 5, 1, memoryview(BODY), compute_digest(BODY), WAIT_S)
         sent = await link.put_contribution(*given)
     assert sent.received_s is None
-    assert len(BODY) / sent.seconds(latency_s=0.1) == pytest.approx(carried.rate, rel=0.15)
+    # What the syncer does before it answers counts too: this is a bound.
+    assert 0.4 * carried.rate < len(BODY) / sent.seconds(latency_s=0.1) < 1.15 * carried.rate
 
 
 @pytest.mark.parametrize("header", ["-1.0", "nan", "inf", "1e9", "soon", "1.0" + "0" * 400])
