@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from tests.courier.conftest import committed_as_held
 from tests.courier.test_body import place as plain_place
+from tests.fabric.narrow_link import ObservedLink
 
 from atoll.chaos.tcp_relay import TcpRelay
 from atoll.config import Outer
@@ -131,10 +132,9 @@ class NarrowPlace:
         self.events.put_nowait(event)
 
     def limit(self, rate: float) -> None:
-        self.lines[0].limit(rate)
-        for line in self.lines[1:]:
-            assert self.lines[0].up is not None and self.lines[0].down is not None
-            line.share(self.lines[0].up, self.lines[0].down)
+        self.up, self.down = ObservedLink(rate), ObservedLink(rate)
+        for line in self.lines:
+            line.share(self.up, self.down)
 
     async def close(self) -> None:
         self.bodies.close()
@@ -159,6 +159,7 @@ class NarrowPlace:
 
     async def fetch(self) -> fx.Fetched:
         """Fetch, adopt, and check that what is said comes in order."""
+        self.down.begin()
         self.bodies.fetch(0)
         assert isinstance(await self.told(), fx.Arriving)
         fetched = await self.told()
@@ -186,9 +187,9 @@ async def narrow(shards: int = 1, version_codec: str = "fp32") -> AsyncIterator[
 async def test_every_version_tells_the_rate_of_the_way_down(shards: int) -> None:
     async with narrow(shards) as here:
         fetched = await here.fetch()
-        assert fetched.nbytes / fetched.seconds == pytest.approx(RATE, rel=0.15)
+        assert fetched.nbytes / fetched.seconds == pytest.approx(here.down.rate, rel=0.15)
         assert 0.8 * FRAGMENT_BYTES < fetched.nbytes < FRAGMENT_BYTES and 0 < fetched.latency_s < fetched.seconds
-        assert here.ways.down.bytes_per_s == pytest.approx(RATE, rel=0.15)
+        assert here.ways.down.bytes_per_s == pytest.approx(here.down.rate, rel=0.15)
         assert here.ways.latency_s == fetched.latency_s
 
 
@@ -200,7 +201,7 @@ async def test_encoded_steps_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> Non
         here.limit(RATE)
         fetched = await here.fetch()
         assert fetched.nbytes < FRAGMENT_BYTES / 2, "steps came"
-        assert fetched.nbytes / fetched.seconds == pytest.approx(RATE, rel=0.15)
+        assert fetched.nbytes / fetched.seconds == pytest.approx(here.down.rate, rel=0.15)
         assert here.box.base(0).tobytes() == committed_as_held(here.servers[0].parameters, 0).tobytes()
 
 
@@ -265,6 +266,7 @@ async def test_a_version_that_does_not_come_is_no_word_of_a_free_way() -> None:
 async def test_every_answer_tells_the_rate_of_the_way_up(shards: int) -> None:
     async with narrow(shards) as here:
         await here.fetch()
+        here.up.begin()
         slot = here.bodies.outgoing.take_slot(urgent=True)
         assert slot is not None
         here.box.outgoing(slot, 0)[:] = 0.5
@@ -273,8 +275,8 @@ async def test_every_answer_tells_the_rate_of_the_way_up(shards: int) -> None:
         uploaded = await here.told()
         assert isinstance(uploaded, fx.Uploaded) and uploaded.nbytes == FRAGMENT_BYTES
         # Two shards receive at the same time, each half the rate of the link that they share.
-        assert uploaded.nbytes / uploaded.seconds == pytest.approx(RATE, rel=0.15)
-        assert here.ways.up.bytes_per_s == pytest.approx(RATE, rel=0.15)
+        assert uploaded.nbytes / uploaded.seconds == pytest.approx(here.up.rate, rel=0.15)
+        assert here.ways.up.bytes_per_s == pytest.approx(here.up.rate, rel=0.15)
 
 
 async def test_encoding_that_takes_longer_than_the_link_is_what_an_answer_takes(
