@@ -697,7 +697,7 @@ def sum_by_gloo(elements: int, learners: int) -> list[float]:
 
 def describe_ours(run: FinishedRun, bodies: BodySizes, options: argparse.Namespace, *, limited: bool) -> dict[str, Any]:
     rounds = select_kinds(run.events, "round")
-    kept = rounds[WARM_UP:-H]
+    kept = figures.select_settled(rounds, WARM_UP, H)
     since = [member["since"] for event in kept for member in event["members"] if member["since"] is not None]
     held = sorted(spent for one in run.held.values() for spent in one["held"][WARM_UP:])
     told = {
