@@ -66,9 +66,13 @@ START_S = 300.0
 """Seconds that a syncer may take to start: on a fresh checkout it compiles its kernels first."""
 LOOK_S = 0.25
 """Time between two samples of the links, and two looks at the schedule."""
+LEAST_S = 10.0
+"""Seconds that every learner trains at least before a run is ended by the clock."""
 CROSSED = 0.9
 """Least share of its contributions' bytes that must have crossed a link."""
 TOO_FAST = 1.05
+CHECKS = 3
+"""Tries of a link to carry its rate before a row."""
 
 NARROW = "--only ours --parameters 20e6 --step 0.2 --steps 480 --delay 0.04 --limit-from joined"
 INT4 = "--codec int4 --version-codec int4"
@@ -209,8 +213,9 @@ class LinkDriver:
     learners: int
     then: Sequence[RateChange] = ()
     cuts: Sequence[PlannedCut] = ()
-    seconds: float | None = None
-    """The run is ended so long after every learner trains; None: it has a budget of its own."""
+    end_at: float | None = None
+    """Moment (wall clock) at which the run is ended, but not before every learner has trained for LEAST_S; None: it has
+    a budget of its own."""
     run: LocalRun | None = None
     status: RunStatus | None = None
     all_train_at: float | None = None
@@ -262,9 +267,9 @@ class LinkDriver:
         self.outages.append(Outage(f"learner-{cut.learner}", began, time.time()))
 
     def _end_in_time(self) -> None:
-        if self.seconds is None or self.all_train_at is None or self.ended_at is not None:
+        if self.end_at is None or self.all_train_at is None or self.ended_at is not None:
             return
-        if time.time() - self.all_train_at >= self.seconds and self.run is not None:
+        if time.time() >= max(self.end_at, self.all_train_at + LEAST_S) and self.run is not None:
             self.ended_at = time.time()
             self.run.request_end("its minutes are over")
 
@@ -488,9 +493,13 @@ def check_links(options: argparse.Namespace) -> list[dict[str, Any]]:
     rates |= {change.mbit * 1e6 / 8 for change in options.then}
     found = []
     for rate in sorted(rates):
-        check = asyncio.run(check_link(rate, options.delay))
-        say(check.describe())
-        if not check.holds:
+        # A machine that is busy for a moment is asked again; one that stays busy measures nothing.
+        for _ in range(CHECKS):
+            check = asyncio.run(check_link(rate, options.delay))
+            say(check.describe())
+            if check.holds:
+                break
+        else:
             raise SystemExit("that is not within 5 % of the rate it was set to")
         found.append(check.to_dict())
     return found
@@ -532,7 +541,7 @@ def compare_losses(options: argparse.Namespace) -> dict[str, Any]:
             say(f"seed {seed} {name:7} loss {row['loss']:.4f}, overlap {row['overlap']['median']}")
             if links is None:
                 bodies = sizes_of_plan(run, options)
-                rates = choose_rates(options, bodies, row["step_s"])
+                rates = choose_rates(options, bodies, row["step_s"], int(run.summary["settings"]["fragments"]))
                 mbit = (rates[0].up or 0.0) * 8e-6
                 say(f"links of {mbit:.2f} Mbit/s: {options.load:.0%} is asked of them")
     losses = {name: mean(row["loss"] for row in rows.values()) for name, rows in found.items()}
@@ -545,9 +554,9 @@ def sizes_of_plan(run: FinishedRun, options: argparse.Namespace) -> BodySizes:
     return BodySizes.of_fragment(elements, options.codec, options.version_codec)
 
 
-def choose_rates(options: argparse.Namespace, bodies: BodySizes, step_s: float) -> list[Rates]:
+def choose_rates(options: argparse.Namespace, bodies: BodySizes, step_s: float, fragments: int) -> list[Rates]:
     """Return rates at which the busier direction is asked for `--load` of what it carries."""
-    round_s = step_s * options.sync_every / FRAGMENTS
+    round_s = step_s * options.sync_every / fragments
     rate = max(bodies) / round_s / options.load
     return [Rates(rate, rate)] * options.learners
 
@@ -557,7 +566,8 @@ def describe_real(run: FinishedRun, rates: Sequence[Rates] | None, delay_s: floa
     rounds = select_paced_rounds(run.events)
     if not rounds:
         raise SystemExit("not one round was committed: there is nothing to tell")
-    settled = figures.select_settled(rounds, 3 * FRAGMENTS, FRAGMENTS)
+    sync_every, fragments = (int(run.summary["settings"][key]) for key in ("sync_every", "fragments"))
+    settled = figures.select_settled(rounds, 3 * fragments, fragments)
     first, last = settled[0], settled[-1]
     steps = [
         (later["t"] - earlier["t"]) / (last["at"] - first["at"])
@@ -579,16 +589,15 @@ def describe_real(run: FinishedRun, rates: Sequence[Rates] | None, delay_s: floa
             rates[0], delay_s, bodies, step_s, figures.measure_merge_s(run.events), run.disk_s
         )
         row["floors"] = {"all": floor.to_dict()}
-        sync_every = run.summary["settings"]["sync_every"]
-        row["load"] = figures.compute_load(rates[0], bodies, step_s, sync_every, FRAGMENTS)
+        row["load"] = figures.compute_load(rates[0], bodies, step_s, sync_every, fragments)
         row |= describe_use(run, rates, bodies, settled)
     return row
 
 
 # ---- four learners on one GPU ----------------------------------------------------------------------------------------
 
-JOIN_S = 90.0
-"""Seconds of each run's minutes that starting, joining and the end may take."""
+END_S = 40.0
+"""Seconds of each run's minutes that its end may take: a cycle of rounds that nothing paces, over the same links."""
 
 
 def compare_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
@@ -602,16 +611,16 @@ def compare_on_gpu(options: argparse.Namespace) -> dict[str, Any]:
     # Twice as many as there are, one way: bodies go both ways.
     carried = asyncio.run(check_several(options.rates[0].up, options.delay, 2 * options.learners))
     say(f"{2 * options.learners} links at once carry {', '.join(f'{one:.1f}' for one in carried)} Mbit/s")
-    if any(abs(one * 1e6 / 8 / options.rates[0].up - 1) > 0.05 for one in carried):
+    if gpu and any(abs(one * 1e6 / 8 / options.rates[0].up - 1) > 0.05 for one in carried):
         raise SystemExit("that is not within 5 % of the rate they were set to")
     found: dict[str, Any] = {"depth": depth, "batch": batch, "block": block, "links_at_once_mbit": carried}
     bodies = BodySizes(1, 1)
     started = time.monotonic()
     for left, name in ((2, "without"), (1, "with")):
         share_s = (60 * options.minutes - (time.monotonic() - started)) / left
-        seconds = max(share_s - (JOIN_S if gpu else 15.0), 10.0)
+        end_at = time.time() + share_s - END_S
         links = Links(options.rates, options.delay, limited=False) if name == "with" else None
-        driver = LinkDriver(links, options.learners, seconds=seconds)
+        driver = LinkDriver(links, options.learners, end_at=end_at)
         with tempfile.TemporaryDirectory(dir=os.environ.get("ATOLL_SCRATCH")) as scratch:
             words = (make_document(options), driver, Path(scratch), bodies.down)
             run = asyncio.run(run_ours(*words, script=[str(HERE / "real_learner.py")]))
@@ -688,7 +697,7 @@ def sum_by_gloo(elements: int, learners: int) -> list[float]:
 
 def describe_ours(run: FinishedRun, bodies: BodySizes, options: argparse.Namespace, *, limited: bool) -> dict[str, Any]:
     rounds = select_kinds(run.events, "round")
-    kept = rounds[WARM_UP:-H]
+    kept = figures.select_settled(rounds, WARM_UP, H)
     since = [member["since"] for event in kept for member in event["members"] if member["since"] is not None]
     held = sorted(spent for one in run.held.values() for spent in one["held"][WARM_UP:])
     told = {
