@@ -307,6 +307,17 @@ class Finished(Fact, frozen=True):
     reason: str
 
 
+class RelayMeasured(Fact, frozen=True):
+    """Event: these learners share the link of a relay, which carries so much."""
+
+    learners: tuple[str, ...]
+    """Learners that are connected through the relay."""
+    up_rate: float
+    """Bytes per second from the relay to the syncer; 0: not measured yet."""
+    down_rate: float
+    """Bytes per second from the syncer to the relay; 0: not measured yet."""
+
+
 SyncerEvent = (
     Greeted
     | Received
@@ -327,6 +338,7 @@ SyncerEvent = (
     | EndAsked
     | Over
     | PullsSent
+    | RelayMeasured
     | StoodStill
     | Tick
 )

@@ -194,6 +194,8 @@ class Syncer:
             case fx.StoodStill(seconds):
                 self.liveness.stood_still(now, seconds)
                 self.peers.put_off(now, seconds)
+            case fx.RelayMeasured(learners, up_rate, down_rate):
+                self.members.take_relay_rates(learners, up_rate, down_rate)
             case Tick():
                 pass
 

@@ -258,6 +258,8 @@ class Membership:
         learner.offer = learner.aims = -1
         learner.stalled = False
         learner.share = 1.0  # it may have another link now, and its welcome told it of no share
+        # It may come without its relay now; a relay tells its rates again.
+        learner.up_rates, learner.down_rates = (learner.up_rates[0], 0.0), (learner.down_rates[0], 0.0)
 
     def restart_learner(self, now: float, learner: KnownLearner) -> None:
         """The same process starts over as a new incarnation (quarantine)."""
@@ -295,6 +297,12 @@ class Membership:
         learner.dropped, learner.position = progress.dropped, progress.position
         learner.up_rates = (max(0.0, progress.up_rate), learner.up_rates[1])
         learner.down_rates = (max(0.0, progress.down_rate), learner.down_rates[1])
+
+    def take_relay_rates(self, names: Sequence[str], up_rate: float, down_rate: float) -> None:
+        """Take in what the link of a relay carries, for the learners that come through it."""
+        for learner in [self.learners[name] for name in names if name in self.learners]:
+            learner.up_rates = (learner.up_rates[0], max(0.0, up_rate))
+            learner.down_rates = (learner.down_rates[0], max(0.0, down_rate))
 
     # These are asked at every event: they repeat the tests of `KnownLearner.live` and `connected` to save the calls.
 
