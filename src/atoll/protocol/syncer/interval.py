@@ -120,7 +120,7 @@ class RoundInterval:
         """Measure a round that was committed; return the steps from one round to the next from now on. `overlap`: the
         95th percentile of the last two cycles."""
         settings, step_s = self._state.settings, self._state.members.step_s()
-        if self._state.draining or round_.attempt > 1 or step_s is None:
+        if self._state.draining or round_.attempt > 1 or not step_s:  # 0: all reports so far came in one burst
             return self.steps
         self._round_s.append(max(0.0, now - round_.frozen_at))
         self.merging_s.add(now - round_.merging_at)
