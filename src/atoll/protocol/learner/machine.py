@@ -395,6 +395,7 @@ class LearnerMachine:
             self._seeking.stop_seeking("the run ends: no peer's inner optimizer is needed any more")
             self._orders.pending.clear()
             self._do(fx.Stop(reason))
+            self._fetch_missing()  # with a share of the rounds it had passed some versions over
 
     def _lose_connection(self, reason: str) -> None:
         is_news = self._connection.note_lost(reason)

@@ -7,8 +7,8 @@ An asynchronous round closes when all five hold:
    step since it last declined this fragment (`KnownLearner.is_ready`). A learner is *stepping* if it is live and its
    training loop has not ended. If fewer than K learners step for `patience_s`, as many as there are suffice
    (`lowered_quorum`). If the round has been due for max(`patience_s`, `stalled_after_s`, 8 steps of the slowest
-   stepping learner), those that are ready suffice for it (`overdue_at`). However slow that one is, its step counts for
-   at most 16 of the median learner's (`longest_stall_s`).
+   stepping learner), those that are ready suffice for it (`overdue_at`), with or without a turn. However slow that
+   learner is, its step counts for at most 16 of the median learner's (`longest_stall_s`).
 2. Pace: H/P steps of the median learner since the last turn was due; at most one such interval, or one step, is
    carried over (`Pace`). The interval is longer where links, merge or disk carry less (`RoundInterval`). A round is due
    only in its turn: no earlier round gathers.
@@ -47,6 +47,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.protocol import schedule
+from atoll.protocol.messages import RoundShare
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average
 from atoll.protocol.syncer.budget import Alone, believed_rate
@@ -120,11 +121,23 @@ class RoundClosing:
         if changed:
             self._names = names
             self.pace.set_members({one.name: one.t for one in stepping}, now)
+            self._give_full_shares(stepping)
         if len(stepping) >= self.state.settings.quorum:
             self._short_since = None
         elif self._short_since is None:
             self._short_since = now
         return changed
+
+    def _give_full_shares(self, stepping: list[KnownLearner]) -> None:
+        """Let all take part in every round if no learner with a wider link is left: shares follow from commits, and no
+        round would be committed without a learner that has a turn in it."""
+        if any(one.share == 1.0 for one in stepping):
+            return
+        reason = "no learner with a wider link trains any more: it takes part in every round"
+        for one in stepping:
+            one.share = 1.0
+            self.state.out.send(one.name, RoundShare(share=1.0, reason=reason))
+            self.state.out.note("share", f"{one.name}: {reason}", one, share=1.0)
 
     def count_steps(self, now: float, learner: KnownLearner) -> None:
         """It has reported its steps. A synchronous run's step follows from its rounds alone."""
@@ -150,7 +163,7 @@ class RoundClosing:
 
     def without_turn(self, round_: Round) -> list[KnownLearner]:
         """Return the learners that have no part in this round, since their links carry only a share of the rounds."""
-        if self.state.draining or self.state.settings.synchronous:
+        if self.state.draining or self.state.settings.synchronous or round_.overdue:
             return []
         stepping = self.state.members.stepping_learners()
         return [one for one in stepping if one.share < 1.0 and not round_.has_seat(one.name)]
@@ -162,9 +175,9 @@ class RoundClosing:
             return self.has_last_steps(one, round_.fragment)
         if self.state.settings.synchronous:
             return one.offers_from <= round_.number <= one.offer
-        if round_.has_seat(one.name) or one.share < 1.0:
-            return round_.has_seat(one.name) and round_.seats[one.name].state == "given"
-        return one.is_ready(round_.fragment)
+        if round_.has_seat(one.name):
+            return round_.seats[one.name].state == "given"
+        return (one.share == 1.0 or round_.overdue) and one.is_ready(round_.fragment)
 
     def has_last_steps(self, one: KnownLearner, fragment: int) -> bool:
         """Its training loop has ended, and it can be asked for what is left of this fragment."""
@@ -245,6 +258,7 @@ class RoundClosing:
             until = overdue_at(round_.due_at, self.state.members.longest_stall_s(), settings)
             wakes.append(until)
             if now >= until:
+                round_.overdue = True
                 return max(1, min(quorum, ready))
         if self._short_since is not None:
             until = self._short_since + settings.patience_s

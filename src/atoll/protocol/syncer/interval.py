@@ -88,6 +88,8 @@ class RoundInterval:
         self._told_h = float(state.settings.sync_every)
         self._round_s: deque[float] = deque(maxlen=COMMITS)
         """Seconds from freezing to commit."""
+        self._near_s = 0.0
+        """Ways that need no more than this for one round set the pace: their learners take part in every round."""
 
     def start_anew(self) -> None:
         """H, τ or adoption have changed: what links carry has not, but rounds under way were those of another H."""
@@ -118,7 +120,7 @@ class RoundInterval:
         """Measure a round that was committed; return the steps from one round to the next from now on. `overlap`: the
         95th percentile of the last two cycles."""
         settings, step_s = self._state.settings, self._state.members.step_s()
-        if self._state.draining or round_.attempt > 1 or step_s is None:
+        if self._state.draining or round_.attempt > 1 or not step_s:  # 0: all reports so far came in one burst
             return self.steps
         self._round_s.append(max(0.0, now - round_.frozen_at))
         self.merging_s.add(now - round_.merging_at)
@@ -178,7 +180,8 @@ class RoundInterval:
         if not ways:
             return merge
         middle_s = ways[(len(ways) - 1) // 2].seconds  # of two in the middle, the wider one
-        near = [way for way in ways if way.seconds <= NEAR * middle_s]
+        self._near_s = NEAR * middle_s
+        near = [way for way in ways if way.seconds <= self._near_s]
         return max(merge, near[-1], key=_seconds)
 
     def _narrower_way(self, learner: KnownLearner) -> Narrowest:
@@ -200,8 +203,8 @@ class RoundInterval:
         for learner in self._state.members.stepping_learners():
             way = self._narrower_way(learner)
             carried = interval_s / (HEADROOM * way.seconds) if way.seconds else 1.0
-            share = _round_share(carried, least)
-            if share > learner.share:
+            share = 1.0 if way.seconds <= self._near_s else _round_share(carried, least)
+            if share > learner.share and way.seconds > self._near_s:
                 share = max(learner.share, _round_share(carried / RISES_AT, least))
             if share != learner.share:
                 learner.share = share
@@ -221,7 +224,7 @@ def _seconds(part: Narrowest) -> float:
 
 def _round_share(carried: float, least: float) -> float:
     """Share of the rounds for a link that carries so many of them: 1, so many eighths, or 1/n below 1/8."""
-    if carried >= 1 / NEAR:
+    if carried >= 1 / HEADROOM:
         return 1.0
     if carried >= 1 / EIGHTHS:
         return floor(EIGHTHS * carried) / EIGHTHS

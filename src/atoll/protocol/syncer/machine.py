@@ -195,7 +195,7 @@ class Syncer:
                 self.liveness.stood_still(now, seconds)
                 self.peers.put_off(now, seconds)
             case fx.RelayMeasured(learners, up_rate, down_rate):
-                self.members.note_relay_rates(learners, up_rate, down_rate)
+                self.members.take_relay_rates(learners, up_rate, down_rate)
             case Tick():
                 pass
 
@@ -263,7 +263,8 @@ class Syncer:
             case fx.Delivered(name, given):
                 learner, round_ = self._find_connected(name), self.state.open_rounds.get(given.round)
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
-                return taken and not given.probe and round_ is not None and bool(round_.asked)
+                pulls = round_ is not None and round_.stage == "pulling" and bool(round_.asked)
+                return taken and not given.probe and pulls
             case _:
                 return False
 

@@ -258,6 +258,7 @@ class Membership:
         learner.offer = learner.aims = -1
         learner.stalled = False
         learner.share = 1.0  # it may have another link now, and its welcome told it of no share
+        # It may come without its relay now; a relay tells its rates again.
         learner.up_rates, learner.down_rates = (learner.up_rates[0], 0.0), (learner.down_rates[0], 0.0)
 
     def restart_learner(self, now: float, learner: KnownLearner) -> None:
@@ -297,8 +298,8 @@ class Membership:
         learner.up_rates = (max(0.0, progress.up_rate), learner.up_rates[1])
         learner.down_rates = (max(0.0, progress.down_rate), learner.down_rates[1])
 
-    def note_relay_rates(self, names: Sequence[str], up_rate: float, down_rate: float) -> None:
-        """Take in what the link between a relay and the syncer carries: these learners share it."""
+    def take_relay_rates(self, names: Sequence[str], up_rate: float, down_rate: float) -> None:
+        """Take in what the link of a relay carries, for the learners that come through it."""
         for learner in [self.learners[name] for name in names if name in self.learners]:
             learner.up_rates = (learner.up_rates[0], max(0.0, up_rate))
             learner.down_rates = (learner.down_rates[0], max(0.0, down_rate))

@@ -160,7 +160,7 @@ class Rounds:
     def _next_turn(self, learner: KnownLearner) -> int | None:
         """Return the round of its share that its contribution would be just in time for, or None if none is near."""
         settings, step_s = self.state.settings, self.state.members.step_s()
-        if step_s is None:
+        if not step_s:
             return None
         first, busy = self.state.gathering_round, {round_.fragment for round_ in self._gathering_or_under_way()}
         lead = ceil(self.interval.lead_s(learner) / (self.interval.steps * step_s))

@@ -94,6 +94,8 @@ class Round:
     due_at: float | None = None
     on_time: frozenset[str] | None = None
     """Who was ready when the grace window opened."""
+    overdue: bool = False
+    """Whether it was due for so long that every learner that is ready takes part, with or without a turn."""
     frozen_at: float = 0.0
     answered_at: float = 0.0
     """When the last contribution came; misses do not count, or each would stretch the next deadline."""
@@ -145,6 +147,7 @@ class Round:
         self.enter_stage("gathering")
         self.attempt, self.gave_before = self.attempt + 1, len(self.given)
         self.opened_at, self.due_at, self.quorum_at, self.on_time = now, now, None, None
+        self.overdue = False
         self.seats = {}
 
 
