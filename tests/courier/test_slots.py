@@ -57,7 +57,7 @@ def test_a_copy_that_was_not_sent_is_free_once_dropped() -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_copy_that_went_out_is_kept_also_where_its_step_is_copied_again(named: bool) -> None:
-    """As a slow learner does for two rounds of one fragment. The second copy had taken the place of the first, whose
+    """A slow learner may do so for two rounds of one fragment. The second copy had taken the place of the first, whose
     version then overwrote the model, or was adopted from a slot that was free again."""
     slots = OutgoingSlots([0, 1, 2])
     first = made(slots, 0, 1)
