@@ -55,6 +55,35 @@ def test_a_copy_that_was_not_sent_is_free_once_dropped() -> None:
     assert slots.free == [0] and not slots.copies and not slots.counters
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_copy_that_went_out_is_kept_also_where_its_step_is_copied_again(named: bool) -> None:
+    """A slow learner may do so for two rounds of one fragment. The second copy had taken the place of the first, whose
+    version then overwrote the model, or was adopted from a slot that was free again."""
+    slots = OutgoingSlots([0, 1, 2])
+    first = made(slots, 0, 1)
+    slots.send(0)
+    if named:
+        assert slots.name(0, 1) == (first, 1, 10)
+    second = made(slots, 0, 1)
+    assert second in slots.free and first not in slots.free
+    made(slots, 0, 2)
+    slots.drop(0, 1)
+    assert slots.name(0, 1) == (first, 1, 10)
+    slots.adopted(0)
+    slots.drop(0, 2)
+    assert sorted(slots.free) == [0, 1, 2] and not slots.copies
+
+
+def test_a_copy_that_was_of_no_more_use_is_sent_again_once_its_step_is_copied_again() -> None:
+    slots = OutgoingSlots([0, 1])
+    first = made(slots, 0, 1)
+    slots.send(0)
+    slots.drop(0, 1)
+    assert slots.send(0) is None
+    made(slots, 0, 1)
+    assert slots.send(0) == (first, 1)
+
+
 def test_a_copy_that_went_out_is_kept_for_carry_until_its_fragment_is_adopted() -> None:
     slots = OutgoingSlots([0, 1])
     slot = made(slots, 0, 1)

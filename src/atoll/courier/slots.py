@@ -89,10 +89,17 @@ class OutgoingSlots:
         return self.count > slot
 
     def add_copy(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
-        if (fragment, t) in self.copies:
-            self._release((fragment, t))
-        self.copies[fragment, t] = slot
-        self.counters[fragment, t] = (steps, tokens)
+        key = (fragment, t)
+        if key in self._sent or key in self._named:
+            # A slow learner may copy a fragment twice at one step, for two of its rounds. The copy that went out stays
+            # in its slot: an adoption will subtract it there.
+            self._dropped.discard(key)
+            self.free.append(slot)
+            return
+        if key in self.copies:
+            self._release(key)
+        self.copies[key] = slot
+        self.counters[key] = (steps, tokens)
 
     def send(self, fragment: int) -> tuple[int, int] | None:
         """Slot and step of the fragment's newest copy, which goes out now; None when it had to give way."""

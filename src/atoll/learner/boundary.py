@@ -77,10 +77,10 @@ class Boundary:
         *,
         is_base: bool = True,
     ) -> None:
-        """`moments`: where they are shared. `prepare`: of a learner of several ranks, called before its parameters are
-        read or written; then all ranks adopt what they are told at the same step, and wait for it if need be.
-        `note_adopted`: told the names of what was written to.
-        `is_base`: not of a newcomer's parameters, which are replaced before they are trained: writing them takes as
+        """`moments`: the optimizer's, if shared. `prepare`: called before parameters of a learner of several
+        ranks are read or written; its ranks then adopt orders at the same step, and wait for each other if need be.
+        `note_adopted`: called with the names of the parameters that were written. `is_base`: whether the model's
+        parameters are written as the base. A newcomer's are replaced before they are trained, and writing them takes as
         long as fetching the run's."""
         self.settings, self._moments = settings, moments
         self._prepare: Callable[[], None] = prepare or (lambda: None)
@@ -98,20 +98,20 @@ class Boundary:
         self._total = 0
         self._position = -1
         self.epoch = 0
-        """How many times it was told to forget."""
+        """Number of orders to forget so far."""
         self._reads: dict[int, ReadOrder] = {}
         self._copying: list[tuple[DeviceCopy, CopyMade]] = []
         self._telling = threading.Lock()
-        """Held by whoever takes copies from that list: they are told in order."""
+        """Held while copies are taken from that list, so that the courier hears of them in order."""
         self._awaited: queue.SimpleQueue[DeviceCopy | None] = queue.SimpleQueue()
         self._brought: dict[int, DeviceCopy] = {}
-        """By slot, versions that are brought before this process has taken the order to adopt them."""
+        """Versions that are brought before this process has taken the order to adopt them, keyed by slot."""
         self._arriving: list[tuple[DeviceCopy, AdoptOrder]] = []
         self._holds: dict[int, HoldOrder] = {}
         self._copied: dict[int, tuple[int, int]] = {}
-        """Per fragment, the step and the version at its last copy."""
+        """Step and version at the last copy of each fragment."""
         self._base_copies: dict[int, Future[None]] = {}
-        """Of fragments whose base a snapshot still copies."""
+        """Copies of bases that a snapshot has not finished, keyed by fragment."""
         for part in box.plan.fragments if is_base else ():
             for at, own in zip(part.offsets, self._own(part.index), strict=True):
                 values = own.detach().to("cpu", torch.float32).contiguous()
@@ -128,7 +128,7 @@ class Boundary:
         return make_offload(self._box, self._own)
 
     def take_base(self) -> None:
-        """What lies in shared memory is the base: the run's version 0, or what a cut kept."""
+        """Take the base from shared memory: the run's version 0, or the one that a cut kept."""
         self._offload.take_base()
 
     def hold_bases(self, copies: Sequence[Future[None]]) -> None:
@@ -176,8 +176,8 @@ class Boundary:
         self._tokens += tokens
 
     def add_tokens(self, tokens: int, *, of_this_life: bool) -> None:
-        """Of all ranks' last step, which are known later than the step. The step of a life that is over was made before
-        this one has the run's parameters: its tokens are dropped."""
+        """Add the tokens of all ranks' last step, which are known later than the step. If that step belongs to a life
+        that is over, it was made before this one had the run's parameters: its tokens are dropped."""
         self._total += tokens
         if of_this_life:
             self._tokens += tokens
@@ -223,7 +223,8 @@ class Boundary:
                 self._courier.send(SlotFreed(made.slot, incoming=False) if copy.failed else made)
 
     def _tell_copies(self) -> None:
-        """A thread: tells the courier as soon as a copy is there. The training thread meets errors of the device."""
+        """Run as a thread that tells the courier as soon as a copy is there. The training thread meets errors of the
+        device."""
         self._offload.enter_thread()
         with suppress(RuntimeError):
             while (under_way := self._awaited.get()) is not None:
@@ -231,7 +232,7 @@ class Boundary:
                 self.send_finished_copies()
 
     def _bring(self, order: AdoptOrder) -> None:
-        """By the thread that reads the courier's frames, before anybody else has this order."""
+        """Start to bring a version, in the thread that reads the courier's frames, before the order is passed on."""
         self._brought[order.slot] = self._start_bringing(order)
 
     def _start_bringing(self, order: AdoptOrder) -> DeviceCopy:
@@ -303,7 +304,7 @@ class Boundary:
         blend: float = 0.0,
         read: list[torch.Tensor] | None = None,
     ) -> None:
-        """Into the model."""
+        """Write a version into the model by a rule of adoption."""
         own = self._own(fragment)
         adopt(own, new, rule, blend=blend, read=read)
         if held := self._buffers[fragment]:  # taken as they are: carried on, a variance could fall below zero
@@ -313,7 +314,7 @@ class Boundary:
     def _take_moments(self, order: AdoptOrder, steps: int) -> None:
         """Adopt the averaged moments that came with a version. The courier sends none with a carry that has no copy to
         subtract."""
-        assert self._moments is not None, "only who shares moments gets any"
+        assert self._moments is not None, "only learners that share moments get any"
         read = self._offload.outgoing_moments(order.fragment, order.minus) if order.rule == "carry" else None
         averaged = self._offload.arrived_moments(order.fragment, order.slot)
         self._moments.adopt(order.fragment, averaged, order.rule, blend=order.blend, read=read, steps=steps)
@@ -323,7 +324,7 @@ class Boundary:
         return any(hold.step <= t for hold in self._holds.values())
 
     def serve_orders(self, *, over: bool = False) -> None:
-        """Not training: everything that is due is served at once; after the last step (`over`) all of it is."""
+        """Serve every order that is due at once, outside of training; after the last step (`over`) serve all."""
         for transfer, order in self._arriving:
             transfer.wait()
             self._take(order)
@@ -334,11 +335,11 @@ class Boundary:
         self.settle()
 
     def _is_copied(self, fragment: int) -> bool:
-        """Whether another copy would hold what the last one does."""
+        """Return whether another copy would hold the same values as the last one."""
         return self._copied.get(fragment) == (self._t, int(self._box.adopted[fragment]))
 
     def load_base(self) -> None:
-        """The run's own values, with no steps of this learner's on top: what a finished run leaves in the model."""
+        """Write the run's own values into the model, without steps of this learner: a finished run leaves these."""
         self._prepare()
         for fragment in range(self._box.layout.fragments):
             if self._box.base_version[fragment] >= 0:
@@ -347,7 +348,7 @@ class Boundary:
     # ---- forgetting ---------------------------------------------------------------------------------------------
 
     def drop_orders(self) -> None:
-        """The courier that gave them is dead; the next one starts with every slot free and knows of no copy."""
+        """Drop the orders of a dead courier. The next one starts with every slot free and knows of no copy."""
         with self._telling:
             copying, self._copying = self._copying, []
         for transfer in [*(copy for copy, _ in [*copying, *self._arriving]), *self._brought.values()]:
@@ -370,7 +371,8 @@ class Boundary:
         self._offload.drop_copies()
 
     def _reset_to_base(self) -> None:
-        """Broken numbers are gone at once: steps on what is left of them would break the fresh optimizer again."""
+        """Write the base into the model, so that broken numbers are gone at once: steps on them would break the fresh
+        optimizer again."""
         self._prepare()
         for fragment in range(self._box.layout.fragments):
             self._write(fragment, self._offload.base(fragment))
@@ -395,7 +397,7 @@ def adopt(
     blend: float = 0.0,
     read: list[torch.Tensor] | None = None,
 ) -> None:
-    """In place, computed in fp32 whatever the parameters' type. A rank may hold nothing of a fragment."""
+    """Adopt a version in place, computed in fp32 for parameters of any type. A rank may hold nothing of a fragment."""
     if own:
         ADOPT.load(rule).adopt(own, new, blend=blend, read=read)
 

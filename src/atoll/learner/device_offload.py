@@ -2,7 +2,7 @@
 
 A copy is packed on the training stream, as in placement host. One thread, which alone touches base, rests and the
 stream out, then encodes t = (base − θ) + feedback there by the codecs of codecs.py, and the body travels into the
-outgoing slot. The courier digests and sends it. That thread also makes what was adopted the base, behind the copies
+outgoing slot. The courier digests and sends it. That thread also makes an adopted version the base, after the copies
 that were read before: so the training thread and its stream wait for neither.
 
 The base in shared memory stays what it is: versions that come as steps are applied to it, cuts hold it.
@@ -10,11 +10,11 @@ The base in shared memory stays what it is: versions that come as steps are appl
 A run that may carry keeps every copy as it was read, in the stage that it was packed into, so that its adoption can
 subtract it: θ ← Θ + (θ − θ_read). The stage is free again once the fragment is adopted, by whatever rule, or once
 another copy is ordered into the slot. An adoption names slot, fragment and step of its copy. If the slot does not hold
-exactly that copy any more, the adoption overwrites (boundary.py). What carry subtracts for a version without a copy of
-this learner is the base on the device.
+exactly that copy any more, the adoption overwrites (boundary.py). For a version without a copy of this learner, carry
+subtracts the base on the device.
 
 Bodies are those of placement host, bit for bit, although that one encodes at the pull and this one at the copy:
-- θ and base are those of the copy in both. A copy of another base than the model's is not sent, and what is adopted
+- θ and base are those of the copy in both. A copy of another base than the model's is not sent, and an adopted version
   becomes the base here before the next copy is read;
 - the feedback is the same. A merged answer settles (courier/feedback.py) before the version that holds it is handed
   over, so a copy on that version finds it settled; until then pulls are declined. Where feedback changes otherwise (a
@@ -51,14 +51,14 @@ from atoll.numerics.codec import Codec, body_nbytes, largest_body
 
 
 class Encoded(NamedTuple):
-    """What the encoding thread has queued: when it is done, and whether there was memory for it."""
+    """Work that the encoding thread has queued: the event at its end, and whether there was memory for it."""
 
     event: torch.cuda.Event
     made: bool = True
 
 
 class ThreadCopy:
-    """Work of the encoding thread: first queued, then done."""
+    """Copy, or other work, of the encoding thread: first queued, then done."""
 
     def __init__(self, queued: Future[Encoded], feedback: int = -1) -> None:
         self._queued, self.feedback = queued, feedback
@@ -78,7 +78,7 @@ class ThreadCopy:
 
 
 class NoCopy:
-    """There was no memory for what it would leave out."""
+    """Copy that was not made, because there was no memory for its values or for its rest."""
 
     failed = True
     feedback = -1
@@ -109,7 +109,8 @@ class CopyRests(NamedTuple):
 
 
 class DeviceRests:
-    """Who has which buffer. Decided by the training thread; read and written by the encoding thread, in that order."""
+    """Buffers of rests, and the copies that they belong to. The training thread assigns them; the encoding thread reads
+    and writes them, in that order."""
 
     def __init__(self, box: Mailbox, device: torch.device) -> None:
         self._box, self._device = box, device
@@ -118,13 +119,13 @@ class DeviceRests:
             torch.empty((count, box.layout.largest), dtype=torch.float32, device=device)
         )
         self._held: dict[int, tuple[torch.Tensor, int]] = {}
-        """By tag (`Mailbox.tag_rest`): a rest, and the step of the copy whose rest went with it."""
+        """Rest, and the step of the copy whose rest went with it, keyed by tag (`Mailbox.tag_rest`)."""
         self._in_slot: dict[int, int] = {}
-        """Slot → the tag of the copy in it."""
+        """Tag of the copy in each slot."""
 
     def plan_copy(self, fragment: int, slot: int, t: int) -> CopyRests | None:
-        """For the copy after step `t`, which takes the place of what was in the slot. None: there is no memory, or the
-        same copy was made with another feedback, and may be merged."""
+        """Return the buffers for the copy after step `t`, which replaces the one in the slot. None: there is no memory,
+        or the same copy was made with another feedback, and may be merged."""
         if not self._box.layout.feedback:
             return CopyRests()
         self._in_slot.pop(slot, None)
@@ -132,7 +133,7 @@ class DeviceRests:
         at, tag = self._box.feedback_for(fragment, t), self._box.tag_rest(fragment, t)
         feedback = self._held[self._box.tag_rest(fragment, at)][0] if at >= 0 else None
         if int(self._box.steps[fragment]) == 0:
-            return CopyRests(at, feedback)  # for a probe at most, which is never merged
+            return CopyRests(at, feedback)  # only a probe may ask for it, and no probe is merged
         if tag not in self._held:
             if (buffer := self._take_buffer()) is None:
                 return None
@@ -175,11 +176,11 @@ class DeviceOffload(StreamOffload):
         super().__init__(box, own, device)
         self._codec, self._keeps_copies = codec, keeps_copies
         self._kept: dict[int, KeptCopy] = {}
-        """By slot. Used by the training thread alone, like the stages."""
+        """Copy in each slot. Used by the training thread alone, like the stages."""
         self._stages_left = READ_STAGES
-        """Stages that may still be made without asking what is free."""
+        """Number of stages that may still be made without asking what is free."""
         self._delta: torch.Tensor | None = None
-        """Memory for Δ where θ is kept; the encoding thread's."""
+        """Memory for Δ if θ is kept. Used by the encoding thread alone."""
         first = box.layout.first_outgoing if keeps_copies else 0
         for stage in torch.empty((first, box.layout.largest), dtype=torch.float32, device=device):
             self._read_stages.append((stage, self._queued_training()))
@@ -193,7 +194,7 @@ class DeviceOffload(StreamOffload):
         self._thread = ThreadPoolExecutor(1, "atoll-encoder", self.enter_thread)
         self._thread.submit(self._load_kernels).result()
         self._based: dict[int, QueuedCopy] = {}
-        """By fragment, the work that wrote its base last."""
+        """Work that wrote the base of a fragment last, keyed by fragment."""
 
     def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
         assert moments is None, "a run that shares moments has placement host"
@@ -304,8 +305,8 @@ class DeviceOffload(StreamOffload):
         return Encoded(self._mark(self._out))
 
     def _load_kernels(self) -> None:
-        """They are loaded at their first use, and what they need besides is allocated then: now, not while a graph is
-        captured."""
+        """Load kernels now. At their first use they and their memory would be loaded too, but a graph may be captured
+        then."""
         largest = max(self._box.plan.fragments, key=lambda part: part.size)
         with self._torch.stream(self._out):
             self._base.zero_()

@@ -28,27 +28,27 @@ from atoll.numerics.moments import read_forms, read_moments
 from atoll.protocol.errors import ConfigError
 
 OwnPieces: TypeAlias = Callable[[int], list[torch.Tensor]]
-"""The model's own pieces of a fragment, as they lie on the device now."""
+"""Function that returns the model's own pieces of a fragment, as they lie on the device now."""
 
 
 class EncodedMoments(NamedTuple):
-    """A body of moments (numerics/moments.py): its first bytes in host memory, the others where the model is."""
+    """Body of moments (numerics/moments.py): its first bytes in host memory, the others on the model's device."""
 
     forms: list[int]
     data: torch.Tensor
 
 
 class DeviceCopy(Protocol):
-    """A copy under way."""
+    """Copy under way."""
 
     @property
     def failed(self) -> bool:
-        """Once it is done: there was no memory for it."""
+        """Whether there was no memory for the copy. Known once it is done."""
         ...
 
     @property
     def feedback(self) -> int:
-        """Of one that is encoded: the step of the copy whose rest went with it; −1: none."""
+        """Step of the copy whose rest this one was encoded with; −1: none, or it is not encoded."""
         ...
 
     def done(self) -> bool: ...
@@ -57,10 +57,10 @@ class DeviceCopy(Protocol):
 
 class Offload(Protocol):
     takes_time: bool
-    """Copies go on after `read` and `bring`, which other threads may wait for and (`bring`) start."""
+    """Whether copies go on after `read` and `bring` return. Other threads may wait for them, and may call `bring`."""
 
     def enter_thread(self) -> None:
-        """Called once by every other thread that waits for copies or starts them."""
+        """Prepare the calling thread, other than the training thread, to wait for copies or start them."""
         ...
 
     def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
@@ -72,26 +72,26 @@ class Offload(Protocol):
         ...
 
     def arrived_moments(self, fragment: int, slot: int) -> EncodedMoments:
-        """Of a slot that was brought with them. To be asked behind `arrived`."""
+        """Return the moments of a slot that was brought with them. Call it after `arrived`."""
         ...
 
     def outgoing_moments(self, fragment: int, slot: int) -> EncodedMoments: ...
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
-        """What `bring` brought, on the device, shaped like the pieces."""
+        """Return the values that `bring` brought, on the device, shaped like the pieces."""
         ...
 
     def release(self, fragment: int, slot: int) -> None:
-        """What `arrived` gave is adopted by work that has been queued: it is the base, and its memory may be used again
-        behind that."""
+        """Make the version that `arrived` returned the base, and free its memory once the queued work that adopts it is
+        done."""
         ...
 
     def take_base(self) -> None:
-        """The base in shared memory is whole, and was not made by adoptions: it is the base."""
+        """Take the base from shared memory. It is whole there, and was not made by adoptions."""
         ...
 
     def drop_copies(self) -> None:
-        """None that was made so far will be sent, but for those that were."""
+        """Drop all copies made so far: the courier sends none that it has not begun to send."""
         ...
 
     def outgoing(self, fragment: int, slot: int, t: int) -> list[torch.Tensor] | None:
@@ -110,7 +110,7 @@ class Offload(Protocol):
 
 
 class FinishedCopy:
-    """A copy that was made at once."""
+    """Copy that was made at once."""
 
     failed = False
     feedback = -1
@@ -123,7 +123,7 @@ class FinishedCopy:
 
 
 class SlotViews:
-    """The shared memory as tensors shaped like the pieces of a fragment; made when first asked for."""
+    """Tensors in the shared memory, shaped like the pieces of a fragment; made when first asked for."""
 
     def __init__(self, box: Mailbox) -> None:
         self._box = box
@@ -139,7 +139,7 @@ class SlotViews:
         return self._shaped("base", fragment, 0)
 
     def make_moments_room(self, slot: int, moments: EncodedMoments) -> torch.Tensor:
-        """Their forms are in an outgoing slot; where the bytes behind them go."""
+        """Write the forms into an outgoing slot, and return the memory for the bytes after them."""
         room, head = self._box.outgoing_moments(slot), len(moments.forms)
         room[:head] = moments.forms
         return torch.from_numpy(room[head : head + moments.data.numel()])
@@ -218,7 +218,7 @@ class CpuOffload:
 
 
 class StreamCopy:
-    """A copy on the side stream, marked by an event."""
+    """Copy on a side stream, marked by an event."""
 
     failed = False
     feedback = -1
@@ -233,7 +233,7 @@ class StreamCopy:
         self._event.synchronize()
 
     def hold_stream(self, stream: torch.cuda.Stream) -> None:
-        """What is queued there from now on comes behind the copy."""
+        """Make work queued on the stream from now on wait for the copy."""
         stream.wait_event(self._event)
 
 
@@ -242,13 +242,13 @@ class QueuedCopy(DeviceCopy, Protocol):
 
 
 READ_STAGES = 3
-"""Of copies on their way out, as large as the largest fragment each."""
+"""Most staging buffers for copies on their way out, each as large as the largest fragment."""
 RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""
 
 
 class StreamOffload:
-    """On CUDA. On the CPU, where streams are empty shells, its copies are made at once."""
+    """Offload on CUDA. On the CPU, where streams are empty shells, its copies are made at once."""
 
     takes_time = True
 
@@ -260,21 +260,21 @@ class StreamOffload:
         self._torch: Any = torch.cuda if self._on_cuda else torch.cpu
         self._views = SlotViews(box)
         self._locked: dict[int, npt.NDArray[np.uint8]] = {}
-        """Page-locked memory, by its first slot."""
+        """Page-locked memory, keyed by its first slot."""
         self._lock(0, box.layout.first_outgoing)
         self._lock(box.layout.most_outgoing, box.layout.first_incoming)
         self._out, self._in = self._torch.Stream(device), self._torch.Stream(device)
         self._read_stages: deque[tuple[torch.Tensor, QueuedCopy]] = deque()
-        """Used in turn, each with the copy behind which it may be written to again."""
+        """Stages that are used in turn, each with the copy after which it may be written to again."""
         self._hosts: dict[tuple[str, int, int], torch.Tensor] = {}
         self._shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
-        """By a stage's address and the fragment: making views takes longer than all the rest of a copy."""
+        """Views of a stage, keyed by its address and the fragment: making them takes longer than the copy itself."""
         self._stages: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
-        """By slot, what is on its way to the device or has arrived and waits; and when it is there."""
+        """Version that is on its way to the device, or waits there, and the event of its arrival, keyed by slot."""
         self._spare: list[tuple[torch.Tensor, list[QueuedCopy]]] = []
-        """With the work that still reads it."""
+        """Free stages for versions, each with the work that still reads it."""
         self._moments: dict[int, EncodedMoments] = {}
-        """By slot, those that are on their way to the device or have arrived."""
+        """Moments that are on their way to the device or have arrived, keyed by slot."""
 
     def read(self, fragment: int, slot: int, t: int, moments: EncodedMoments | None = None) -> DeviceCopy:
         stage, packed = self._pack(fragment)
@@ -292,7 +292,7 @@ class StreamOffload:
 
     @torch.no_grad()
     def _pack(self, fragment: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """The fragment as it is now in a stage, and when it is there."""
+        """Pack the fragment as it is now into a stage, and return that with the event at its end."""
         training = self._torch.current_stream(self._index)
         stage = self._take_read_stage(training)
         if own := self._own(fragment):
@@ -300,7 +300,7 @@ class StreamOffload:
         return stage, self._mark(training)
 
     def _take_read_stage(self, training: torch.cuda.Stream) -> torch.Tensor:
-        """Training does not wait for a copy that is on its way out where another stage is free, or may be made."""
+        """Return a stage to pack into. Training waits for a copy only if no stage is free or may be made."""
         if not self._has_read_stage():
             return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
         stage, copy = self._read_stages.popleft()
@@ -327,7 +327,7 @@ class StreamOffload:
         return StreamCopy(event)
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
-        """The caller's next work on the training stream may read it."""
+        """Return the version; the caller's next work on the training stream may read it."""
         stage, event = self._stages[slot]
         self._torch.current_stream(self._index).wait_event(event)
         return self._shaped(stage, fragment)
@@ -338,17 +338,17 @@ class StreamOffload:
         return found
 
     def outgoing_moments(self, fragment: int, slot: int) -> EncodedMoments:
-        """The slot is written again on a stream that waits for the caller's next work on the training stream."""
+        """Return the moments in a slot. The slot is written again on a stream that waits for the caller's next work."""
         forms, data = self._views.outgoing_moments(fragment, slot)
         return EncodedMoments(forms, data.to(self._device, non_blocking=True))
 
     def _keep_for(self, data: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Its memory is not given to anybody else before what is queued there is done."""
+        """Keep the memory from being reused before the work queued on the stream is done."""
         if self._on_cuda:
             data.record_stream(stream)
 
     def _shaped(self, stage: torch.Tensor, fragment: int) -> list[torch.Tensor]:
-        """Stages are never given back, so an address stays the one of its stage."""
+        """Return cached views. Stages are never given back, so an address stays that of its stage."""
         key = (stage.data_ptr(), fragment)
         if key not in self._shapes:
             self._shapes[key] = shaped(stage, self._box, fragment)
@@ -365,7 +365,7 @@ class StreamOffload:
         self._spare.append((stage, [self._queued_training()]))
 
     def _queued_training(self) -> StreamCopy:
-        """All that the training stream has to do so far."""
+        """Return a mark behind all work queued on the training stream so far."""
         return StreamCopy(self._mark(self._torch.current_stream(self._index)))
 
     def take_base(self) -> None:
@@ -375,7 +375,8 @@ class StreamOffload:
         pass
 
     def _stage(self, slot: int) -> torch.Tensor:
-        """As many as there are versions on their way at once, and no more: each is as large as the largest fragment."""
+        """Return a stage for a version. There are as many as versions on their way at once: each is as large as the
+        largest fragment."""
         if slot in self._stages:
             return self._stages.pop(slot)[0]
         if self._spare:
@@ -406,7 +407,7 @@ class StreamOffload:
             unlock_pages(memory)
 
     def _lock_if_new(self, index: int, is_later: bool) -> None:
-        """`is_later`: a slot that the courier reserved later."""
+        """Lock the pages of a slot that the courier reserved later (`is_later`)."""
         if is_later and index not in self._locked:
             self._lock(index, 1)
 
@@ -423,7 +424,7 @@ class StreamOffload:
 
 
 def lock_pages(memory: npt.NDArray[np.uint8]) -> bool:
-    """So that copies between it and the device need no help of the processor; without it they still work, slower."""
+    """Page-lock memory, so that the device copies it without the processor; unlocked, copies still work, but slower."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
         return True
     with suppress(OSError, AttributeError):
@@ -436,15 +437,17 @@ def unlock_pages(memory: npt.NDArray[np.uint8]) -> None:
 
 
 def ignore_graph_captures() -> None:
-    """By a thread that works beside training. While the training thread captures a CUDA graph, CUDA refuses waiting and
-    allocating to all threads, and breaks the capture, unless a thread says that its work is no part of it."""
+    """Declare that the calling thread's work is no part of a CUDA graph.
+
+    While the training thread captures a graph, CUDA refuses other threads to wait or allocate, and breaks the
+    capture, unless they declare that."""
     if torch.cuda.is_initialized():
         with suppress(OSError, AttributeError):
             _runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded, for calls that torch does not offer."""
+    """Return the CUDA runtime that torch has loaded, for calls that torch does not offer."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
@@ -454,7 +457,7 @@ def make_offload(box: Mailbox, own: OwnPieces) -> Offload:
 
 
 def find_device(own: OwnPieces, fragments: int = 1) -> torch.device:
-    """ConfigError: it is none of those that are known."""
+    """Return the device of the model. ConfigError: it is none of those that are known."""
     device = next((tensor.device for fragment in range(fragments) for tensor in own(fragment)), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"the model is on '{device}': Atoll moves fragments to and from cpu and cuda devices")

@@ -1,4 +1,4 @@
-"""Where a learner keeps the base and what its contributions left out, and so who encodes them.
+"""The placement of a learner's base and feedback, which decides whether its courier or its device encodes.
 
     host      in the memory that it shares with its courier, which encodes; the device holds a few staging buffers
     device    on the model's device, which encodes (device_offload.py); only bodies leave it
@@ -27,13 +27,13 @@ from atoll.protocol.settings import Settings
 PlacementWish = Literal["auto", "host", "device"]
 WISHES: tuple[PlacementWish, ...] = ("auto", "host", "device")
 SHARE = 4
-"""What is taken unasked is at most one part in so many of what is free."""
+"""Unasked, a learner takes at most one part in SHARE of the free memory."""
 
 
 class Placement(NamedTuple):
     on_device: bool
     text: str
-    """Why, and what it takes there. Empty: there was nothing to choose."""
+    """Reason for the choice, and the memory it takes. Empty: there was nothing to choose."""
 
 
 def choose_placement(
@@ -46,7 +46,7 @@ def choose_placement(
     replays: bool = False,
     ranks: bool = False,
 ) -> Placement:
-    """`free`: bytes of the device, where they are known. ConfigError: it cannot be as wished."""
+    """Return the placement of a learner. `free`: bytes of the device, if known. ConfigError: the wish cannot be met."""
     need = device_bytes(plan, settings)
     figures = f"{_mib(need)} of {device}" + ("" if free is None else f", where {_mib(free)} are free")
     if replays or (wish == "auto" and device.type != "cuda"):
@@ -79,7 +79,7 @@ def _describe(on_device: bool, reason: str, device: torch.device, plan: Fragment
 
 
 def staging_bytes(plan: FragmentPlan) -> int:
-    """In both placements: copies on their way out, and a version on its way in."""
+    """Return the bytes of staging in both placements: for copies on their way out and a version on its way in."""
     return (READ_STAGES + 1) * 4 * plan.largest
 
 
@@ -107,7 +107,7 @@ def is_affordable(need: int, free: int | None) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What torch could still allocate there."""
+    """Return the bytes that torch could still allocate on the device."""
     if device.type != "cuda":
         return available_bytes()
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
