@@ -149,26 +149,29 @@ class Rounds:
         if self.state.settings.synchronous or self.state.draining or self.state.changing_rounds:
             return
         for learner in self.state.members.stepping_learners():
-            if learner.share < 1.0 and not self._is_asked(learner) and (number := self._next_turn(learner)) is not None:
+            if learner.share < 1.0 and (number := self._next_turn(learner)) is not None:
                 self._ask_ahead(now, learner, number)
 
-    def _is_asked(self, learner: KnownLearner) -> bool:
-        """Whether an answer of this learner is on its way."""
+    def _count_asked(self, learner: KnownLearner) -> int:
+        """Count the answers of this learner that are on their way."""
         seats = (round_.seats.get(learner.name) for round_ in self.state.open_rounds.values())
-        return any(seat is not None and seat.state == "asked" for seat in seats)
+        return sum(seat is not None and seat.state == "asked" for seat in seats)
 
     def _next_turn(self, learner: KnownLearner) -> int | None:
-        """Return the round of its share that its contribution would be just in time for, or None if none is near."""
+        """Return the round of its share that its contribution would be just in time for, or None if none is near. As
+        many answers may be on their way as rounds begin in the time of one; more would only queue."""
         settings, step_s = self.state.settings, self.state.members.step_s()
         if not step_s:
             return None
         first, busy = self.state.gathering_round, {round_.fragment for round_ in self._gathering_or_under_way()}
         lead = ceil(self.interval.lead_s(learner) / (self.interval.steps * step_s))
+        if self._count_asked(learner) >= max(1, lead):
+            return None
         soonest = max(first + lead, self.state.next_round)
         for number in range(soonest, min(soonest + 2, first + settings.fragments)):
             fragment = schedule.fragment_of(number, settings)
             ahead = self.state.open_rounds.get(number)
-            free = fragment not in busy and (ahead is None or not ahead.has_seat(learner.name))
+            free = fragment not in busy and (ahead is None or learner.name not in ahead.seats)
             if free and schedule.has_turn(number, learner.share, settings) and learner.is_ready(fragment):
                 return number
         return None
