@@ -21,6 +21,7 @@ from atoll.courier.rank_channel import (
     Arrivals,
     FetchPart,
     FromFollower,
+    PartLacking,
     RankChannel,
     RankFailed,
     RunCallback,
@@ -52,6 +53,13 @@ class RankLeader:
         self._bodies: FragmentTransfers | None = None
         self._run_callback = run_callback
         self._running: set[asyncio.Task[None]] = set()
+        self._lacking: dict[int, int] = {}
+
+    @property
+    def most_lacking(self) -> int:
+        """Bytes of the run's parameters that the rank lacks which lacks most, of the other ranks. Ranks may hold the same
+        values, so a sum would count these more than once."""
+        return max(self._lacking.values(), default=0)
 
     async def wait_for_all(self) -> bool:
         """Whether all ranks have come; if not, the learner ends."""
@@ -139,6 +147,8 @@ class RankLeader:
         match frame:
             case Goodbye():
                 self._ending = True
+            case PartLacking(nbytes):
+                self._lacking[rank] = nbytes
             case RankFailed(reason):
                 self._fail(f"rank {rank} of {self._learner} failed: {reason}")
             case _:

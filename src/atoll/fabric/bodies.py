@@ -61,6 +61,8 @@ class BodyConnection:
         self._bodies: aiohttp.ClientSession | None = None
         self.bytes_in = 0
         self.bytes_out = 0
+        self.arrivals: dict[int, FragmentArrival] = {}
+        """Newest arrival of each fragment, whole or not."""
 
     @property
     def url(self) -> str:
@@ -111,6 +113,7 @@ class BodyConnection:
         waits a moment for this version, which others have."""
         arrival = FragmentArrival(into.cast("B"))
         try:
+            self.arrivals[index] = arrival
             where = partial(self._fragment_url, index, learner, rank, least)
             return await get_body(self._for_bodies(), where, arrival, deadline_s, self._limits)
         except Unreachable:

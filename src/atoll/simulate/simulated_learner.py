@@ -273,6 +273,11 @@ class SimulatedLearner(Training):
                 self.world.network.disconnect(self, reason)
             case learner_fx.Stop(final=final, failed=failed):
                 self.world.queue.call_later(0.0 if final else self.world.courier_s, self.stop, final, failed)
+            case learner_fx.HoldBack():
+                self.held_back = True
+            case learner_fx.BeginTraining():
+                self.held_back = False
+                self.wake_soon()
             case learner_fx.AskToLeave(reason):
                 self.world.queue.call_later(self.world.courier_s, self.leave, reason)
             case Note():

@@ -85,7 +85,14 @@ def reset_counters(stepped: Stepped, fragments: int) -> Stepped:
 
 
 def progress_of(
-    last: Stepped, versions: Versions, offer: int, aims: int, incarnation: int, seeking: bool, tape: Spoken
+    last: Stepped,
+    versions: Versions,
+    offer: int,
+    aims: int,
+    incarnation: int,
+    seeking: bool,
+    tape: Spoken,
+    lacking_bytes: int = 0,
 ) -> Progress:
     zeros = (0,) * len(versions.held)
     taped, entries = tape.next()
@@ -110,6 +117,7 @@ def progress_of(
         tape=entries,
         leaving=last.leaving,
         inputs=last.inputs,
+        lacking_bytes=0 if versions.is_complete else lacking_bytes,
     )
 
 

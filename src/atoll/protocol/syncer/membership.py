@@ -23,6 +23,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average, median
 from atoll.protocol.syncer.budget import Counted, believed_rate, rate_of
 from atoll.protocol.syncer.claims import Usual
+from atoll.protocol.syncer.downloads import Download
 
 LearnerState = Literal["joining", "training", "gone"]
 STALLED_STEPS = 8
@@ -119,6 +120,8 @@ class KnownLearner:
     may_return: bool = False
     """It was in the last rounds of a run that had ended and is opened again: it may come back, or has."""
     probed_at: float = 0.0
+    download: Download = field(default_factory=Download)
+    """Of the parameters, while it joins."""
 
     @property
     def connected(self) -> bool:
@@ -266,6 +269,7 @@ class Membership:
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments
         learner.dropped, learner.position, learner.usual = (), -1, Usual()
+        learner.download = Download()
 
     def take_report(self, now: float, learner: KnownLearner, progress: Progress, furthest: int) -> None:
         """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
