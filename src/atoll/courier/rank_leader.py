@@ -57,8 +57,8 @@ class RankLeader:
 
     @property
     def most_lacking(self) -> int:
-        """Bytes of the run's parameters that the rank lacks which lacks most, of the other ranks. Ranks may hold the same
-        values, so a sum would count these more than once."""
+        """Largest number of bytes that another rank lacks. Ranks may hold the same values: a sum would count these more
+        than once."""
         return max(self._lacking.values(), default=0)
 
     async def wait_for_all(self) -> bool:

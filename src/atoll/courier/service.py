@@ -298,6 +298,7 @@ class Courier:
         self._use_shards(bodies)
         if self._ranks is not None:
             self._ranks.use_bodies(bodies)
+        self._handle(fx.Lacking(bodies.count_lacking()))  # its first report says how much it will fetch
         self._handle(frame.stepped)  # its counters are those of this memory
         while self._held:
             self._deliver(self._held.popleft())

@@ -1,8 +1,9 @@
 """A learner on its way into a run: who comes, how long it waits, and what is said of that.
 
 It waits for the run's name, its parameters and a peer's state, all within `JoinRequest.wait_s`; then training begins
-without them. The wait goes on while the download of the parameters moves, and while the syncer holds back a learner that
-has them, because others fetch version 0. Where no syncer ever answered it ends instead: to train on would be to train alone.
+without them. The wait goes on while the download of the parameters moves, and while the syncer holds back a learner
+that has them, because others fetch version 0. Where no syncer ever answered it ends instead: to train on would be to
+train alone.
 """
 
 from __future__ import annotations

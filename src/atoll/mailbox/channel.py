@@ -309,8 +309,8 @@ _TO_TRAINING = {kind.__name__: kind for kind in get_args(ToTraining)}
 
 def is_counted(frame: ToTraining) -> bool:
     """Whether all ranks of a learner get this frame, and carry it out at the same step. How far the run is, how far
-    it has come into it and that nobody answers, only rank 0 hears. An order to stop because something failed is obeyed at once: a rank that is gone
-    could agree to nothing."""
+    this learner has come into it and that nobody answers, only rank 0 hears. An order to stop because something failed
+    is obeyed at once: a rank that is gone could agree to nothing."""
     return isinstance(frame, COUNTED) or (isinstance(frame, StopOrder) and not frame.failed)
 
 

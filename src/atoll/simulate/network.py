@@ -327,7 +327,7 @@ class Network:
     def fetch(self, learner: SimulatedLearner, fragment: int) -> None:
         """The request travels, then what was committed when it came."""
         connection, machine = learner.connection, learner.machine
-        delay = self.delay(1.0 if self.apart else 2.0) + self.body_s
+        delay = self.delay(1.0 if self.apart else 2.0) + self.body_s + learner.fetch_s
         if connection is not None:
             self.queue.call_later(delay, self._serve, learner, machine, connection.syncer, fragment)
         else:

@@ -127,6 +127,8 @@ class SimulatedLearner(Training):
         self._alarm = inf
         """The earliest wake-up that is set."""
         self.fetched: dict[int, float] = {}
+        self.fetch_s = 0.0
+        """Seconds that a version takes on this learner's own way down, beside what all others take too."""
         self.informed: list[float] = []
         # of recoveries
         self.source = ""

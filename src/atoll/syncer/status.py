@@ -36,6 +36,8 @@ ENOUGH = 0.01
 MOST_OF = 0.8
 """The syncer itself is what is slow if merging and writing take this share of the time between two commits."""
 GIGABIT = 1e9 / 8
+SHOWN = 3
+"""Downloads that a notice names."""
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -45,6 +47,8 @@ class Meter:
         self._time = LearnerTime(config.protocol.learners)
         self._config = config
         self._began: float | None = None
+        self._held_back = False
+        """The run has its first parameters, and training has not begun."""
         self._ended: float | None = None
         self._commits: deque[float] = deque(maxlen=RECENT)
         self._shares: deque[float] = deque(maxlen=RECENT)
@@ -81,7 +85,9 @@ class Meter:
         elif kind in ("lost", "left"):
             self._time.remove_learner(at, data["learner"])
         self._joined = self._joined or kind == "joined"
-        if kind == "recovered" and self._began is None:
+        if kind in ("initial", "begun"):
+            self._held_back = kind == "initial"
+        if kind in ("recovered", "begun") and self._began is None and not self._held_back:
             self._began = at
             self._time.begin_part(at)
         elif kind == "round":
@@ -126,7 +132,7 @@ class Meter:
         steps, overlap = (machine.steps_between_syncs, machine.overlap) if machine else (spread(()), spread(()))
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
-        phase = PHASES[machine.phase] if machine else "waiting"
+        phase = "waiting" if machine is None or machine.beginning.holds_back else PHASES[machine.phase]
         outer = [figures for of_fragment in self._outer.values() for figures in of_fragment]
         store = self.store()
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
@@ -169,7 +175,10 @@ class Meter:
             store_rounds=store.rounds if store is not None else 0,
             store_s=round(store.seconds, 1) if store is not None else 0.0,
             store_alarm=f"the store fails: {store.trouble}" if store is not None and store.trouble else "",
-            notice=self.notice() or self._nobody_here(phase, learners) or awaited_learners(machine),
+            notice=self.notice()
+            or self._nobody_here(phase, learners)
+            or awaited_learners(machine)
+            or describe_downloads(machine),
             expected=settings.learners,
             supervised=self.supervised,
             liveness=self._time.liveness(now),
@@ -232,6 +241,7 @@ class Meter:
             agreement=one.agreement,
             influence=one.influence,
             tokens_per_step=one.declared,
+            **_download(one),
         )
 
     def _adopted(self, one: KnownLearner) -> int:
@@ -289,6 +299,31 @@ def awaited_learners(machine: Syncer | None) -> str:
     settings = machine.settings
     some = f"{awaited} more of {settings.learners} learners"
     return f"Waiting for {some}, up to {settings.wait_for_learners_s:g} s; then training begins."
+
+
+def describe_downloads(machine: Syncer | None) -> str:
+    """Return a notice while learners fetch the run's parameters; empty: none does."""
+    if machine is None or machine.phase not in ("empty", "running"):
+        return ""
+    here = machine.members.connected_learners()
+    joining = [one for one in here if one.state == "joining" and one.download.is_under_way]
+    lines = [f"{one.name} fetches the run's parameters: {one.download.describe()}" for one in joining[:SHOWN]]
+    if len(joining) > SHOWN:
+        lines.append(f"{len(joining) - SHOWN} more fetch them too")
+    if machine.beginning.awaited:
+        lines.insert(0, "Training begins once the learners hold version 0")
+    return ". ".join(lines) + ("." if lines else "")
+
+
+def _download(one: KnownLearner) -> dict[str, Any]:
+    if not one.connected or one.state != "joining" or not one.download.is_under_way:
+        return {}
+    download = one.download
+    return {
+        "whole_bytes": download.whole,
+        "lacking_bytes": download.lacking,
+        "fetch_left_s": None if download.left_s is None else round(download.left_s, 1),
+    }
 
 
 def _training_phase(machine: Syncer | None) -> dict[str, Any]:

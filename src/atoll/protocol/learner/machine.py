@@ -386,6 +386,8 @@ class LearnerMachine:
         self._versions.newest = [max(version, 0) for version in self.newest]
         if uploader != self.name or self._may_be_torn:
             self._fetch_missing()
+            if self._lacking_bytes:
+                self._send_report(now)
             return
         self._versions.held, self._versions.counted = [0] * len(self.newest), [0] * len(self.newest)
         if self.phase == "joining" and not self._held_back:
