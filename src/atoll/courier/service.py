@@ -508,7 +508,8 @@ class Courier:
         if self._ranks is not None:
             lacking = max(lacking, self._ranks.most_lacking)
         self._handle(fx.Lacking(lacking))
-        self._channel.send(JoinProgress(memory.bodies.whole_bytes, lacking))
+        if not self._channel.clogged:  # what waits for a training process that reads nothing is not to grow
+            self._channel.send(JoinProgress(memory.bodies.whole_bytes, lacking))
 
     async def _watch_parent(self) -> None:
         """A worker forked off the training process may keep its socket open, so watch the parent pid as well."""
