@@ -6,6 +6,7 @@ import pytest
 
 from atoll.learner import joining
 from atoll.learner.joining import JoinRequest, JoinWait
+from atoll.mailbox.channel import JoinProgress
 from atoll.protocol.errors import Unreachable
 
 LINK = "atoll://0123456789abcdef@10.0.0.1:7077,10.0.0.2:7077/run/" + "0" * 64
@@ -81,3 +82,46 @@ def test_an_address_that_never_answered_is_unreached_also_if_no_courier_has_dial
         Unreachable, match=r"no syncer answers at 127\.0\.0\.1:7077: nothing answers there, tried for 0 s"
     ):
         wait.check_reached()
+
+
+def test_the_wait_goes_on_while_the_download_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(joining.time, "monotonic", lambda: now)
+    wait = waiting(speaks=False)
+    for second, lacking in [(0, 80), (50, 60), (100, 60), (105, 70)]:
+        now = 100.0 + second
+        wait.note_progress(JoinProgress(80, lacking))
+    assert wait.left_s == 5.0, "60 s from when fewer bytes were missing than ever before"
+
+
+def test_the_wait_goes_on_while_others_fetch_version_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(joining.time, "monotonic", lambda: now)
+    wait = waiting(speaks=False)
+    wait.held_back = True
+    wait.note_progress(JoinProgress(80, 0))
+    now = 150.0
+    wait.note_progress(JoinProgress(80, 0))
+    assert wait.left_s == 60.0
+    wait.note_beginning("all hold version 0")
+    now = 170.0
+    wait.note_progress(JoinProgress(80, 0))
+    assert not wait.held_back and wait.left_s == 40.0, "what it waits for now is a peer's state"
+
+
+def test_a_long_download_is_told_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(joining.time, "monotonic", lambda: now)
+    wait = waiting()
+    wait.held_back = True
+    for second in range(25):
+        now = 100.0 + second
+        wait.note_progress(JoinProgress(80_000_000, max(0, 80_000_000 - second * 5_000_000)))
+    wait.note_beginning("every learner that is here holds version 0")
+    assert capsys.readouterr().err.splitlines() == [
+        "atoll: fetches the run's parameters: 50 of 80 MB, 6 s left",
+        "atoll: holds version 0, and waits until the others hold it too: then training begins",
+        "atoll: training begins: every learner that is here holds version 0",
+    ]

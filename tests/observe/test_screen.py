@@ -357,6 +357,18 @@ def test_a_plain_line_of_a_run_that_starts_says_what_it_waits_for(status: Status
     assert status_line(early).strip() == f"–  {told}"
 
 
+def test_a_learner_that_joins_shows_how_much_of_the_parameters_it_has(status: Status) -> None:
+    notice = "Training begins once the learners hold version 0. learner-0 fetches the run's parameters: 34 of 80 MB."
+    early = status("waiting", learners=2, versions=(0, 0), notice=notice)
+    fetches = msgspec.structs.replace(early.learners[0], whole_bytes=80_000_000, lacking_bytes=46_000_000)
+    early = msgspec.structs.replace(early, learners=(fetches, early.learners[1]))
+    screen = LiveScreen(console())
+    screen.update(early)
+    shown = text_of(screen, 120)
+    assert "joining 42%" in shown and "34 of 80 MB" in shown and "waiting for all learners to hold version 0" in shown
+    assert "waiting for all learners to hold version 0, 2 learners here" in status_line(early)
+
+
 def test_the_screen_is_for_terminals_only() -> None:
     assert isinstance(choose_screen(console(terminal=True)), LiveScreen)
     assert isinstance(choose_screen(console(terminal=False)), PlainLines)

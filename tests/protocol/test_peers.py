@@ -82,7 +82,7 @@ def test_a_peer_answers_only_once_it_has_adopted_what_was_committed() -> None:
     world.run_until(round=6)
     peer = world.learners["learner-0"]
     world.pause("learner-1")
-    world.run_until(seconds=15.6)  # it is not healthy any more
+    world.run_until(seconds=15.3)  # it is not healthy any more
     world.join("learner-2")
     [seek] = said_next(world, Seek)
     at_seek, held_then = list(world.syncer.versions), list(peer.adopted)

@@ -34,7 +34,8 @@ def rounds_of(world: World) -> list[records.MergedRecord | records.PassedRecord]
 
 def test_a_run_ends_after_its_steps_also_when_rounds_fall_behind() -> None:
     """A fragment is on its way for four steps and one may be: there is a round in about five steps, not in each."""
-    world = World(3, fragments=6, sync_every=6, overlap=1, latency_s=2.0, steps=60, lost_after_s=30.0).run_to_end()
+    slow = {"latency_s": 2.0, "lost_after_s": 30.0, "pull_floor_s": 10.0}
+    world = World(3, fragments=6, sync_every=6, overlap=1, steps=60, **slow).run_to_end()
     paced = [line for line in rounds_of(world) if line.progress < 1.0]
     assert len(paced) < 30, "rounds are to fall behind in this test"
     for learner in world.learners.values():

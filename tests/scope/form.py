@@ -46,6 +46,8 @@ CLOCKS = {
     ),
     *("asked_at", "deadline_s", "_short_since", "said_at", "_started_at", "_idle_since", "_back_by", "_stop_by"),
     *("_whole_at", "_moved_at", "merging_at", "gap_s", "_counted_at"),
+    *("moved_at", "_seen", "_news_at"),  # of a download
+    *("up_rate", "down_rate"),  # of a link
     "_alone",  # what counts of it depends on time
 }
 TALK = {

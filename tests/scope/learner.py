@@ -41,6 +41,8 @@ class PretendLearner:
     """It makes steps."""
     waits: bool = False
     """For a peer's state."""
+    held_back: bool = False
+    """Others fetch version 0: it makes no first step yet."""
     done: bool = False
     stopped: bool = False
     over: bool = False
@@ -118,6 +120,10 @@ class PretendLearner:
             case fx.Stop(final=final):
                 self.done, self.over = True, self.over or final
                 self.holds.clear()
+            case fx.HoldBack():
+                self.held_back = True
+            case fx.BeginTraining():
+                self.held_back = False
             case fx.HangUp():
                 self.hung_up = True
             case fx.Inform() | Note() | fx.PassOn():
@@ -188,14 +194,23 @@ class PretendLearner:
                 self._adopt_arrived(now)
             if not self.begun or self.stopped:
                 self._make_copies(now)
-            if not self.begun and min(self.adopted) >= 0 and not self.waits:
+            if not self.begun and min(self.adopted) >= 0 and not self.waits and not self.held_back:
                 self.begun = True
             if self.done and not self.stopped:
                 self.stopped = True
                 self.hear(now, self._stepped())
 
     def _standing(self) -> tuple[object, ...]:
-        return self.begun, self.stopped, len(self.inbox), len(self.reads), len(self.holds), self.capture, self.arrived
+        return (
+            self.begun,
+            self.held_back,
+            self.stopped,
+            len(self.inbox),
+            len(self.reads),
+            len(self.holds),
+            self.capture,
+            self.arrived,
+        )
 
     def _stepped(self) -> fx.Stepped:
         return fx.Stepped(

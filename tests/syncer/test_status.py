@@ -271,6 +271,26 @@ def test_a_run_that_waits_for_learners_says_for_how_many() -> None:
     )
 
 
+def test_bytes_and_time_left_of_a_learner_that_joins_are_told() -> None:
+    run = Syncer.fresh(convert({"protocol": {"learners": 2}}, "a test").protocol.resolved(2), run="r", fingerprint="f")
+    for name in ("a", "b"):
+        run.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner=name, session=name, tensors=TENSORS), ""))
+    run.handle(0.1, Initialised("a", "a"))
+    zeros = (0,) * len(run.versions)
+    none = (-1,) * len(run.versions)
+    said = {"t": 0, "steps": zeros, "tokens": zeros, "versions": none, "counted": none, "incarnation": 1}
+    for at, lacking in ((1.0, 80_000_000), (5.0, 46_000_000)):
+        run.handle(at, Received("b", Progress(**said, dropped=zeros, lacking_bytes=lacking)))
+    status = Meter(CONFIG).make_status(5.0, "r", run)
+    assert (status.phase, status.notice) == (
+        "waiting",
+        "Training begins once the learners hold version 0. "
+        "b fetches the run's parameters: 34 of 80 MB, 5 s left.",
+    )
+    [_, fetches] = status.learners
+    assert (fetches.whole_bytes, fetches.lacking_bytes, fetches.fetch_left_s) == (80_000_000, 46_000_000, 5.4)
+
+
 def test_an_alarm_that_is_over_leaves_one_about_something_else() -> None:
     meter = Meter(CONFIG)
     meter.note_event(1.0, "alarm", {"over": False}, "the loss is bad")

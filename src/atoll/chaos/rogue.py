@@ -127,7 +127,7 @@ class Rogue:
         self._reads: dict[int, fx.Read] = {}
         self._adopts: list[fx.Adopt] = []
         self._holds: dict[int, int] = {}
-        self._waits = self._over = False
+        self._waits = self._held_back = self._over = False
         self._tasks: asyncio.TaskGroup | None = None
         self._link = SyncerConnection(
             url,
@@ -175,7 +175,12 @@ class Rogue:
 
     def _make_steps(self) -> None:
         self._send_message(Tick())
-        if min(self._held) < 0 or self._waits or any(step <= self._t for step in self._holds.values()):
+        if (
+            min(self._held) < 0
+            or self._waits
+            or self._held_back
+            or any(step <= self._t for step in self._holds.values())
+        ):
             self._adopt_arrived()
             return
         self._t += 1
@@ -247,6 +252,10 @@ class Rogue:
                 self._waits = True
             case fx.Begin():
                 self._waits = False
+            case fx.HoldBack():
+                self._held_back = True
+            case fx.BeginTraining():
+                self._held_back = False
             case fx.Capture(number):
                 self._send_message(fx.Captured(number, reason="it gives nothing away"))
             case fx.FetchState(ticket):

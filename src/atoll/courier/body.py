@@ -469,6 +469,20 @@ class FragmentTransfers:
 
     # ---- in -----------------------------------------------------------------------------------------------------
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all that this process holds of the run's parameters, as versions travel."""
+        return sum(4 * part.size for part in self._box.plan.fragments)
+
+    def count_lacking(self) -> int:
+        """Return the bytes of them that it neither holds nor has received."""
+        held = self._box.base_version
+        return sum(
+            max(0, 4 * part.size - self.shards.arrived_bytes(part.index))
+            for part in self._box.plan.fragments
+            if held[part.index] < 0
+        )
+
     def fetch(self, fragment: int) -> None:
         self._cancel_initial()  # the run has its parameters
         self._fetching.add(fragment)

@@ -127,6 +127,7 @@ class LearnerMemory:
                 self.box.base_version[:] = -1
                 bodies.outgoing.clear()
                 bodies.feedback.forget_all()
+                bodies.shards.forget_arrivals()
                 send(ForgetOrder(self.epoch, reset))
             case fx.Fetch(fragment, _):
                 (bodies if self._ranks is None else self._ranks).fetch(fragment)

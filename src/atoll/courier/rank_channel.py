@@ -2,7 +2,7 @@
 
     leader → follower    the frames that all training processes get (`is_counted`), as they are; Goodbye
                          UploadPart  FetchPart  RunKnown  ShardsKnown, and the effects Settle, DropRests, UploadAll
-    follower → leader    PartUploaded  PartArriving  PartFetched  BoxReady  RankFailed
+    follower → leader    PartUploaded  PartArriving  PartFetched  PartLacking  BoxReady  RankFailed
                          and of its training process's frames CopyMade, SlotFreed, VersionTaken, Saved, Goodbye
 
 Both prove that they know the learner's secret before the first frame, and neither shows it: each answers the other's
@@ -44,6 +44,8 @@ MOST_STRANGERS = 256
 """Connections that have proved nothing yet; beyond them the oldest is closed."""
 MOST_WAITING = 10_000
 """Frames that a follower has not taken; beyond them it is lost."""
+LACKING_S = 0.5
+"""Time between two reports of what a rank lacks."""
 RANDOM_BYTES = 32
 PROOF_BYTES = 32
 SILENT_S = 20
@@ -102,6 +104,12 @@ class PartFetched(Frame, frozen=True):
     """Seconds from the request to the first piece."""
 
 
+class PartLacking(Frame, frozen=True):
+    """Bytes of the run's parameters that this rank neither holds nor has received, while it joins."""
+
+    nbytes: int
+
+
 class BoxReady(Frame, frozen=True):
     """A rank's shared memory is there, and holds these versions, per fragment: in its model, and in its base."""
 
@@ -133,6 +141,7 @@ FromFollower = (
     PartUploaded
     | PartArriving
     | PartFetched
+    | PartLacking
     | BoxReady
     | RankFailed
     | CopyMade

@@ -15,9 +15,11 @@ import msgspec
 from atoll.courier.body import FragmentTransfers, open_box
 from atoll.courier.rank_channel import (
     FROM_LEADER,
+    LACKING_S,
     BoxReady,
     FetchPart,
     FromFollower,
+    PartLacking,
     RankChannel,
     RankFailed,
     RunCallback,
@@ -27,6 +29,7 @@ from atoll.courier.rank_channel import (
     dial_leader,
 )
 from atoll.fabric.bodies import BodyConnection
+from atoll.fabric.tasks import lasting
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     CopyMade,
@@ -58,6 +61,7 @@ class RankFollower:
         self._box: Mailbox | None = None
         self._bodies: FragmentTransfers | None = None
         self._epoch = 0
+        self._watching: asyncio.Task[None] | None = None
         self._ending = False
         """The leader may go: all ranks do."""
 
@@ -75,6 +79,8 @@ class RankFollower:
         self._unsaid.clear()
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._leader is not None:
             self._leader.close()
         if self._bodies is not None:
@@ -111,6 +117,15 @@ class RankFollower:
         )
         adopted, base = (tuple(map(int, row)) for row in (opened.box.adopted, opened.box.base_version))
         self._say(BoxReady(adopted, base))
+        self._watching = self._tasks.create_task(lasting("report what it lacks", self._watch_lacking))
+
+    async def _watch_lacking(self) -> None:
+        told = 0
+        while True:
+            await asyncio.sleep(LACKING_S)
+            if self._bodies is not None and (lacking := self._bodies.count_lacking()) != told:
+                told = lacking
+                self._say(PartLacking(lacking))
 
     def _take_adoption(self, frame: VersionTaken) -> None:
         assert self._bodies is not None
@@ -174,6 +189,7 @@ class RankFollower:
                 self._epoch = epoch
                 box.base_version[:] = -1
                 bodies.feedback.forget_all()
+                bodies.shards.forget_arrivals()
 
     def _need_slot(self, there: bool) -> None:
         if not there:

@@ -22,6 +22,7 @@ from atoll.courier.rank_channel import (
     FetchPart,
     FromFollower,
     PartArriving,
+    PartLacking,
     RankChannel,
     RankFailed,
     RunCallback,
@@ -53,6 +54,13 @@ class RankLeader:
         self._bodies: FragmentTransfers | None = None
         self._run_callback = run_callback
         self._running: set[asyncio.Task[None]] = set()
+        self._lacking: dict[int, int] = {}
+
+    @property
+    def most_lacking(self) -> int:
+        """Largest number of bytes that another rank lacks. Ranks may hold the same values: a sum would count these more
+        than once."""
+        return max(self._lacking.values(), default=0)
 
     async def wait_for_all(self) -> bool:
         """Whether all ranks have come; if not, the learner ends."""
@@ -140,6 +148,8 @@ class RankLeader:
         match frame:
             case Goodbye():
                 self._ending = True
+            case PartLacking(nbytes):
+                self._lacking[rank] = nbytes
             case RankFailed(reason):
                 self._fail(f"rank {rank} of {self._learner} failed: {reason}")
             case _:

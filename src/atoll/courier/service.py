@@ -36,6 +36,7 @@ from atoll.mailbox.channel import (
     CourierChannel,
     DialFailed,
     Goodbye,
+    JoinProgress,
     MailboxReady,
     RunProgress,
     SettingsTold,
@@ -61,6 +62,8 @@ from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, 
 from atoll.protocol.succession import Holder
 
 PARENT_CHECK_S = 1.0
+JOIN_REPORT_S = 0.5
+"""Time between two reports of how much of the run's parameters has arrived, while it joins."""
 SAY_S = 10.0
 """Between two lines that say the same."""
 
@@ -108,6 +111,7 @@ class Courier:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             watch = tasks.create_task(lasting("watch for the parent", self._watch_parent))
+            joining = tasks.create_task(lasting("report how far it has joined", self._watch_joining))
             self._kernels = tasks.create_task(asyncio.to_thread(load_kernels))
             self._loop.add_reader(self._channel.sock, self._run_callback, self._readable)
             try:
@@ -116,6 +120,7 @@ class Courier:
                 self._over.set()
                 self._loop.remove_reader(self._channel.sock)
             watch.cancel()
+            joining.cancel()
             await self._close_ranks()
             if self._link is not None:
                 await self._link.close()
@@ -296,6 +301,7 @@ class Courier:
         self._use_shards(bodies)
         if self._ranks is not None:
             self._ranks.use_bodies(bodies)
+        self._handle(fx.Lacking(bodies.count_lacking()))  # its first report says how much it will fetch
         self._handle(frame.stepped)  # its counters are those of this memory
         while self._held:
             self._deliver(self._held.popleft())
@@ -422,7 +428,7 @@ class Courier:
                     self._link.send(message)
             case Note(_, text):
                 self._say_note(text)
-            case fx.Save() | fx.Supply() | fx.AskToLeave():
+            case fx.Save() | fx.Supply() | fx.AskToLeave() | fx.HoldBack() | fx.BeginTraining():
                 self._send(effect)
             case fx.Inform(progress, global_step, committed):
                 self._unsent_progress = RunProgress(committed, progress, global_step)
@@ -491,6 +497,22 @@ class Courier:
         if self._link is not None:
             assert self._tasks is not None
             self._tasks.create_task(self._link.close())
+
+    async def _watch_joining(self) -> None:
+        while True:
+            await asyncio.sleep(JOIN_REPORT_S)
+            if self._machine is not None and self._machine.fetches_parameters and not self._over.is_set():
+                self._run_callback(self._report_lacking)
+
+    def _report_lacking(self) -> None:
+        if (memory := self._serving) is None:
+            return
+        lacking = memory.bodies.count_lacking()
+        if self._ranks is not None:
+            lacking = max(lacking, self._ranks.most_lacking)
+        self._handle(fx.Lacking(lacking))
+        if not self._channel.clogged:  # what waits for a training process that reads nothing is not to grow
+            self._channel.send(JoinProgress(memory.bodies.whole_bytes, lacking))
 
     async def _watch_parent(self) -> None:
         """A worker forked off the training process may keep its socket open, so watch the parent pid as well."""

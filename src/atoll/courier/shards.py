@@ -161,6 +161,15 @@ class ShardConnections:
         held, sent = self._plan.fragments[fragment], self._rank_plan.sent(fragment)
         return (RankPart(LEAD, held, sent, slice(0, sent.size), slice(sent.size, held.size)),)
 
+    def arrived_bytes(self, fragment: int) -> int:
+        """Bytes that have arrived of the newest version that was asked for, from all shards."""
+        return sum(to.arrivals[fragment].at for to in self._connections if fragment in to.arrivals)
+
+    def forget_arrivals(self) -> None:
+        """Everything is fetched anew."""
+        for to in self._connections:
+            to.arrivals.clear()
+
     async def reach(self, shard: int, ask: Callable[[BodyConnection], Awaitable[T]]) -> T:
         if shard == LEAD:
             return await ask(self.lead)

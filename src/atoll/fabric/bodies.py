@@ -63,6 +63,8 @@ class BodyConnection:
         self._bodies: aiohttp.ClientSession | None = None
         self.bytes_in = 0
         self.bytes_out = 0
+        self.arrivals: dict[int, FragmentArrival] = {}
+        """Newest arrival of each fragment, whole or not."""
 
     @property
     def url(self) -> str:
@@ -120,6 +122,7 @@ class BodyConnection:
         waits a moment for this version, which others have. `part` meters what arrives."""
         arrival = FragmentArrival(into.cast("B"), part=part or ArrivalMeter().expect_part())
         try:
+            self.arrivals[index] = arrival
             where = partial(self._fragment_url, index, learner, rank, least)
             return await get_body(self._for_bodies(), where, arrival, deadline_s, self._limits)
         except Unreachable:

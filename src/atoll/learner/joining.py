@@ -1,12 +1,15 @@
 """A learner on its way into a run: who comes, how long it waits, and what is said of that.
 
 It waits for the run's name, its parameters and a peer's state, all within `JoinRequest.wait_s`; then training begins
-without them. Where no syncer ever answered it ends instead: to train on would be to train alone.
+without them. The wait goes on while the download of the parameters moves, and while the syncer holds back a learner
+that has them, because others fetch version 0. Where no syncer ever answered it ends instead: to train on would be to
+train alone.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,11 +18,15 @@ from atoll.learner.folder import ask_run
 from atoll.learner.placement import PlacementWish
 from atoll.learner.script import say
 from atoll.learner.unmerged import FrozenRule
-from atoll.mailbox.channel import Welcomed
+from atoll.mailbox.channel import JoinProgress, Welcomed
 from atoll.protocol.errors import Unreachable
 
 SILENT_S = 2.0
 """A learner that nobody has answered for so long says where it dials."""
+SAY_S = 10.0
+"""Time between two lines about the same download. One that takes less has none."""
+RECENT_S = 10.0
+"""Time left is estimated from the bytes that came within this time."""
 DIAL_S = 5.0
 """A courier has this long to dial, also where all other time was spent on asking which run it is."""
 
@@ -57,6 +64,12 @@ class JoinWait:
         """A syncer has answered; the line 'dialling …' was printed."""
         self._connected = False
         """The line 'connected to run …' was printed."""
+        self.held_back = False
+        """The syncer has said that training has not begun."""
+        self._least: int | None = None
+        """Fewest bytes that were lacking so far."""
+        self._seen: deque[tuple[float, int]] = deque(maxlen=int(RECENT_S / 0.5))
+        self._said_at: float | None = None
         self.unreached = ""
         """Why the syncer could not be reached, while it was not."""
 
@@ -85,6 +98,34 @@ class JoinWait:
         dialled meanwhile."""
         self._silent_since = time.monotonic()
         self._until = max(self._until, self._silent_since + min(self._request.wait_s, DIAL_S))
+
+    def note_progress(self, told: JoinProgress) -> None:
+        """Wait on while the download moves, or while others are waited for; say so every SAY_S seconds."""
+        now = time.monotonic()
+        if self._least is None or told.lacking < self._least or (not told.lacking and self.held_back):
+            self._until = max(self._until, now + self._request.wait_s)
+            self._least = told.lacking
+        self._seen.append((now, told.lacking))
+        self._said_at = now if self._said_at is None else self._said_at
+        if self._speaks and now >= self._said_at + SAY_S:
+            self._said_at = now
+            self._say_progress(told)
+
+    def _say_progress(self, told: JoinProgress) -> None:
+        if told.lacking:
+            (since, before), (at, _) = self._seen[0], self._seen[-1]
+            rate = (before - told.lacking) / (at - since) if at > since else 0.0
+            left = f"{told.lacking / rate:.0f} s left" if rate > 0 else "time left not known"
+            arrived, whole = (nbytes / 1e6 for nbytes in (told.whole - told.lacking, told.whole))
+            say(f"fetches the run's parameters: {arrived:.3g} of {whole:.3g} MB, {left}")
+        elif self.held_back:
+            say("holds version 0, and waits until the others hold it too: then training begins")
+
+    def note_beginning(self, reason: str) -> None:
+        """Training begins; `reason` is empty where nobody was waited for."""
+        if self.held_back and self._least is not None and reason and self._speaks:
+            say(f"training begins: {reason}")
+        self.held_back = False
 
     @property
     def left_s(self) -> float:
@@ -127,6 +168,9 @@ class JoinWait:
             say(f"joined run {run} as {self._request.name}{f', {ranks} ranks' if ranks > 1 else ''}")
 
     def say_unjoined(self, *, has_parameters: bool) -> None:
+        if has_parameters and self.held_back:
+            say(f"no word that training begins for {self._request.wait_s:g} s: it begins here")
+            return
         syncer = self._request.url.rpartition("@")[2]  # what stands before it is a secret
         what = "state of a peer's" if has_parameters else f"parameters from the syncer at {syncer}"
         say(f"no {what} for {self._request.wait_s:g} s: training begins without it, and joins when it can")

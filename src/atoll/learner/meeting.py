@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from atoll.mailbox.channel import DialFailed, ForgetOrder, RunProgress, StopOrder, ToTraining
+from atoll.mailbox.channel import DialFailed, ForgetOrder, JoinProgress, RunProgress, StopOrder, ToTraining
 
 RANKS_PAUSE_S = 0.05
 """Between two exchanges of ranks that do not train."""
@@ -178,7 +178,7 @@ class RankExchange:
         for frame in self._receive():
             if isinstance(frame, RunProgress):
                 self._meeting.heard = frame
-            elif isinstance(frame, DialFailed) or (isinstance(frame, StopOrder) and frame.failed):
+            elif isinstance(frame, DialFailed | JoinProgress) or (isinstance(frame, StopOrder) and frame.failed):
                 self._carry_out_now(frame)
             else:
                 self._meeting.add(frame)

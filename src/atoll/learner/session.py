@@ -37,6 +37,7 @@ from atoll.mailbox.channel import (
     ForgetOrder,
     Goodbye,
     GoOrder,
+    JoinProgress,
     RunProgress,
     SettingsTold,
     Start,
@@ -282,8 +283,10 @@ class RunSession:
             raise self._preemption.make_unjoined()
 
     def _is_current(self) -> bool:
-        """It has the run's parameters and progress, and waits for no peer."""
-        return self.shared.has_parameters() and not self._peers.waits and self._told is not None
+        """Return whether it has the run's parameters and progress, and waits neither for a peer nor for the others'
+        download of version 0. If the run ends meanwhile, it waits for nobody."""
+        waits = self._peers.waits or (self._join_wait.held_back and not self._done)
+        return self.shared.has_parameters() and not waits and self._told is not None
 
     def ask_for_leases(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int) -> None:
         boundary = self.shared.boundary
@@ -421,6 +424,12 @@ class RunSession:
                 self._told = frame
             case DialFailed(reason):
                 self._join_wait.unreached = reason
+            case JoinProgress():
+                self._join_wait.note_progress(frame)
+            case fx.HoldBack():
+                self._join_wait.held_back = True
+            case fx.BeginTraining(reason):
+                self._join_wait.note_beginning(reason)
             case GoOrder(until):
                 self._until = until
             case fx.AskToLeave(reason):

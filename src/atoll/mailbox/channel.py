@@ -3,10 +3,10 @@
     training process → courier    Start  MailboxReady  StepReport  CopyMade  VersionTaken  SlotFreed  StateCopyMade
                                   Goodbye
                                   and the events Told, Registered, Saved, Taken
-    courier → training process    Welcomed  SettingsTold  RunProgress  DialFailed  ReadOrder  HoldOrder  AdoptOrder
-                                  ForgetOrder  TakeOrder  GoOrder  StopOrder
+    courier → training process    Welcomed  SettingsTold  RunProgress  DialFailed  JoinProgress  ReadOrder  HoldOrder
+                                  AdoptOrder  ForgetOrder  TakeOrder  GoOrder  StopOrder
                                   and the effects CancelRead, LetGo, Own, Supply, Save, Capture, Await, Begin,
-                                  AskToLeave
+                                  HoldBack, BeginTraining, AskToLeave
 
 Events and effects of the learner's state machine (protocol/learner/effects.py) travel as they are if nothing has to be
 added; a frame of its own carries what the state machine does not know, such as a slot's number.
@@ -179,6 +179,15 @@ class DialFailed(Frame, frozen=True):
     reason: str
 
 
+class JoinProgress(Frame, frozen=True):
+    """How far this process has come on its way into the run, about every second while it joins."""
+
+    whole: int
+    """Bytes of the run's parameters that it fetches; 0: it fetches none."""
+    lacking: int
+    """Bytes of them that have not arrived yet."""
+
+
 class ReadOrder(Frame, frozen=True):
     slot: int
     round: int
@@ -271,9 +280,12 @@ ToTraining = (
     | TakeOrder
     | fx.Begin
     | GoOrder
+    | fx.HoldBack
+    | fx.BeginTraining
     | fx.AskToLeave
     | StopOrder
     | DialFailed
+    | JoinProgress
 )
 COUNTED = (
     Welcomed,
@@ -287,6 +299,8 @@ COUNTED = (
     ForgetOrder,
     fx.Supply,
     fx.Save,
+    fx.HoldBack,
+    fx.BeginTraining,
     fx.AskToLeave,
 )
 _TO_COURIER = {kind.__name__: kind for kind in get_args(ToCourier)}
@@ -294,9 +308,9 @@ _TO_TRAINING = {kind.__name__: kind for kind in get_args(ToTraining)}
 
 
 def is_counted(frame: ToTraining) -> bool:
-    """Whether all ranks of a learner get this frame, and carry it out at the same step. How far the run is and that
-    nobody answers, only rank 0 hears. An order to stop because something failed is obeyed at once: a rank that is gone
-    could agree to nothing."""
+    """Whether all ranks of a learner get this frame, and carry it out at the same step. How far the run is, how far
+    this learner has come into it and that nobody answers, only rank 0 hears. An order to stop because something failed
+    is obeyed at once: a rank that is gone could agree to nothing."""
     return isinstance(frame, COUNTED) or (isinstance(frame, StopOrder) and not frame.failed)
 
 

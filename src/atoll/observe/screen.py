@@ -184,7 +184,8 @@ def _progress(status: RunStatus) -> Table:
     # A later term goes on with what others did: their time is not in elapsed_s.
     elapsed = f"{clock(status.elapsed_s)} {'elapsed' if status.term <= 1 else 'since it went on'}"
     if status.phase == "waiting":
-        words = "waiting for the first parameters"
+        held = bool(status.versions) and min(status.versions) >= 0
+        words = f"waiting for {'all learners to hold version 0' if held else 'the first parameters'}"
     elif status.phase == "ending":
         words = f"{elapsed} · collecting the last steps"
     elif status.phase == "finished":
@@ -345,7 +346,7 @@ def _learner_table(learners: Sequence[LearnerStatus], width: int, work: WorkCoun
         mark, colour = _STATES.get(learner.state, ("?", ""))
         table.add_row(
             _name(learner),
-            Text(f"{mark} {learner.state}", colour),
+            Text(f"{mark} {learner.state}{_fetched(learner)}", colour),
             *(figures[name][place] for name in widths),
             Text(percent(learner.merged_share), "bold red" if learner.alarm else ""),
             Text("✓", "green") if learner.in_last_round else Text("·", "dim"),
@@ -354,6 +355,12 @@ def _learner_table(learners: Sequence[LearnerStatus], width: int, work: WorkCoun
     if not learners:
         table.add_row(Text("none yet", "dim"))
     return table
+
+
+def _fetched(learner: LearnerStatus) -> str:
+    """How much of the parameters a joining learner has. The widest state has room for two digits."""
+    share = learner.fetched_share
+    return "" if share is None else f" {min(99, int(100 * share))}%"
 
 
 def _name(learner: LearnerStatus) -> Text:

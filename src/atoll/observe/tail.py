@@ -106,6 +106,8 @@ NOTABLE = {
     "restarted": "cyan",
     "joined": "cyan",
     "waiting": "cyan",
+    "fetching": "cyan",
+    "begun": "green",
     "recovered": "green",
     "helped": "green",
     "fresh": "yellow",
@@ -129,12 +131,18 @@ AS_EXPECTED = {"exited": ("code", 0), "joined": ("incarnation", 1), "left": ("re
 of the run."""
 
 
+NOTED_S = 2.0
+"""A wait for the start of training that is worth a line."""
+
+
 def is_routine(event: Event) -> bool:
     """Whether it says only that all goes as it should: nobody has to read a line about that."""
     kind = str(event["kind"])
     if kind in AS_EXPECTED:
         field, value = AS_EXPECTED[kind]
         return bool(event.get(field) == value)
+    if kind == "begun":
+        return bool(event.get("seconds", 0.0) < NOTED_S)
     return kind in ROUTINE
 
 
@@ -358,11 +366,16 @@ def describe_presence(status: RunStatus) -> str:
     return f"{here} of {meant} learner{'' if meant == 1 else 's'} here"
 
 
+def _has_parameters(status: RunStatus) -> bool:
+    return bool(status.versions) and min(status.versions) >= 0
+
+
 def status_line(status: RunStatus) -> str:
     """The run in one line."""
     if status.phase == "waiting":
         here = len(status.learners)
-        told = f"waiting for the first parameters, {here} learner{'' if here == 1 else 's'} here"
+        what = "all learners to hold version 0" if _has_parameters(status) else "the first parameters"
+        told = f"waiting for {what}, {here} learner{'' if here == 1 else 's'} here"
         return f"{NONE:>7}  {told}{f' · {plain(status.notice)}' if status.notice else ''}"
     spent = f"  {percent(status.progress):>5}" if status.budgeted else ""
     parts = [

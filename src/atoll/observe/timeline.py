@@ -155,7 +155,10 @@ def select_kinds(events: Iterable[Event], *kinds: str) -> list[Event]:
 
 def find_training_part(timeline: Sequence[Event]) -> Span:
     start = (
-        first_of_kind(timeline, "recovered") or first_of_kind(timeline, "run") or (timeline[0] if timeline else None)
+        first_of_kind(timeline, "begun")
+        or first_of_kind(timeline, "recovered")
+        or first_of_kind(timeline, "run")
+        or (timeline[0] if timeline else None)
     )
     if start is None:
         return Span(0.0, 0.0)

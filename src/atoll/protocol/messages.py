@@ -12,8 +12,8 @@ version is understood by the next one, both ways, so that a run can be upgraded 
 (tests/fabric/exchanges) says what a version is (docs/adr/0022).
 
     learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
-    syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  RoundShare  SettingsChanged
-                        Drain  Ending  Finish
+    syncer → learner    Welcome  Refused  Started  Begin  Lease  Pull  Recover  Announce  RoundShare
+                        SettingsChanged  Drain  Ending  Finish
 
 and, for a newcomer that takes a peer's inner optimizer,
 
@@ -174,6 +174,8 @@ class Progress(Message, frozen=True):
     """Bytes per second that its way up carries, as it measured them; 0: not measured yet."""
     down_rate: Real = 0.0
     """Bytes per second that its way down carries; 0: not measured yet."""
+    lacking_bytes: Count = 0
+    """Bytes of the run's parameters that have not arrived yet, while it joins; 0: all have, or it cannot tell."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -341,6 +343,8 @@ class Welcome(Message, frozen=True):
     shards: Annotated[tuple[Line, ...], Meta(max_length=MOST_SHARDS - 1)] = ()
     """Where shards 2, 3 … of the syncer are: join links without a token, since each learner shows its own. Empty: the
     syncer is one process (docs/adr/0031)."""
+    waits: bool = False
+    """Training has not begun: make no step before `Begin`."""
 
 
 class Refused(Message, frozen=True):
@@ -357,6 +361,12 @@ class Started(Message, frozen=True):
     uploader: Name
     """Its own parameters are version 0, all others fetch them. Empty: the process that gave them is gone."""
     gathering: Number = 0
+
+
+class Begin(Message, frozen=True):
+    """Training begins: the learners of the first roster hold version 0, or are not waited for any more."""
+
+    reason: Words
 
 
 class Pull(Message, frozen=True):
@@ -496,6 +506,7 @@ FromSyncer = (
     Welcome
     | Refused
     | Started
+    | Begin
     | Lease
     | Pull
     | Recover

@@ -72,6 +72,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     parameters, and after how long without all others a learner's token count is believed though none showed a rate."""
     wait_for_learners_s: float = 0.0
     """How long a run that has its first parameters waits for the rest of its learners before anybody trains."""
+    join_stall_s: float = 30.0
+    """Training of a new run begins once all learners that are there hold version 0. A learner whose download has not
+    moved for this long is not waited for any more."""
     patience_s: float = 5.0
     """How long a round waits for a quorum that the stepping learners cannot make, before it asks for fewer. Also how
     long the last cycle waits for learners (at least), a newcomer for a peer, and the end of a run in a new term for the
@@ -145,6 +148,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "cut_wait_s",
             "stalled_after_s",
             "pull_floor_s",
+            "join_stall_s",
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be above 0 seconds")

@@ -342,7 +342,7 @@ class Network:
         """The request travels, then what was committed when it came."""
         connection, machine = learner.connection, learner.machine
         link = self.links.get(learner.name)
-        delay = self.delay(1.0 if self.apart or link else 2.0) + (0.0 if link else self.body_s)
+        delay = self.delay(1.0 if self.apart or link else 2.0) + (0.0 if link else self.body_s) + learner.fetch_s
         if connection is not None and link is not None:
             args = (learner, machine, connection.syncer, fragment, link, self.queue.now)
             self.queue.call_later(delay, self._serve_by_link, *args)

@@ -220,6 +220,10 @@ class RankedLearner(SimulatedLearner):
                 if self.ranks[0].epoch == self._epoch:  # else it is of a life that is over
                     self.world.on_supply(self, frame)
                 self._supply(frame)
+            case fx.HoldBack():
+                self.held_back = True
+            case fx.BeginTraining():
+                self.held_back = False
             case fx.AskToLeave(reason):
                 self.leave(reason)
             case StopOrder(final=final):
@@ -413,7 +417,7 @@ class RankedLearner(SimulatedLearner):
             case fx.CancelRead(number):
                 self.outgoing.cancel_waiting(number)
                 self._send(effect)
-            case fx.LetGo() | fx.Supply() | fx.Save() | fx.AskToLeave():
+            case fx.LetGo() | fx.Supply() | fx.Save() | fx.AskToLeave() | fx.HoldBack() | fx.BeginTraining():
                 self._send(effect)
             case fx.Stop(reason, final, failed):
                 if failed:

@@ -127,6 +127,8 @@ class SimulatedLearner(Training):
         self._alarm = inf
         """The earliest wake-up that is set."""
         self.fetched: dict[int, float] = {}
+        self.fetch_s = 0.0
+        """Seconds that a version takes on this learner's own way down, beside what all others take too."""
         self.informed: list[float] = []
         # of recoveries
         self.source = ""
@@ -273,6 +275,11 @@ class SimulatedLearner(Training):
                 self.world.network.disconnect(self, reason)
             case learner_fx.Stop(final=final, failed=failed):
                 self.world.queue.call_later(0.0 if final else self.world.courier_s, self.stop, final, failed)
+            case learner_fx.HoldBack():
+                self.held_back = True
+            case learner_fx.BeginTraining():
+                self.held_back = False
+                self.wake_soon()
             case learner_fx.AskToLeave(reason):
                 self.world.queue.call_later(self.world.courier_s, self.leave, reason)
             case Note():

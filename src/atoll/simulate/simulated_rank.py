@@ -158,7 +158,8 @@ class SimulatedRank:
                 self._learner.watch_rank(self.rank, f"saves for cut {cut}")
                 self._learner.tell_courier(self.rank, fx.Saved(cut, self._learner.t, "file", "digest"))
             case _:
-                assert isinstance(frame, StopOrder | fx.Supply | fx.AskToLeave), frame
+                loop = StopOrder | fx.Supply | fx.AskToLeave | fx.HoldBack | fx.BeginTraining
+                assert isinstance(frame, loop), frame
         if self.rank == 0:  # what concerns the loop and the data
             self._learner.hear_order(frame)
 

@@ -179,6 +179,8 @@ class Training:
         self.leaving = Leaving()
         self.waits = False
         """A peer's state is on its way."""
+        self.held_back = False
+        """Others of the first roster fetch version 0: it makes no first step yet."""
         self.broken = False
         """Its contributions fail screening, until its inner optimizer starts afresh."""
         self.plain = True
@@ -281,7 +283,7 @@ class Training:
     def _begin(self) -> None:
         if self.training:
             return
-        if min(self.adopted) >= 0 and not self.waits and self._has_data():
+        if min(self.adopted) >= 0 and not self.waits and not self.held_back and self._has_data():
             self.training = True
             self.world.on_step(self)
             if not self._stop_if_done():

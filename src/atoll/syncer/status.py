@@ -33,6 +33,8 @@ BEHIND = 64
 """Versions of a fragment of which the round is remembered."""
 ENOUGH = 0.01
 """Of the budget: so much must be done before the rest is estimated by it."""
+SHOWN = 3
+"""Downloads that a notice names."""
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -42,6 +44,8 @@ class Meter:
         self._time = LearnerTime(config.protocol.learners)
         self._config = config
         self._began: float | None = None
+        self._held_back = False
+        """The run has its first parameters, and training has not begun."""
         self._ended: float | None = None
         self._commits: deque[float] = deque(maxlen=RECENT)
         self._shares: deque[float] = deque(maxlen=RECENT)
@@ -78,7 +82,9 @@ class Meter:
         elif kind in ("lost", "left"):
             self._time.remove_learner(at, data["learner"])
         self._joined = self._joined or kind == "joined"
-        if kind == "recovered" and self._began is None:
+        if kind in ("initial", "begun"):
+            self._held_back = kind == "initial"
+        if kind in ("recovered", "begun") and self._began is None and not self._held_back:
             self._began = at
             self._time.begin_part(at)
         elif kind == "round":
@@ -123,7 +129,7 @@ class Meter:
         steps, overlap = (machine.steps_between_syncs, machine.overlap) if machine else (spread(()), spread(()))
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
-        phase = PHASES[machine.phase] if machine else "waiting"
+        phase = "waiting" if machine is None or machine.beginning.holds_back else PHASES[machine.phase]
         outer = [figures for of_fragment in self._outer.values() for figures in of_fragment]
         store = self.store()
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
@@ -166,7 +172,10 @@ class Meter:
             store_rounds=store.rounds if store is not None else 0,
             store_s=round(store.seconds, 1) if store is not None else 0.0,
             store_alarm=f"the store fails: {store.trouble}" if store is not None and store.trouble else "",
-            notice=self.notice() or self._nobody_here(phase, learners) or awaited_learners(machine),
+            notice=self.notice()
+            or self._nobody_here(phase, learners)
+            or awaited_learners(machine)
+            or describe_downloads(machine),
             expected=settings.learners,
             supervised=self.supervised,
             liveness=self._time.liveness(now),
@@ -234,6 +243,7 @@ class Meter:
             round_share=one.share,
             up_rate=one.up_rates[0],
             down_rate=one.down_rates[0],
+            **_download(one),
         )
 
     def _adopted(self, one: KnownLearner) -> int:
@@ -291,6 +301,31 @@ def awaited_learners(machine: Syncer | None) -> str:
     settings = machine.settings
     some = f"{awaited} more of {settings.learners} learners"
     return f"Waiting for {some}, up to {settings.wait_for_learners_s:g} s; then training begins."
+
+
+def describe_downloads(machine: Syncer | None) -> str:
+    """Return a notice while learners fetch the run's parameters; empty: none does."""
+    if machine is None or machine.phase not in ("empty", "running"):
+        return ""
+    here = machine.members.connected_learners()
+    joining = [one for one in here if one.state == "joining" and one.download.is_under_way]
+    lines = [f"{one.name} fetches the run's parameters: {one.download.describe()}" for one in joining[:SHOWN]]
+    if len(joining) > SHOWN:
+        lines.append(f"{len(joining) - SHOWN} more fetch them too")
+    if machine.beginning.awaited:
+        lines.insert(0, "Training begins once the learners hold version 0")
+    return ". ".join(lines) + ("." if lines else "")
+
+
+def _download(one: KnownLearner) -> dict[str, Any]:
+    if not one.connected or one.state != "joining" or not one.download.is_under_way:
+        return {}
+    download = one.download
+    return {
+        "whole_bytes": download.whole,
+        "lacking_bytes": download.lacking,
+        "fetch_left_s": None if download.left_s is None else round(download.left_s, 1),
+    }
 
 
 def _training_phase(machine: Syncer | None) -> dict[str, Any]:

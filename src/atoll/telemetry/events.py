@@ -11,6 +11,8 @@ of hellos that are refused, which may come under any name, so many of each token
 | plan | syncer | settings (P and H filled in), parameters, data |
 | waiting | syncer | missing, seconds: the first parameters are here, and so many more learners are waited for |
 | joined | syncer | learner, incarnation, declared (tokens per step), known_as (its incarnation before; 0: none) |
+| fetching | syncer | learner, whole_bytes, lacking_bytes, left_s: on its way into the run |
+| begun | syncer | seconds (since the first parameters): the learners hold version 0, and training begins |
 | recovered | syncer | learner, incarnation, seconds |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,

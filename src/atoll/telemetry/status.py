@@ -41,12 +41,23 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes per second that its way up carries, as it measured them; 0: not measured."""
     down_rate: float = 0.0
     """Bytes per second that its way down carries; 0: not measured."""
+    whole_bytes: int = 0
+    """Bytes of the run's parameters that it fetches while it joins; 0: it fetches none."""
+    lacking_bytes: int = 0
+    """Bytes of them that have not arrived yet."""
+    fetch_left_s: float | None = None
+    """Seconds until they have, at the rate of the last ten; None: not known."""
+
+    @property
+    def fetched_share(self) -> float | None:
+        """Share of the parameters that has arrived; None: it fetches none."""
+        return 1 - self.lacking_bytes / self.whole_bytes if self.lacking_bytes and self.whole_bytes else None
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     phase: str
-    """waiting (for the first parameters), training, ending or finished."""
+    """waiting (for the first parameters, or until the learners hold them), training, ending or finished."""
     elapsed_s: float
     """Since the first parameters were there."""
     left_s: float | None

@@ -86,7 +86,15 @@ def reset_counters(stepped: Stepped, fragments: int) -> Stepped:
 
 
 def progress_of(
-    last: Stepped, versions: Versions, ways: Ways, offer: int, aims: int, incarnation: int, seeking: bool, tape: Spoken
+    last: Stepped,
+    versions: Versions,
+    ways: Ways,
+    offer: int,
+    aims: int,
+    incarnation: int,
+    seeking: bool,
+    tape: Spoken,
+    lacking_bytes: int = 0,
 ) -> Progress:
     zeros = (0,) * len(versions.held)
     taped, entries = tape.next()
@@ -113,6 +121,7 @@ def progress_of(
         inputs=last.inputs,
         up_rate=round(ways.up.bytes_per_s),
         down_rate=round(ways.down.bytes_per_s),
+        lacking_bytes=0 if versions.is_complete else lacking_bytes,
     )
 
 

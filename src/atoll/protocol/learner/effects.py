@@ -102,6 +102,12 @@ class Arriving(Fact, frozen=True):
     the next one."""
 
 
+class Lacking(Fact, frozen=True):
+    """Event: bytes of the run's parameters that have not arrived yet."""
+
+    nbytes: int
+
+
 class FetchFailed(Fact, frozen=True):
     fragment: int
     reason: str
@@ -331,6 +337,16 @@ class Begin(Fact, frozen=True):
     text: str
 
 
+class HoldBack(Fact, frozen=True):
+    """Effect: a training process that has made no step makes none before BeginTraining (it does not wait for ever)."""
+
+
+class BeginTraining(Fact, frozen=True):
+    """Effect: nobody is waited for. `reason` says why, if this learner was held back."""
+
+    reason: str = ""
+
+
 class FetchState(Fact, frozen=True):
     """Effect: get the state that lies ready under the ticket, and answer StateCame or StateFailed."""
 
@@ -390,6 +406,7 @@ LearnerEvent = (
     | Adopted
     | Fetched
     | Arriving
+    | Lacking
     | FetchFailed
     | Uploaded
     | UploadFailed
@@ -424,6 +441,8 @@ LearnerEffect = (
     | Dispose
     | Await
     | Begin
+    | HoldBack
+    | BeginTraining
     | FetchState
     | LeaveState
     | TakeState

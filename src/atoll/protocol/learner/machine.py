@@ -10,7 +10,8 @@ a peer's inner optimizer. This file handles the syncer's messages, adoption and 
 
 Rules kept here, each with its test: nothing is contributed from a fragment that was not adopted from this run, nor
 before a peer's state is taken or known not to come; a copy dies with the adoption of its fragment; a run of another
-name makes it forget what it held, and so does an incarnation that changed while it was away.
+name makes it forget what it held, and so does an incarnation that changed while it was away; before training begins it
+holds the training process back, until the syncer says `Begin` or a later welcome asks for no wait.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ class LearnerMachine:
         self._seeking = Seeking(self._do, self._connection.send_message)
         self._helping = Helping(self._do, self._connection.send_message, self._versions)
         self._final: tuple[int, ...] | None = None
+        self._held_back = False
+        """Training has not begun, by the syncer's word."""
+        self._lacking_bytes = 0
+        """Bytes of the run's parameters that have not arrived yet."""
 
     # ---- read by the service ----------------------------------------------------------------------------------
 
@@ -119,6 +124,15 @@ class LearnerMachine:
     @property
     def recovered(self) -> bool:
         return self._versions.is_complete and not self._seeking.open
+
+    @property
+    def fetches_parameters(self) -> bool:
+        """Whether it is on its way into a run that has parameters."""
+        return self.phase == "joining" and self._connection.connected and min(self.newest, default=-1) >= 0
+
+    @property
+    def _may_train(self) -> bool:
+        return self.recovered and not self._held_back
 
     @property
     def _stepping(self) -> bool:
@@ -207,6 +221,8 @@ class LearnerMachine:
             case fx.Arriving():
                 self._versions.way_is_free = True
                 self._fetch_missing()
+            case fx.Lacking(nbytes):
+                self._note_lacking(now, nbytes)
             case fx.FetchFailed(fragment, reason):
                 self._versions.retry_later(now, fragment)
                 self._fetch_missing()
@@ -248,6 +264,9 @@ class LearnerMachine:
                 self._take_welcome(now, message)
             case msg.Started(uploader=uploader):
                 self._take_start(now, uploader)
+            case msg.Begin(reason=reason):
+                self._begin_training(reason)
+                self._send_report(now)
             case msg.Lease(ranges=ranges, over=over, own=own, incarnation=incarnation):
                 if incarnation == self.incarnation:  # else it was meant for another life under this name
                     self._do(fx.Supply(ranges, over, own))
@@ -299,6 +318,9 @@ class LearnerMachine:
         self._connection.tape.welcomed(welcome.taped)
         self.settings = self._orders.settings = welcome.settings
         self._rules.clear()
+        self._held_back = welcome.waits
+        if welcome.waits:
+            self._do(fx.HoldBack())
         new_run = self.run != welcome.run or len(self.versions) != len(welcome.versions)
         if new_run:
             self._change_run(now, welcome)
@@ -314,7 +336,7 @@ class LearnerMachine:
         self._register_data(now)
         self._orders.gathering = max(welcome.gathering, 0)
         if self.phase not in ("ending", "finished"):
-            self.phase = "training" if self.recovered else "joining"
+            self.phase = "training" if self._may_train else "joining"
         self._do(fx.Inform(welcome.progress, welcome.global_step, welcome.committed))
         if welcome.upload:
             self._do(fx.UploadAll())
@@ -325,6 +347,19 @@ class LearnerMachine:
         self._fetch_missing()
         self._pulls.plan_copies()
         self._send_report(now)
+        if not welcome.waits and self.t == 0:
+            self._begin_training("")  # it may have been held back by an earlier term, or by the word to a dead courier
+
+    def _begin_training(self, reason: str) -> None:
+        """Let the training process go, once its next orders are on their way to it."""
+        self._held_back = False
+        self._train_if_recovered()
+        self._do(fx.BeginTraining(reason))
+
+    def _note_lacking(self, now: float, nbytes: int) -> None:
+        changed, self._lacking_bytes = nbytes != self._lacking_bytes, nbytes
+        if changed and self.fetches_parameters:
+            self._send_report(now)
 
     def _settle_merged(self, welcome: msg.Welcome) -> None:
         """What was merged meanwhile. A round that is being merged may still bring more."""
@@ -349,8 +384,8 @@ class LearnerMachine:
         self._restored = False
 
     def _train_if_recovered(self) -> None:
-        """The run's parameters are there, and a peer's state is, or will not come."""
-        if self.phase == "joining" and self.recovered:
+        """The run's parameters are there, a peer's state is, or will not come, and training has begun."""
+        if self.phase == "joining" and self._may_train:
             self.phase = "training"
             self._pulls.plan_copies()
 
@@ -364,9 +399,11 @@ class LearnerMachine:
         self._versions.newest = [max(version, 0) for version in self.newest]
         if uploader != self.name or self._may_be_torn:
             self._fetch_missing()
+            if self._lacking_bytes:
+                self._send_report(now)
             return
         self._versions.held, self._versions.counted = [0] * len(self.newest), [0] * len(self.newest)
-        if self.phase == "joining":
+        if self.phase == "joining" and not self._held_back:
             self.phase = "training"
         self._pulls.plan_copies()
         self._do(fx.Own())
@@ -469,6 +506,8 @@ class LearnerMachine:
         if self.phase == "training":
             self._orders.plan_copies(max(number, 0) + 1)
         elif self.phase == "joining" and self._versions.complete_with(fragment) and not self._seeking.open:
+            if self._held_back:
+                return
             self.phase = "training"
             self._pulls.plan_copies()
 
@@ -546,7 +585,8 @@ class LearnerMachine:
 
     def _progress(self, offer: int, aims: int, tape: Spoken) -> msg.Progress:
         last, seeking = self._counters.last, self._seeking.open
-        return progress_of(last, self._versions, self.ways, offer, aims, self.incarnation, seeking, tape)
+        ways, lacking = self.ways, self._lacking_bytes
+        return progress_of(last, self._versions, ways, offer, aims, self.incarnation, seeking, tape, lacking)
 
     def _do(self, effect: fx.LearnerEffect) -> None:
         self._effects.append(effect)

@@ -22,6 +22,7 @@ from atoll.protocol.limits import MAX_COUNTER
 from atoll.protocol.messages import Contribution, Progress, Recover, Refused
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.claims import KNOWN_STEPS, above_others, beyond_declared, beyond_rate, beyond_steps
+from atoll.protocol.syncer.downloads import parameter_bytes
 from atoll.protocol.syncer.joining import Joining
 from atoll.protocol.syncer.learner_warnings import NotFiniteWatch, SameBatches, ShareWatch
 from atoll.protocol.syncer.liveness import Liveness
@@ -69,6 +70,8 @@ class Contributions:
         self.rounds.note_adoptions(learner, said.versions, said.t)
         self.state.members.take_report(now, learner, said, self.state.furthest_round)
         self.accounts.book_report(learner, said)
+        if learner.state == "joining":
+            self._note_download(now, learner, said.lacking_bytes)
         if begins_to_leave:
             text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
             self.state.out.note("leaving", text, learner, t=learner.t)
@@ -83,6 +86,16 @@ class Contributions:
         same = not self.rounds.closing.follow_members(now)
         self.rounds.closing.count_steps(now, learner)
         return same and learner.live and not learner.stopped
+
+    def _note_download(self, now: float, learner: KnownLearner, lacking: int) -> None:
+        download = learner.download
+        if not lacking and not download.whole:
+            return  # it has fetched nothing yet, or cannot tell
+        download.note_lacking(now, lacking, parameter_bytes(self.state.history.begun.tensors))
+        if download.is_news(now):
+            text = f"{learner.name} fetches the run's parameters: {download.describe()}"
+            figures = {"lacking_bytes": download.lacking, "whole_bytes": download.whole, "left_s": download.left_s}
+            self.state.out.note("fetching", text, learner, **figures)
 
     def _compare_tokens(self, learner: KnownLearner) -> None:
         """Tell of one whose tokens per step are far above the others', once, unless the operator allows it that."""

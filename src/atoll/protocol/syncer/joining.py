@@ -19,9 +19,9 @@ from atoll.protocol.clock import SYNCER
 from atoll.protocol.messages import PROTOCOL, Drain, Ending, Finish, Hello, Refused, Started, Welcome
 from atoll.protocol.records import StartedRecord
 from atoll.protocol.syncer.accounts import Accounts
+from atoll.protocol.syncer.beginning import Beginning
 from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.effects import Expel
-from atoll.protocol.syncer.ending import Assembly
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
@@ -30,10 +30,16 @@ from atoll.protocol.syncer.state import SyncerState
 
 class Joining:
     def __init__(
-        self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, run_start: RunStart
+        self,
+        state: SyncerState,
+        accounts: Accounts,
+        rounds: Rounds,
+        peers: Peers,
+        run_start: RunStart,
+        beginning: Beginning,
     ) -> None:
         self.state, self.accounts, self.rounds = state, accounts, rounds
-        self.peers, self.run_start = peers, run_start
+        self.peers, self.run_start, self.beginning = peers, run_start, beginning
 
     # ---- coming -------------------------------------------------------------------------------------------------
 
@@ -118,6 +124,7 @@ class Joining:
             least=tuple(self.state.members.least) if max(self.state.members.least) > 0 else (),
             index=self.state.history.index_of(learner.name),
             frozen=self.state.history.begun.frozen,
+            waits=self.beginning.holds_back,
         )
         self.state.out.send(learner.name, welcome)
 
@@ -196,11 +203,11 @@ class RunStart:
     is asked. It alone goes on with its own weights, as version 0: a process that was restarted under its name fetches
     like everybody else. Once all of it is there, the run begins when as many learners are there as it is meant for, or
     `wait_for_learners_s` later: until then nobody trains, so that the first rounds have everybody in them and the
-    run's step is that of everybody.
+    run's step is that of everybody. Training begins once those that are there hold version 0 (beginning.py).
     """
 
-    def __init__(self, state: SyncerState, cuts: Cuts, assembly: Assembly) -> None:
-        self.state, self.cuts, self.assembly = state, cuts, assembly
+    def __init__(self, state: SyncerState, cuts: Cuts, beginning: Beginning) -> None:
+        self.state, self.cuts, self.beginning = state, cuts, beginning
         self._uploader: str | None = None
         self._uploader_session = ""
         """Which process of that name was asked. A restarted one has other weights under the same name."""
@@ -300,14 +307,15 @@ class RunStart:
         self.cuts.take_first()
         self.state.out.persist(StartedRecord(uploader))
         self.state.enter_phase("running")
-        self.assembly.note_start(now)
         self.state.versions = [0] * len(self.state.versions)
         self.state.out.note("initial", f"{uploader} gave the first parameters")
         # The uploader goes on with its own weights. One that was restarted since has other weights: it fetches.
-        same_process = self.state.members.learners[uploader].session == self._uploader_session
+        owner = self.state.members.learners[uploader]
+        same_process = owner.session == self._uploader_session
         started = Started(uploader=uploader if same_process else "", gathering=self.state.gathering_round)
         for learner in self.state.members.connected_learners():
             self.state.out.send(learner.name, started)
+        self.beginning.hold_back(now, owner if same_process else None)
 
     def _is_better(self, hello: Hello) -> bool:
         goes_before = _holds_a_model(hello) and not self._uploader_holds and not self._upload.begun

@@ -13,6 +13,7 @@ from math import inf
 
 from atoll.protocol import schedule
 from atoll.protocol.messages import Pull
+from atoll.protocol.syncer.beginning import Beginning
 from atoll.protocol.syncer.effects import ConfirmSent
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.rounds import Rounds
@@ -22,8 +23,8 @@ PROBE_EVERY_S = 2.0
 
 
 class Liveness:
-    def __init__(self, state: SyncerState, rounds: Rounds) -> None:
-        self.state, self.rounds = state, rounds
+    def __init__(self, state: SyncerState, rounds: Rounds, beginning: Beginning) -> None:
+        self.state, self.rounds, self.beginning = state, rounds, beginning
 
     def find_silent(self, now: float, wakes: list[float]) -> list[KnownLearner]:
         """Look at everyone; those that have been silent for too long."""
@@ -52,6 +53,7 @@ class Liveness:
     def stood_still(self, now: float, seconds: float) -> None:
         """Nobody is silent, stalled or late for the time in which the syncer itself heard nothing."""
         for learner in self.state.members.learners.values():
+            learner.download.put_off(now, seconds)
             idle_at = max(learner.last_step_at, learner.idle_at)
             learner.idle_at = min(now, idle_at + seconds)
             learner.last_heard = min(now, learner.last_heard + seconds) if learner.last_heard else 0.0
@@ -60,7 +62,8 @@ class Liveness:
         self.rounds.closing.put_off(now, seconds)
 
     def _watch_steps(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
-        if learner.stopped or (self.state.settings.synchronous and learner.offer >= self.state.committed):
+        waits = self.state.settings.synchronous and learner.offer >= self.state.committed
+        if learner.stopped or waits or self.beginning.holds_back:
             learner.idle_at = now  # it waits for us, not we for it
         limit = self.state.members.stall_limit(learner)
         if (now >= limit) != learner.stalled:

@@ -3,7 +3,8 @@
 This file routes every event to its rule and then lets time do its work. The rules, each with its test, are in:
 
     the state of a run             state.py; what is written down and sent, in order: outbox.py
-    who takes part                 membership.py; who joins and leaves, how a run begins: joining.py
+    who takes part                 membership.py; who joins and leaves, how a run begins: joining.py; when its training
+                                   begins: beginning.py, downloads.py
     who is silent, stalled, muted  liveness.py
     who helps a newcomer           peers.py
     reports and contributions      contributions.py; what a learner may claim: claims.py, budget.py; data and ledger:
@@ -33,6 +34,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Spread
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.accounts import Accounts
+from atoll.protocol.syncer.beginning import Beginning
 from atoll.protocol.syncer.closing import Estimates
 from atoll.protocol.syncer.contributions import Contributions, Strikes
 from atoll.protocol.syncer.cuts import Cuts
@@ -60,11 +62,12 @@ class Syncer:
         self.accounts = Accounts(state)
         self.cuts = Cuts(state)
         self.rounds = rounds = Rounds(state, self.cuts)
-        self.liveness = Liveness(state, rounds)
         self.peers = Peers(state)
         self.assembly = Assembly(state, returning=bool(history.lives))
-        self.run_start = RunStart(state, self.cuts, self.assembly)
-        self.joining = Joining(state, self.accounts, rounds, self.peers, self.run_start)
+        self.beginning = Beginning(state, self.assembly)
+        self.liveness = Liveness(state, rounds, self.beginning)
+        self.run_start = RunStart(state, self.cuts, self.beginning)
+        self.joining = Joining(state, self.accounts, rounds, self.peers, self.run_start, self.beginning)
         self.strikes = Strikes(state, self.accounts, rounds, self.peers, self.joining)
         self.contributions = Contributions(
             state, self.accounts, rounds, self.liveness, self.peers, self.joining, self.strikes
@@ -194,6 +197,7 @@ class Syncer:
             case fx.StoodStill(seconds):
                 self.liveness.stood_still(now, seconds)
                 self.peers.put_off(now, seconds)
+                self.beginning.put_off(now, seconds)
             case fx.RelayMeasured(learners, up_rate, down_rate):
                 self.members.take_relay_rates(learners, up_rate, down_rate)
             case Tick():
@@ -272,6 +276,8 @@ class Syncer:
         """Whether no report could bring a round or the end about; then all that this one moves is seen to here."""
         if self.phase != "running" or self.settings.synchronous or self._asked is not None:
             return False
+        if self.beginning.holds_back:
+            return False
         if self.assembly.returning or self.rounds.any_due() or self.end.budget_spent():
             return False
         assert self.wake_at is not None
@@ -292,6 +298,7 @@ class Syncer:
             self.run_start.start_if_ready(now, wakes)
             for silent in self.liveness.find_silent(now, wakes):
                 self.joining.expel_learner(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
+            self.beginning.begin_if_ready(now, wakes)
             self.rounds.closing.follow_members(now)
             self.joining.close_abandoned_lives(now, wakes)
             self.cuts.complete_if_ready(now, wakes)
@@ -300,7 +307,8 @@ class Syncer:
                 break
             self.end.advance_end(now, wakes)
             self.joining.replace_overdue_uploader(now, wakes)
-            if self.phase == "running" and self.assembly.may_open(now, wakes):
+            held_back = self.beginning.holds_back
+            if self.phase == "running" and not held_back and self.assembly.may_open(now, wakes):
                 self.rounds.open_next(now)
                 self.rounds.pull_ahead(now)
             moved = self.rounds.advance_rounds(now, wakes)
@@ -308,7 +316,8 @@ class Syncer:
 
     def _advance_peers(self, now: float, wakes: list[float]) -> None:
         if self.phase == "running":
-            self.peers.advance_recoveries(now, wakes)
+            if not self.beginning.holds_back:  # a peer that does not train yet could not help
+                self.peers.advance_recoveries(now, wakes)
         elif self.peers.open:
             self.peers.end_all_recoveries("the run ends" if self.phase != "empty" else "the run has no parameters yet")
 

@@ -23,6 +23,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average, median
 from atoll.protocol.syncer.budget import Counted, believed_rate, rate_of
 from atoll.protocol.syncer.claims import Usual
+from atoll.protocol.syncer.downloads import Download
 
 LearnerState = Literal["joining", "training", "gone"]
 STALLED_STEPS = 8
@@ -125,6 +126,8 @@ class KnownLearner:
     """Bytes per second that its way down carries, and that of its relay; 0: not measured."""
     share: float = 1.0
     """Share of the rounds that it takes part in (interval.py)."""
+    download: Download = field(default_factory=Download)
+    """Of the parameters, while it joins."""
 
     @property
     def connected(self) -> bool:
@@ -275,6 +278,7 @@ class Membership:
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments
         learner.dropped, learner.position, learner.usual = (), -1, Usual()
+        learner.download = Download()
 
     def take_report(self, now: float, learner: KnownLearner, progress: Progress, furthest: int) -> None:
         """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
