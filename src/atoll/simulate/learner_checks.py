@@ -127,6 +127,7 @@ class LearnerChecks:
         versions = machine._versions
         for fragment, version in enumerate(told):
             coming = fragment in versions._fetching or fragment in versions.adopting or fragment in versions.retry_at
+            coming = coming or fragment in versions.given
             if version > versions.held[fragment] and not coming and fragment not in ahead:
                 said = f"{learner.name} lacks version {version} of fragment {fragment}, and does not fetch it"
                 raise Violation("what is missing is on its way", said, learner.name, fragment)

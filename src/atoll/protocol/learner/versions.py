@@ -5,7 +5,9 @@ Rules kept here, each with its test:
 - after a reconnect every missing version is fetched;
 - a version that the run was rolled back with replaces the learner's own values;
 - with adopt = "carry" the adoption names the copy that the version already contains, also when the announcement was
-  lost with the connection.
+  lost with the connection;
+- with adopt = "carry" no other version is adopted over a copy that was given to a round and may be merged yet: the copy
+  is of the base, so behind that adoption it could not be subtracted any more, and all steps made since would be lost.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Versions:
     _fetching: set[int] = field(default_factory=set)
     counted: list[int] = field(default_factory=list)
     """Per fragment, the adopted version that the training process's counters know of."""
+    given: dict[int, int] = field(default_factory=dict)
+    """Carry: round that was given a copy, by fragment, until its outcome is known. No version is fetched before."""
     _merged: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Per fragment, the version that holds this learner's last contribution, its step and its tokens."""
 
@@ -81,6 +85,7 @@ class Versions:
             for fragment, merged in enumerate(welcome.merged)
             if merged[0] > min(self.held[fragment], self.counted[fragment])
         }
+        self.given = {f: number for f, number in self.given.items() if number >= welcome.committed}
         for number in range(max(0, welcome.committed - fragments), welcome.committed):
             self.rounds[number % fragments] = number
 
@@ -89,6 +94,8 @@ class Versions:
         self.newest[fragment] = max(self.newest[fragment], version)
         if own is not None:
             self._merged[fragment] = (version, own.t, own.tokens)
+        if self.given.get(fragment, announce.round + 1) <= announce.round:
+            del self.given[fragment]
         if announce.members:
             self.rounds[fragment] = announce.round
         if announce.restored:
@@ -100,6 +107,7 @@ class Versions:
     def fetch_missing(self) -> None:
         for fragment, version in enumerate(self.newest):
             busy = fragment in self._fetching or fragment in self.adopting or fragment in self.retry_at
+            busy = busy or fragment in self.given
             if self.lacks_newest(fragment) and not busy:
                 self._fetching.add(fragment)
                 self.do(Fetch(fragment, version))
@@ -108,8 +116,11 @@ class Versions:
         """Whether it is news, to be handed over.
 
         One that was not announced yet is fetched again when it is: until then nobody knows whether it holds our steps.
+        So is one that comes while a given copy may be merged.
         """
         self._fetching.discard(fragment)
+        if fragment in self.given:
+            return False
         if not self.held[fragment] < version <= self.newest[fragment] or fragment in self.adopting:
             return False
         self.adopting[fragment] = (version, self.rounds.get(fragment, -1))
@@ -133,4 +144,5 @@ class Versions:
         self.adopting.clear()
         self.rounds.clear()
         self._least.clear()
+        self.given.clear()
         self._merged.clear()
