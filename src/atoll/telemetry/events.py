@@ -12,6 +12,8 @@ of hellos that are refused, which may come under any name, so many of each token
 | waiting | syncer | missing, seconds: the first parameters are here, and so many more learners are waited for |
 | joined | syncer | learner, incarnation, declared (tokens per step), known_as (its incarnation before; 0: none) |
 | recovered | syncer | learner, incarnation, seconds |
+| returned | syncer | learner, incarnation, away_s, t, steps (made meanwhile; merged, kept or dropped, as means over the
+fragments), weight_share (share of their weight that they get in the next rounds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,
 rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |

@@ -69,6 +69,7 @@ class Contributions:
         self.rounds.note_adoptions(learner, said.versions, said.t)
         self.state.members.take_report(now, learner, said, self.state.furthest_round)
         self.accounts.book_report(learner, said)
+        self.joining.returns.note_report(learner, said)
         if begins_to_leave:
             text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
             self.state.out.note("leaving", text, learner, t=learner.t)
