@@ -19,7 +19,7 @@ from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 ALONE = "learner-0"
 P = H = 8
@@ -73,7 +73,7 @@ class CutLink:
 async def train(folder: RunDir, **rules: Any) -> tuple[list[Event], Event, Event]:
     """Return all events, and of the learner that is cut off the first "lost" and "returned" since the cut."""
     rules = {"learners": 3, "fragments": P, "sync_every": H, "heartbeat_s": 0.5, "lost_after_s": 3.0, **rules}
-    rules |= {"steps": 300, "cut_every": 0, "wait_for_learners_s": 60.0, "adopt": "carry"}
+    rules |= {"steps": 240, "cut_every": 0, "wait_for_learners_s": 60.0, "adopt": "carry"}
     work = {"depth": 2, "batch": 1, "block": 32, "pace_s": 0.1}
     document = {"protocol": rules, "service": {"evaluate_every": 0}, "workload": work}
     link = CutLink(folder)
