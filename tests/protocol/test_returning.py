@@ -88,9 +88,10 @@ def test_overwrite_drops_the_steps_of_an_absence_and_says_so() -> None:
     world = Cut(adopt="overwrite").run_until(seconds=80.0)
     assert isinstance(world, Cut)
     two_cycles_later(world.cut_for(60.0))
-    assert world.merged_of_the_absence() < 0.1
+    assert world.merged_of_the_absence() < 0.2, "of a few fragments a round asked before their version was there"
     [note] = world.said("returned")
     assert note.data["dropped"] > 0.9 * note.data["steps"]  # type: ignore[operator]
+    assert "up to " in note.text
     assert "adopt = overwrite drops them with the versions that it missed of 24 of 24 fragments" in note.text
 
 

@@ -77,7 +77,7 @@ class Returns:
             return
         found = self._outcome(learner, said, absence)
         share = self._weight_share(learner, said)
-        text = f"{learner.name} was away for {absence.seconds:.1f} s and made {found.steps:,} steps: {_say(found)}"
+        text = f"{learner.name} was away for {absence.seconds:.1f} s and made {found.steps:,} steps: {_say(found, self.state.settings.adopt)}"
         if why := self._why_dropped(found):
             text += f", because {why}"
         if found.kept >= 0.5:
@@ -145,8 +145,9 @@ class Returns:
         self.state.out.note("returned", text, before, **told, dropped=float(steps), weight_share=0.0)
 
 
-def _say(found: Outcome) -> str:
-    """Return the fates that are not zero, as words."""
-    fates = (("kept", found.kept), ("merged", found.merged), ("dropped", found.dropped))
-    named = [f"{count:,.0f} are {fate}" for fate, count in fates if count >= 0.5]
+def _say(found: Outcome, adopt: str) -> str:
+    """Return the fates that are not zero, as words. A round that asks before a version is adopted may save some."""
+    at_most = "" if adopt == KEEPS_ALL else "up to "
+    fates = (("kept", "", found.kept), ("merged", "", found.merged), ("dropped", at_most, found.dropped))
+    named = [f"{word}{count:,.0f} are {fate}" for fate, word, count in fates if count >= 0.5]
     return ", ".join(named) or "none is kept or dropped"
