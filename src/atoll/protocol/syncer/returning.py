@@ -77,7 +77,8 @@ class Returns:
             return
         found = self._outcome(learner, said, absence)
         share = self._weight_share(learner, said)
-        text = f"{learner.name} was away for {absence.seconds:.1f} s and made {found.steps:,} steps: {_say(found, self.state.settings.adopt)}"
+        text = f"{learner.name} was away for {absence.seconds:.1f} s and made {found.steps:,} steps: "
+        text += _say(found, self.state.settings.adopt)
         if why := self._why_dropped(found):
             text += f", because {why}"
         if found.kept >= 0.5:
