@@ -20,7 +20,7 @@ DEFAULTS = {
     CODEC: Config().protocol.codec,
     VERSION_CODEC: Config().protocol.version_codec,
     PLAN: Config().protocol.plan,
-    ADOPT: Config().protocol.adopt,
+    ADOPT: Config().protocol.resolved_adopt,
     QUORUM_POLICY: Config().protocol.quorum_policy,
 }
 NEEDED = {

@@ -194,7 +194,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
         CODEC.check(self.protocol.codec)
         PLAN.check(self.protocol.plan)
-        ADOPT.check(self.protocol.adopt)
+        ADOPT.check(self.protocol.resolved_adopt)
         QUORUM_POLICY.check(self.protocol.quorum_policy)
         VERSION_CODEC.check(self.protocol.version_codec)
         if self.service.tail_average and self.protocol.keep_cuts < TAIL_CUTS:

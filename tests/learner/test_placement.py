@@ -91,7 +91,7 @@ def test_a_welcome_makes_the_memory_and_one_line(capsys: pytest.CaptureFixture[s
     courier, model = Courier(), nn.Linear(4, 4)
     shared = SharedMailbox(TorchModel(model), courier, courier, placement="device")  # type: ignore[arg-type]
     shared.describe()
-    settings = Settings(fragments=2, codec="topk").resolved(2)
+    settings = Settings(fragments=2, codec="topk", adopt="overwrite").resolved(2)
     plan = make_plan(shared.tensors, 2)
     assert shared.apply_welcome(Welcomed(settings, plan.fingerprint, 1))
     shared.hand_to_courier(Stepped(0, (), ()))

@@ -28,6 +28,7 @@ class PhasedWorld(World):
     def __init__(self, phases: tuple[TrainingPhase, ...] = (WARM,), **settings: Any) -> None:
         self.adoptions: list[learner_fx.Adopt] = []
         usual = {"fragments": P, "sync_every": H, "steps": STEPS, "latency_s": 0.02, "phases": phases}
+        usual |= {"adopt": "overwrite"}  # so that the phase's rule and the run's own differ
         super().__init__(3, **{**usual, **settings})
 
     def _do(self, learner: SimulatedLearner, effect: learner_fx.LearnerEffect) -> None:
@@ -407,14 +408,15 @@ def test_as_many_phases_as_may_be_are_read_again() -> None:
 
 
 def test_which_phase_is_due() -> None:
-    phases = Settings(steps=100, phases=(WARM, TrainingPhase(until=0.5, sync_every=12))).resolved(1000).phases
+    asked = (WARM, TrainingPhase(until=0.5, sync_every=12))
+    phases = Settings(steps=100, adopt="overwrite", phases=asked).resolved(1000).phases
     assert [due_phase(phases, progress) for progress in (0.0, 0.24, 0.25, 0.49, 0.5, 1.0)] == [1, 1, 2, 2, 3, 3]
     assert [(one.sync_every, one.overlap, one.adopt) for one in phases] == [
         (2, 1, "carry"),
         (12, 2, "overwrite"),
         (24, 2, "overwrite"),
     ]
-    again = Settings(steps=100, phases=phases).resolved(1000).phases
+    again = Settings(steps=100, adopt="overwrite", phases=phases).resolved(1000).phases
     assert again == phases, "resolved once more, it stays"
 
 

@@ -133,7 +133,7 @@ def test_no_more_rounds_are_under_way_than_the_overlap_allows() -> None:
 
 
 def test_everyone_declining_voids_the_round() -> None:
-    world = World(1, fragments=1, sync_every=2, overlap=1).run_until(round=2)
+    world = World(1, fragments=1, sync_every=2, overlap=1, adopt="overwrite").run_until(round=2)
     world.learners["learner-0"].tokens_per_step = 0
     world.learners["learner-0"].dropped[0] += world.learners["learner-0"].tokens[0]
     world.learners["learner-0"].tokens = [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from atoll.protocol.errors import ConfigError
@@ -47,3 +48,21 @@ def test_what_cannot_be_is_refused_with_the_fix(asked: dict[str, float], words: 
 def test_an_overlap_that_outlasts_h_is_refused() -> None:
     with pytest.raises(ConfigError, match="set overlap to 3 or less"):
         Settings(sync_every=4, fragments=4, overlap=4).resolved(10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({}, "carry"),
+        ({"synchronous": True}, "overwrite"),
+        ({"adopt": "overwrite"}, "overwrite"),
+        ({"adopt": "carry", "synchronous": True}, "carry"),
+    ],
+)
+def test_adoption_that_is_not_set_is_carry_and_overwrite_in_a_synchronous_run(
+    settings: dict[str, object], rule: str
+) -> None:
+    asked = msgspec.convert({**settings, "steps": 100, "phases": [{"until": 0.5}]}, Settings)
+    resolved = asked.resolved(24)
+    assert resolved.adopt == rule and resolved.adopts == {rule}, "phases too know it by name"
+    assert resolved.resolved(24) == resolved

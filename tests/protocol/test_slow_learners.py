@@ -78,6 +78,18 @@ def test_the_work_of_a_slow_learner_is_merged_whatever_the_seed(slower: float, a
     check(slower, seed, adopt)
 
 
+@pytest.mark.parametrize("adopt", ["carry", "overwrite"])
+def test_carry_merges_the_work_of_a_learner_eight_times_slower(adopt: str) -> None:
+    """Overwrite drops one of its three steps between two syncs: known, and the reason to carry (docs/promises.md)."""
+    world = Uneven(8.0, 0, adopt=adopt).run_until(round=480)
+    world.end()
+    world.run_to_end()
+    share = merged_share(world, SLOW)
+    print(adopt, share)
+    assert share >= 0.96 if adopt == "carry" else share < 0.75
+    assert not world.said("muted")
+
+
 # ---- with the courier's real slots ----------------------------------------------------------------------------------
 
 

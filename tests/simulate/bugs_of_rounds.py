@@ -270,7 +270,7 @@ def _all_alike(plain: Plain) -> Any:
             last = max(round_.frozen_at, self.state.members.learners[seat.learner].last_heard)
             silent_at = last + SILENT_BEATS * self.state.settings.heartbeat_s
             if now >= silent_at:
-                self._note_miss(round_, seat, "says nothing any more", strike=True)
+                self._note_miss(now, round_, seat, "says nothing any more", strike=True)
                 found = True
             elif silent_at < seat.deadline:
                 wakes.append(silent_at)

@@ -166,7 +166,8 @@ WARM = TrainingPhase(until=0.5, sync_every=2, overlap=1, adopt="carry", outer_lr
 
 
 def phased(*phases: TrainingPhase, **settings: object) -> History:
-    asked = {"learners": 4, "fragments": 4, "sync_every": 8, "steps": 100, "phases": phases, **settings}
+    usual = {"learners": 4, "fragments": 4, "sync_every": 8, "steps": 100, "adopt": "overwrite"}
+    asked = {**usual, "phases": phases, **settings}
     rules = msgspec.convert(asked, Settings, from_attributes=True).resolved(len(TENSORS))
     return History(BegunRecord("run", rules, msgspec.to_builtins(Outer()), TENSORS, "plan"))
 

@@ -153,7 +153,10 @@ def remarks(plan: Plan) -> Iterator[str]:
     worst = max((link.away_steps for link in plan.links), default=0.0)
     if worst > 0.05 * plan.sync_every:
         share = percent(min(1.0, worst / plan.sync_every))
-        yield f"Overwriting drops up to {share} of the steps of a site that far away; --set adopt=carry drops none."
+        yield (
+            f"adopt = overwrite would drop up to {share} of the steps of a site that far away; carry, the default, "
+            "drops none."
+        )
 
 
 def money(value: float) -> str:

@@ -56,6 +56,7 @@ def settings_of(profile: Profile, learners: int, *, synchronous: bool = False, w
         quorum=min(rules.quorum, learners),
         quorum_policy="grace" if rules.grace else "minimum",
         synchronous=synchronous,
+        adopt="overwrite",  # the paper's rule: its figures are what these are held against
         cut_every=0,
         heartbeat_s=heartbeat_s,
         lost_after_s=6 * heartbeat_s,

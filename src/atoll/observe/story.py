@@ -348,7 +348,7 @@ def _number(value: int, one: str, many: str = "") -> str:
 # ---- advice ---------------------------------------------------------------------------------------------------------
 
 MUCH = 0.15
-"""Of the tokens, by one cause: from here on there is something to say. The usual settings drop τ/H = 8 %."""
+"""Share of the tokens that one cause drops, from which on there is advice. Overwrite usually drops τ/H = 8 %."""
 ENOUGH = 12
 """A fragment is away for one step of so many: the usual settings have τ/H = 2/24."""
 

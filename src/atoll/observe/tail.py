@@ -105,6 +105,7 @@ NOTABLE = {
     "leaving": "cyan",
     "restarted": "cyan",
     "joined": "cyan",
+    "returned": "cyan",
     "waiting": "cyan",
     "fetching": "cyan",
     "begun": "green",

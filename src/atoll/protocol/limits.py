@@ -36,6 +36,8 @@ Seconds = Annotated[float, Meta(ge=0, lt=float(MAX_COUNTER))]
 Name = Annotated[str, Meta(max_length=LONGEST)]
 ChoiceName = Annotated[str, Meta(pattern="^[a-z0-9-]+$", max_length=32)]
 """Of a piece of code that does the arithmetic: a codec, an adoption rule, a plan. The rules only pass it on."""
+ChoiceNameOrNone = Annotated[str, Meta(pattern="^[a-z0-9-]*$", max_length=32)]
+"""Name of such a piece of code; empty: the run's other settings decide."""
 Direction = Literal["min", "max"]
 """Which values of a metric are better: small ones or large ones."""
 Line = Annotated[str, Meta(max_length=LINE)]

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.limits import MAX_COUNTER, ChoiceName, Name
+from atoll.protocol.limits import MAX_COUNTER, ChoiceName, ChoiceNameOrNone, Name
 from atoll.protocol.phases import TrainingPhase, check_order, warm_start
 
 PHASED = ("sync_every", "overlap", "adopt")
@@ -39,8 +39,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """γ: the share of the slack that the grace window may use."""
     grace_cap_steps: float = 1.0
     """The longest grace window, in learner steps."""
-    adopt: ChoiceName = "overwrite"
-    """How a learner takes a new version into its model."""
+    adopt: ChoiceNameOrNone = ""
+    """Rule by which a learner takes a new version into its model. Empty: carry, or overwrite in a synchronous run."""
     blend: float = 0.5
     """α of adopt = "blend": the share of the learner's own values that stays."""
     codec: ChoiceName = "bf16"
@@ -189,8 +189,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         them is synced as rarely as those of a large one."""
         return self.sync_every or max(USUAL, self.fragments, self.overlap + 1)
 
+    @property
+    def resolved_adopt(self) -> str:
+        """The adoption rule by name. A synchronous run overwrites: that is Streaming DiLoCo."""
+        return self.adopt or ("overwrite" if self.synchronous else "carry")
+
     def resolved(self, most: int) -> Settings:
-        """With P and H filled in for a model that can be cut into so many fragments (`most_fragments`)."""
+        """With P, H and the adoption rule filled in, for a model that can be cut into so many fragments
+        (`most_fragments`)."""
         fragments = self.fragments or min(USUAL, most, self.sync_every or USUAL)
         overlap, sync_every = self.overlap, self.resolved_sync_every
         if overlap >= sync_every and overlap > 0:
@@ -199,8 +205,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"before it came back; set overlap to {sync_every - 1} or less"
             )
         cut_every = 10 * fragments if self.cut_every < 0 else self.cut_every
-        filled = msgspec.structs.replace(self, fragments=fragments, sync_every=sync_every, cut_every=cut_every)
-        return filled._with_whole_phases()
+        return msgspec.structs.replace(
+            self, fragments=fragments, sync_every=sync_every, adopt=self.resolved_adopt, cut_every=cut_every
+        )._with_whole_phases()
 
     def _with_whole_phases(self) -> Settings:
         """Every phase names H, τ and adoption, and behind the last one are the run's own: so each of them says what all

@@ -127,6 +127,7 @@ class LearnerChecks:
         versions = machine._versions
         for fragment, version in enumerate(told):
             coming = fragment in versions._fetching or fragment in versions.adopting or fragment in versions.retry_at
+            coming = coming or fragment in versions.given
             queued = not versions._may_order()
             useless = machine._takes_owed_only and versions.owed_version(fragment) is None
             if queued or useless:

@@ -25,7 +25,6 @@ from typing import Any
 from atoll.protocol.messages import Progress, Pull
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.closing import overdue_at
-from atoll.protocol.syncer.liveness import PROBE_EVERY_S
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round
 from atoll.simulate.oracle import Violation
@@ -117,7 +116,7 @@ class Timing:
             raise Violation(
                 "who makes no steps is not live", f"{one.name} made its last at {one.last_step_at:.1f}", one.name
             )
-        unprobed = one.connected and one.muted and now >= one.probed_at + PROBE_EVERY_S
+        unprobed = one.connected and one.muted and now >= one.probed_at + syncer.machine.liveness.probe_every_s
         if unprobed and one.name in self._unprobed:
             raise Violation("who does not answer is probed", f"{one.name} was probed at {one.probed_at:.1f}", one.name)
         (self._unprobed.add if unprobed else self._unprobed.discard)(one.name)  # one that just fell mute has its time

@@ -71,7 +71,8 @@ class Model:
         """Text and data of the event at the run's beginning."""
         begun, settings = self.history.begun, self.history.settings
         text = (
-            f"the model has {self.plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
+            f"the model has {self.plan.size:,} parameters in {settings.fragments} fragments, "
+            f"H = {settings.sync_every}, adopt = {settings.adopt}"
         )
         slots = len(outer_of(self.history).make().slots())
         most = memory_bound(self.plan, settings, slots, round_memory=round_memory, tail_average=tail_average)

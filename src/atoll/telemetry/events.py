@@ -14,6 +14,8 @@ of hellos that are refused, which may come under any name, so many of each token
 | fetching | syncer | learner, whole_bytes, lacking_bytes, left_s: on its way into the run |
 | begun | syncer | seconds (since the first parameters): the learners hold version 0, and training begins |
 | recovered | syncer | learner, incarnation, seconds |
+| returned | syncer | learner, incarnation, away_s, t, steps (made meanwhile; merged, kept or dropped, as means over the
+fragments), weight_share (share of their weight that they get in the next rounds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,
 rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |

@@ -380,6 +380,8 @@ class Pulls:
     def note_undelivered(self, now: float, event: UploadFailed) -> None:
         waits = self._synchronous and self._standing().stepping
         pull = self._copies.note_failure(event.round, event.attempt, keep=waits)
+        if pull is not None and self._versions.given.get(pull.fragment) == pull.round:
+            del self._versions.given[pull.fragment]
         if pull is not None and event.no_copy and not waits:
             self.answer_pull(now, pull)  # by a new copy: after the last step nobody asks again
         elif pull is not None:
@@ -436,9 +438,16 @@ class Pulls:
         return standing.stepping or self._copies.read_at(fragment) >= standing.t
 
     def _is_overtaken(self, fragment: int) -> bool:
-        """After the last step, while another version is on its way into the model: a copy on the one before could not
-        be sent any more, and nobody asks again. The next copy, on that version, holds the same steps."""
-        return not self._standing().stepping and fragment in self._versions.adopting
+        """Return whether a copy is of no use because another version is on its way into the model.
+
+        After the last step a copy on the version before could not be sent any more, and nobody asks again. With carry
+        it could not be subtracted any more. The next copy, on the new version, holds the same steps.
+        """
+        return fragment in self._versions.adopting and (self._carries or not self._standing().stepping)
+
+    @property
+    def _carries(self) -> bool:
+        return self._orders.settings.adopt == "carry" and not self._synchronous
 
     def _nothing_comes(self, fragment: int) -> bool:
         """Whether the next boundary would bring no copy with steps in it."""
@@ -454,6 +463,8 @@ class Pulls:
             self._decline_pull(now, pull, "an answer of before the connection was lost is still on its way")
         elif not self._copies.send_copy(pull):
             self._decline_pull(now, pull, "no steps since its last adoption")
+        elif self._carries and not pull.probe:
+            self._versions.given[pull.fragment] = pull.round
 
     def _decline_pull(self, now: float, pull: Pull, reason: str) -> None:
         self._say(now, Decline(round=pull.round, attempt=pull.attempt, reason=reason))

@@ -233,6 +233,7 @@ class LearnerMachine:
             case fx.UploadFailed(number, _, reason):
                 self._note("warning", f"the answer to round {number} did not arrive: {reason}")
                 self._pulls.note_undelivered(now, event)
+                self._fetch_missing()
             case fx.Saved():
                 self._connection.send_message(now, cut_saved(event, self.incarnation))
             case fx.Captured():
@@ -303,6 +304,7 @@ class LearnerMachine:
                 self._begin_ending(reason)
                 self._final = versions
                 self._versions.newest = list(versions)
+                self._versions.given.clear()
                 self._fetch_missing()
                 self._finish_if_done(now)
             case msg.Refused(reason=reason, final=True, over=over):

@@ -5,7 +5,9 @@ Rules kept here, each with its test:
 - after a reconnect every missing version is fetched;
 - a version that the run was rolled back with replaces the learner's own values;
 - with adopt = "carry" the adoption names the copy that the version already contains, also when the announcement was
-  lost with the connection.
+  lost with the connection;
+- with adopt = "carry" no other version is adopted over a copy that was given to a round and may be merged yet: the copy
+  is of the base, so behind that adoption it could not be subtracted any more, and all steps made since would be lost.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class Versions:
     """Fragments of which a version arrived before its announcement, which is on its way."""
     counted: list[int] = field(default_factory=list)
     """Per fragment, the adopted version that the training process's counters know of."""
+    given: dict[int, int] = field(default_factory=dict)
+    """Carry: round that was given a copy, by fragment, until its outcome is known. No version is fetched before."""
     _merged: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Per fragment, the version that holds this learner's last contribution, its step and its tokens."""
     ways: Ways = field(default_factory=Ways)
@@ -88,6 +92,7 @@ class Versions:
             for fragment, merged in enumerate(welcome.merged)
             if merged[0] > min(self.held[fragment], self.counted[fragment])
         }
+        self.given = {f: number for f, number in self.given.items() if number >= welcome.committed}
         for number in range(max(0, welcome.committed - fragments), welcome.committed):
             self.rounds[number % fragments] = number
 
@@ -97,6 +102,8 @@ class Versions:
         self.newest[fragment] = max(self.newest[fragment], version)
         if own is not None:
             self._merged[fragment] = (version, own.t, own.tokens)
+        if self.given.get(fragment, announce.round + 1) <= announce.round:
+            del self.given[fragment]
         if announce.members:
             self.rounds[fragment] = announce.round
         if announce.restored:
@@ -126,7 +133,9 @@ class Versions:
     def _is_wanted(self, fragment: int, owed_only: bool) -> bool:
         if not self.lacks_newest(fragment) or fragment in self.adopting:
             return False
-        if fragment in self._fetching or fragment in self.retry_at or fragment in self._unannounced:
+        if fragment in self._fetching or fragment in self.retry_at:
+            return False
+        if fragment in self._unannounced or fragment in self.given:
             return False
         needed = self.held[fragment] < 0 or self.held[fragment] < self._least.get(fragment, -1)
         return not owed_only or needed or self.owed_version(fragment) is not None
@@ -135,10 +144,13 @@ class Versions:
         """Whether it is news, to be handed over.
 
         One that was not announced yet is fetched again when it is: until then nobody knows whether it holds our steps.
+        So is one that comes while a given copy may be merged.
         """
         self._fetching.discard(fragment)
         if version > self.newest[fragment]:
             self._unannounced.add(fragment)
+        if fragment in self.given:
+            return False
         if not self.held[fragment] < version <= self.newest[fragment] or fragment in self.adopting:
             return False
         self.adopting[fragment] = (version, self.rounds.get(fragment, -1))
@@ -162,4 +174,5 @@ class Versions:
         self.adopting.clear()
         self.rounds.clear()
         self._least.clear()
+        self.given.clear()
         self._merged.clear()

@@ -72,6 +72,7 @@ class Contributions:
         self.accounts.book_report(learner, said)
         if learner.state == "joining":
             self._note_download(now, learner, said.lacking_bytes)
+        self.joining.returns.note_report(learner, said)
         if begins_to_leave:
             text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
             self.state.out.note("leaving", text, learner, t=learner.t)

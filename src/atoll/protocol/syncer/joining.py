@@ -24,6 +24,7 @@ from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.effects import Expel
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
+from atoll.protocol.syncer.returning import Returns
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 
@@ -40,6 +41,7 @@ class Joining:
     ) -> None:
         self.state, self.accounts, self.rounds = state, accounts, rounds
         self.peers, self.run_start, self.beginning = peers, run_start, beginning
+        self.returns = Returns(state, rounds)
 
     # ---- coming -------------------------------------------------------------------------------------------------
 
@@ -53,6 +55,7 @@ class Joining:
             return
         if before is not None:
             self._take_the_place_of(before, hello)
+        self.returns.note_hello(now, before, hello)
         learner, new = self.state.members.find_or_begin_life(now, hello, self.state.history.run)
         if new:
             self.accounts.open_life(learner)

@@ -20,6 +20,7 @@ from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 
 PROBE_EVERY_S = 2.0
+"""Least time between two probes of a learner."""
 
 
 class Liveness:
@@ -74,8 +75,14 @@ class Liveness:
             self.state.out.note(kind, f"{learner.name} {word}", learner)
         wakes.append(limit)
 
+    @property
+    def probe_every_s(self) -> float:
+        """Time between two probes of a learner. The next voids the last one, so an answer has as long as to a pull:
+        where a body took longer, no answer would ever count, and the learner would stay muted."""
+        return max(PROBE_EVERY_S, self.rounds.closing.deadline_s)
+
     def _probe_muted(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
-        if now >= learner.probed_at + PROBE_EVERY_S:
+        if now >= learner.probed_at + self.probe_every_s:
             learner.probed_at = inf  # until it has left
             # One that waits at a hold makes no new copy.
             copied = self.state.settings.synchronous and learner.offer >= 0
@@ -90,4 +97,4 @@ class Liveness:
             )
             self.state.out.send(learner.name, pull)
             self.state.out.add_effect(ConfirmSent(number, 0, learner.name))
-        wakes.append(learner.probed_at + PROBE_EVERY_S)
+        wakes.append(learner.probed_at + self.probe_every_s)

@@ -75,6 +75,8 @@ class KnownLearner:
     suspect: str = ""
     """Why what it gives is not trusted; empty: it is. When the run is rolled back it goes into quarantine."""
     misses: int = 0
+    missed_at: float = 0.0
+    """Time of the last miss."""
     strikes: int = 0
     helper: str = ""
     """The peer whose state it goes on with, until a contribution of its own is taken."""
@@ -254,6 +256,9 @@ class Membership:
         recovered = learner.recovered and same and min(hello.versions, default=-1) >= 0
         learner.state = "training" if recovered else "joining"
         learner.versions = hello.versions if recovered else ()
+        if learner.missed_at >= learner.last_heard + self.settings.heartbeat_s:
+            # It was silent then, not mute: the pulls never reached it. A probe would cost it rounds.
+            learner.muted, learner.misses = False, 0
         learner.last_heard = learner.last_step_at = now
         learner.joined_at = learner.joined_at or now
         learner.budgeted.begin(now)

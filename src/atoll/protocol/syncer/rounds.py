@@ -47,6 +47,7 @@ class Rounds:
         self.interval = RoundInterval(state)
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
+        self.last_weights: dict[str, float] = {}
         self._steps_between_syncs = RecentSamples(RECENT)
         self._overlaps = RecentSamples(RECENT)
         self._asked_h = state.settings.sync_every
@@ -340,7 +341,7 @@ class Rounds:
         if missed and not round_.given and len(missed) == len(round_.asked):
             self.closing.estimates.sync_s.add(now - round_.frozen_at)
         for seat in missed:
-            self._note_miss(round_, seat, "missed its deadline", strike=self._had_its_time(now, round_, seat))
+            self._note_miss(now, round_, seat, "missed its deadline", strike=self._had_its_time(now, round_, seat))
         if round_.asked:
             wakes.append(min(seat.deadline for seat in round_.asked))
             return silent or bool(missed)
@@ -387,13 +388,13 @@ class Rounds:
                 continue
             silent_at = max(round_.frozen_at, learner.last_heard) + SILENT_BEATS * self.state.settings.heartbeat_s
             if now >= silent_at:
-                self._note_miss(round_, seat, "says nothing any more", strike=True)
+                self._note_miss(now, round_, seat, "says nothing any more", strike=True)
                 found = True
             elif silent_at < seat.deadline:
                 wakes.append(silent_at)
         return found
 
-    def _note_miss(self, round_: Round, seat: Seat, why: str, *, strike: bool) -> None:
+    def _note_miss(self, now: float, round_: Round, seat: Seat, why: str, *, strike: bool) -> None:
         self.leave_out(round_, seat, why)
         if round_.last:
             self.state.gave_no_answer.add(seat.learner)
@@ -401,6 +402,7 @@ class Rounds:
         if learner.incarnation != seat.incarnation or not learner.connected or not strike:
             return
         learner.misses += 1
+        learner.missed_at = now
         if learner.misses >= 2 and not learner.muted:
             learner.muted = True
             text = f"{learner.name} reports but missed {learner.misses} pulls; it is probed from now on"
@@ -506,7 +508,7 @@ class Rounds:
         version, judged = self.state.versions[round_.fragment], {one.learner: one for one in event.judged}
         members = tuple(self._book_member(round_, seat, version, judged.get(seat.learner)) for seat in round_.given)
         self.last_members = tuple(seat.learner for seat in round_.given)
-        self.last_reason = round_.reason
+        self.last_reason, self.last_weights = round_.reason, round_.weights
         self.state.out.note(
             "round",
             f"round {round_.number}: fragment {round_.fragment} is version {version}; {round_.reason}",

@@ -1,0 +1,154 @@
+"""A learner that comes back after an absence: one event says what became of the steps that it made meanwhile.
+
+Its life stays open until `abandon_s`. If it is back by then, its adoption rule decides: carry keeps the steps for the
+coming rounds, the other rules drop them with each version that it missed. Later its life is closed, and none of them
+counts. The event is told at the first report of the learner, or at its hello if its life was closed. An absence shorter
+than `lost_after_s` is not told.
+
+A contribution that holds the steps of a long absence is heavier than the others' and is limited (weights.py), so the
+event names the share of its own weight that it will have, by the weights of the last round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import fsum
+
+from atoll.protocol.messages import Hello, Progress
+from atoll.protocol.statistics import median
+from atoll.protocol.syncer.membership import KnownLearner
+from atoll.protocol.syncer.rounds import Rounds
+from atoll.protocol.syncer.state import SyncerState
+from atoll.protocol.syncer.weights import FEW, limit_of
+
+KEEPS_ALL = "carry"
+"""Adoption rule that drops no steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """State of a learner when it was last heard."""
+
+    incarnation: int
+    seconds: float
+    t: int
+    tokens: int
+    dropped: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Steps of an absence by what becomes of them, as means over the fragments."""
+
+    steps: int
+    merged: float
+    dropped: float
+    missed: int
+    """Number of fragments of which it missed a version."""
+
+    @property
+    def kept(self) -> float:
+        return max(0.0, self.steps - self.merged - self.dropped)
+
+
+class Returns:
+    def __init__(self, state: SyncerState, rounds: Rounds) -> None:
+        self.state, self.rounds = state, rounds
+        self._absent: dict[str, Absence] = {}
+        """Absences of the learners that are back and have not reported yet."""
+
+    def note_hello(self, now: float, before: KnownLearner | None, hello: Hello) -> None:
+        """Remember the absence before the learner's state is replaced; `before`: that state."""
+        self._absent.pop(hello.learner, None)
+        if before is None or before.connected or before.session != hello.session or not before.last_heard:
+            return
+        away_s = now - before.last_heard
+        if before.closed and away_s >= self.state.settings.abandon_s:
+            self._tell_given_up(before, hello, away_s)
+        elif not before.closed and before.recovered and away_s >= self.state.settings.lost_after_s:
+            self._absent[before.name] = Absence(
+                before.incarnation, away_s, before.t, before.tokens_total, before.dropped
+            )
+
+    def note_report(self, learner: KnownLearner, said: Progress) -> None:
+        """Tell the outcome at the first report after an absence."""
+        absence = self._absent.pop(learner.name, None)
+        if absence is None or absence.incarnation != learner.incarnation or learner.state != "training":
+            return
+        found = self._outcome(learner, said, absence)
+        share = self._weight_share(learner, said)
+        text = f"{learner.name} was away for {absence.seconds:.1f} s and made {found.steps:,} steps: "
+        text += _say(found, self.state.settings.adopt)
+        if why := self._why_dropped(found):
+            text += f", because {why}"
+        if found.kept >= 0.5:
+            text += f"; they get {100 * share:.0f} % of their weight in the next rounds"
+            text += " (weight_limit)" if share < 1 else ""
+        told = {
+            "away_s": round(absence.seconds, 3),
+            "t": said.t,
+            "steps": found.steps,
+            "merged": round(found.merged, 2),
+            "kept": round(found.kept, 2),
+            "dropped": round(found.dropped, 2),
+            "weight_share": round(share, 4),
+        }
+        self.state.out.note("returned", text, learner, **told)
+
+    def _outcome(self, learner: KnownLearner, said: Progress, absence: Absence) -> Outcome:
+        steps, tokens = said.t - absence.t, said.tokens_total - absence.tokens
+        versions, merged, dropped, missed = self.state.versions, 0, 0.0, 0
+        for fragment, held in enumerate(said.versions):
+            behind = held < versions[fragment]
+            missed += behind
+            # What was on its way when the link broke may have been merged since.
+            given = max(0, min(steps, learner.synced_t.get(fragment, 0) - absence.t))
+            merged += given
+            if behind and self.state.settings.adopt != KEEPS_ALL:
+                dropped += steps - given
+            elif absence.dropped and tokens > 0:
+                gone = said.dropped[fragment] - absence.dropped[fragment]
+                dropped += min(steps - given, max(0, gone) * steps / tokens)
+        count = len(said.versions)
+        return Outcome(steps, merged / count, dropped / count, missed)
+
+    def _why_dropped(self, found: Outcome) -> str:
+        if found.dropped < 0.5:
+            return ""
+        if self.state.settings.adopt == KEEPS_ALL:
+            return "versions that it fetched before overwrote them"
+        of = f"{found.missed} of {len(self.state.versions)} fragments"
+        return f"adopt = {self.state.settings.adopt} drops them with the versions that it missed of {of}"
+
+    def _weight_share(self, learner: KnownLearner, said: Progress) -> float:
+        """Return the share of its weight that the coming contributions have, by the others' weights of late.
+
+        Its fragments come up during the coming cycle, so each contribution holds H/2 more steps on average.
+        """
+        others = [weight for name, weight in self.rounds.last_weights.items() if name != learner.name]
+        more = self.state.settings.sync_every / 2
+        counters = [(steps, tokens / steps) for steps, tokens in zip(said.steps, said.tokens, strict=True) if steps]
+        own = [(steps + more) * per_step**2 for steps, per_step in counters]
+        if len(others) < FEW or not own:
+            return 1.0
+        limit = limit_of(learner.name, learner.usual.steps, self.state.settings)
+        return min(1.0, min(limit * median(others), fsum(others)) / median(own))
+
+    def _tell_given_up(self, before: KnownLearner, hello: Hello, away_s: float) -> None:
+        steps, settings = max(0, hello.t - before.t), self.state.settings
+        leased = before.position >= 0 and self.state.history.leases is not None
+        data = "its data was issued again" if leased else "its data is its own"
+        text = (
+            f"{before.name} was away for {away_s:.1f} s, longer than abandon_s = {settings.abandon_s:g}: none of the "
+            f"{steps:,} steps that it made meanwhile counts, {data}, and it takes the run's parameters anew"
+        )
+        told = {"away_s": round(away_s, 3), "t": hello.t, "steps": steps, "merged": 0.0, "kept": 0.0}
+        self.state.out.note("returned", text, before, **told, dropped=float(steps), weight_share=0.0)
+
+
+def _say(found: Outcome, adopt: str) -> str:
+    """Return the fates that are not zero, as words. A round that asks before a version is adopted may save some."""
+    at_most = "" if adopt == KEEPS_ALL else "up to "
+    fates = (("kept", "", found.kept), ("merged", "", found.merged), ("dropped", at_most, found.dropped))
+    named = [f"{word}{count:,.0f} are {fate}" for fate, word, count in fates if count >= 0.5]
+    return ", ".join(named) or "none is kept or dropped"
