@@ -114,6 +114,8 @@ NOTABLE = {
     "scaled": "cyan",
     "planned": "cyan",
     "phase": "cyan",
+    "pace": "yellow",
+    "share": "yellow",
     "renewed": "cyan",
     "score": "magenta",
     "ending": "bold",
@@ -358,6 +360,10 @@ def describe_presence(status: RunStatus) -> str:
     return f"{here} of {meant} learner{'' if meant == 1 else 's'} here"
 
 
+def _narrowest(status: RunStatus) -> str:
+    return f" ({plain(status.narrowest)})" if status.narrowest else ""
+
+
 def status_line(status: RunStatus) -> str:
     """The run in one line."""
     if status.phase == "waiting":
@@ -368,7 +374,7 @@ def status_line(status: RunStatus) -> str:
     parts = [
         f"{clock(status.elapsed_s):>7}{spent}  round {status.round:,}",
         describe_presence(status),
-        f"H {decimal(status.effective_h, 1)}/{status.sync_every}",
+        f"H {decimal(status.effective_h, 1)}/{status.sync_every}{_narrowest(status)}",
         f"goodput {percent(status.goodput)}",
         f"merged {percent(status.merged_share)}",
         f"{count(status.tokens_per_s)} tokens/s",
