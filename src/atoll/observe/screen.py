@@ -368,7 +368,7 @@ def _share_lines(learners: Sequence[LearnerStatus]) -> list[Text]:
     lines = [f"{plain(one.learner)} {describe_share(one)}" for one in narrow[:SHARES]]
     if len(narrow) > SHARES:
         lines.append(f"{len(narrow) - SHARES} more take part in a share of the rounds")
-    return [Text(line, "yellow", no_wrap=True, overflow="ellipsis") for line in lines]
+    return [Text(f" {line}", "yellow", no_wrap=True, overflow="ellipsis") for line in lines]
 
 
 def describe_share(learner: LearnerStatus) -> str:

@@ -70,6 +70,7 @@ from atoll.observe.timeline import (
     select_kinds,
     select_paced_rounds,
     starts_everything,
+    take_share,
 )
 from atoll.protocol.ledger import FATES
 from atoll.protocol.settings import PHASED
@@ -385,28 +386,22 @@ def read_pace(timeline: Sequence[Event], settings: dict[str, Any], *, rounds: in
 
 def mean_round_shares(timeline: Sequence[Event]) -> dict[str, float]:
     """Per learner, the mean of its share of the rounds over those made while it was there."""
-    share: dict[str, float] = {}
+    shares: dict[str, float] = {}
     found: dict[str, list[float]] = defaultdict(list)
     there: dict[str, int] = {}
     for event in timeline:
+        take_share(shares, event)
         match event["kind"]:
             case "recovered":
                 there[event["learner"]] = event["incarnation"]
             case "lost" | "left" if there.get(event["learner"]) == event["incarnation"]:
                 del there[event["learner"]]
-            case "joined":  # over another connection, of which nothing was measured yet
-                share.pop(event["learner"], None)
-            case "reigned":
-                share.clear()
             case "started" if starts_everything(event):
                 there.clear()
-                share.clear()
-            case "share":
-                share[event["learner"]] = float(event["share"])
             case "round":
                 for learner in there.keys() | {member["learner"] for member in event["members"]}:
-                    found[learner].append(share.get(learner, 1.0))
-    return {learner: fmean(shares) for learner, shares in found.items()}
+                    found[learner].append(shares.get(learner, 1.0))
+    return {learner: fmean(values) for learner, values in found.items()}
 
 
 def steps_to_adoption(paced: Iterable[Event]) -> Spread:
