@@ -67,6 +67,14 @@ def test_who_is_paused_or_slowed_is_not_missed() -> None:
     )
 
 
+def test_a_learner_with_a_share_of_the_rounds_is_not_missed_in_the_others() -> None:
+    rounds = [round_of(float(at), learner_0=at, learner_1=at) for at in range(1, 11)]
+    narrow = event(0.6, "share", learner=C, incarnation=1, share=0.25)
+    assert verdict.measure_participation(a_run(narrow, rounds=rounds)) == pytest.approx(1.0)
+    wide = event(5.5, "share", learner=C, incarnation=1, share=1.0)
+    assert verdict.measure_participation(a_run(narrow, wide, rounds=rounds)) == pytest.approx((5 + 5 * 2 / 3) / 10)
+
+
 def test_a_learner_that_is_there_to_misbehave_is_not_missed() -> None:
     rogue = [event(2.0, kind, learner="rogue-nan-17", incarnation=1) for kind in ("joined", "recovered")]
     assert verdict.measure_participation(a_run(*rogue)) == pytest.approx(1.0)

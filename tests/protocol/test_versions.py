@@ -63,6 +63,34 @@ def test_a_version_that_nobody_has_told_of_yet_is_fetched_again_once_it_is() -> 
     assert isinstance(adopt, fx.Adopt) and (adopt.rule, adopt.held_tokens) == ("carry", 30)
 
 
+def test_the_version_that_is_needed_soonest_is_ordered_first() -> None:
+    """Once the way down is measured: the next one when the link holds little more, and never a superseded one."""
+    ordered: list[fx.LearnerEffect] = []
+    versions = Versions(ordered.append, held=[3] * 4, newest=[4] * 4)
+    versions.ways.down.add(8_000_000, 1.0)
+    versions.ways.add_latency(0.05)
+    versions.fetch_missing(gathering=10)
+    assert ordered == [fx.Fetch(2, 4)], "fragment 10 mod 4 is gathered next; the others wait"
+    versions.newest[3] = 5  # came while it waited
+    versions.way_is_free = True
+    versions.fetch_missing(gathering=10)
+    assert ordered[1:] == [fx.Fetch(3, 5)]
+    assert versions.take_fetched(2, 4)
+    versions.fetch_missing(gathering=10)
+    assert len(ordered) == 2, "the way is full until the rest of the body is on its way"
+
+
+def test_with_a_share_only_versions_that_hold_own_steps_are_ordered() -> None:
+    ordered: list[fx.LearnerEffect] = []
+    versions = Versions(ordered.append, held=[3] * 4, newest=[4] * 4)
+    versions.ways.down.add(8_000_000, 1.0)
+    versions.ways.add_latency(0.05)
+    member = Member("a", 1, 9, 30)
+    versions.take_announcement(Announce(round=5, fragment=1, version=5, members=(member,), gathering=6, term=1), member)
+    versions.fetch_missing(gathering=10, owed_only=True)
+    assert ordered == [fx.Fetch(1, 5)], "the next version that holds its steps contains what the others hold"
+
+
 def test_a_syncer_of_an_earlier_term_is_not_listened_to() -> None:
     learner = a_learner()
     learner.handle(1.0, fx.Arrived(welcomed(term=3)))

@@ -15,7 +15,14 @@ from statistics import fmean, median
 import msgspec
 
 from atoll.observe.summary import Summary, summarise
-from atoll.observe.timeline import Span, find_stays, find_training_part, is_good_end, select_paced_rounds
+from atoll.observe.timeline import (
+    Span,
+    find_stays,
+    find_training_part,
+    is_good_end,
+    select_paced_rounds,
+    take_share,
+)
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.ledger import FATES
 from atoll.protocol.statistics import format_score
@@ -33,7 +40,8 @@ class VerdictLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     uptime: float | None = None
     """At least."""
     participation: float | None = None
-    """At least: mean over rounds of members over learners that were live, recovered, not paused and not slowed."""
+    """At least: mean over rounds of members over learners that were live, recovered, not paused and not slowed, and had
+    a turn."""
     tokens_per_live_s: float | None = None
     """At least, as a share of the calm run's: tokens per second of a learner that was live and not paused, slowed
     or leaving."""
@@ -231,17 +239,23 @@ def find_hindered(timeline: Sequence[Event]) -> dict[str, list[Span]]:
 
 
 def measure_participation(timeline: Sequence[Event]) -> float | None:
-    """Mean over rounds of members over learners that were live, recovered, not paused and not slowed."""
+    """Mean over rounds of members over learners that were live, recovered, not paused and not slowed. A learner whose
+    link carries only a share of the rounds counts in those that it is in."""
     there: dict[str, list[Span]] = defaultdict(list)
     for name, span in find_stays(timeline, ("recovered",), find_training_part(timeline).end):
         if not name.startswith(ROGUE):
             there[name].append(span)
     held = find_hindered(timeline)
-    shares = []
-    for event in select_paced_rounds(timeline):
+    shares, turns = list[float](), dict[str, float]()
+    paced = {id(event) for event in select_paced_rounds(timeline)}
+    for event in timeline:
+        take_share(turns, event)
+        if id(event) not in paced:
+            continue
+        members = {member["learner"] for member in event["members"]}
         able = {name for name, spans in there.items() if _in(event["at"], spans) and not _in(event["at"], held[name])}
+        able -= {name for name, share in turns.items() if share < 1.0} - members
         if able:
-            members = {member["learner"] for member in event["members"]}
             shares.append(len(members & able) / len(able))
     return fmean(shares) if shares else None
 

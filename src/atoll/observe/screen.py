@@ -58,6 +58,8 @@ LABEL = len("participation")
 SPARKS = 10
 EVENTS = 6
 """At most."""
+SHARES = 4
+"""Lines about learners with a share of the rounds, at most."""
 ALARMS = 4
 """Lines of them at most."""
 FEW, MOST = 10, 0.9
@@ -134,7 +136,7 @@ class LiveScreen:
         run = _run_panel(status, self._scores, self._work.rounds, width)
         if self._link:
             run.subtitle, run.subtitle_align = Text(f"dashboard: {self._link}"), "left"
-        learners = _learner_table(status.learners, width, self._work)
+        learners = Group(_learner_table(status.learners, width, self._work), *_share_lines(status.learners))
         used = len(self._console.render_lines(Group(run, learners), pad=False)) + 2
         return Group(run, learners, self._render_events(self._console.height - used))
 
@@ -255,8 +257,12 @@ def _last_round(status: RunStatus, committed: int | None) -> Table:
         grid.add_row("overlap", Text(_overlap(status)))
     if status.outer_step is not None:
         grid.add_row("outer step", Text(_outer_step(status)))
+    if status.narrowest:
+        grid.add_row("narrowest", Text(plain(status.narrowest), "yellow"))
     if status.shortage:
-        grid.add_row("behind", Text(plain(status.shortage), "yellow"))
+        # The advice stands at the end: the line is wrapped, since one that is cut would lose it.
+        behind = plain(status.shortage).removeprefix(f"{plain(status.narrowest)}: ")
+        grid.add_row("behind", Text(behind, "yellow", no_wrap=False, overflow="fold"))
     if committed is not None and status.round >= FEW and committed < MOST * status.round:
         told = f"{committed:,} of {status.round:,} rounds; nothing was merged in the others"
         grid.add_row("committed", Text(told, "yellow"))
@@ -361,6 +367,21 @@ def _fetched(learner: LearnerStatus) -> str:
     """How much of the parameters a joining learner has. The widest state has room for two digits."""
     share = learner.fetched_share
     return "" if share is None else f" {min(99, int(100 * share))}%"
+
+
+def _share_lines(learners: Sequence[LearnerStatus]) -> list[Text]:
+    """Say of each learner that its link carries only a share of the rounds, and which way is narrow."""
+    narrow = [one for one in learners if one.round_share < 1.0 and one.state not in AWAY]
+    lines = [f"{plain(one.learner)} {describe_share(one)}" for one in narrow[:SHARES]]
+    if len(narrow) > SHARES:
+        lines.append(f"{len(narrow) - SHARES} more take part in a share of the rounds")
+    return [Text(f" {line}", "yellow", no_wrap=True, overflow="ellipsis") for line in lines]
+
+
+def describe_share(learner: LearnerStatus) -> str:
+    """Return "takes part in 25 % of the rounds: way down 15 Mbit/s"."""
+    way = f": {plain(learner.narrower_way)}" if learner.narrower_way else ""
+    return f"takes part in {percent(learner.round_share)} of the rounds{way}"
 
 
 def _name(learner: LearnerStatus) -> Text:

@@ -38,6 +38,7 @@ ADVICE = "Advice: "
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
     told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary), _phases(summary)]
+    told += [_shares(summary, events)]
     told += [_merging(summary, events), _training(summary), _validation(summary), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
     told += [f"{ADVICE}{advice}" for advice in advise(summary)]
@@ -169,6 +170,19 @@ def _gaps(summary: Summary) -> str:
     )
 
 
+def _shares(summary: Summary, events: Sequence[Event]) -> str:
+    """Say whose links carried only a share of the rounds, and the last figures of each."""
+    narrow = [event for event in events if event["kind"] == "share" and event["share"] < 1]
+    reasons = {event["learner"]: plain(event["text"]).removeprefix(f"{event['learner']}: ") for event in narrow}
+    shares = {name: one.get("round_share") for name, one in summary["per_learner"].items()}
+    told = [
+        f"The link of {name} let it take part in {percent(share)} of the rounds (the last: {reasons[name]})."
+        for name, share in shares.items()
+        if name in reasons and share is not None
+    ]
+    return " ".join(told)
+
+
 def _merging(summary: Summary, events: Sequence[Event]) -> str:
     tokens = summary["tokens"]
     if not tokens["computed"]:
@@ -272,7 +286,10 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         found.append(f"{listing(idle)} never contributed to a round.")
     configured, effective = int(settings.get("sync_every") or 0), summary["effective_h"]
     if configured and effective is not None and abs(effective / configured - 1) > 0.15:
-        found.append(f"a fragment was synced every {effective:g} learner steps, where {configured} were asked for.")
+        reason = f" ({summary['narrowest']})" if summary.get("narrowest") else ""
+        found.append(
+            f"a fragment was synced every {effective:g} learner steps, where {configured} were asked for{reason}."
+        )
     if summary["participation"] is not None and summary["participation"] < 0.5:
         found.append(f"a round had only {percent(summary['participation'])} of the learners alive in it on average.")
     found += _neglected(events)

@@ -12,8 +12,11 @@ overlap and the settings beside them are those of the last phase.
 | merged_share | fragment-tokens merged over fragment-tokens computed |
 | uptime | share of that time in which at least one learner was stepping: alive and recovered |
 | liveness | learner-seconds alive (joined, and not gone) over those allocated |
-| participation | mean over rounds of members over learners alive and recovered at that moment, the muted included |
+| participation | mean over rounds of members over learners alive and recovered at that moment, the muted included; a
+learner whose link carries only a share of the rounds counts in those of its share |
 | effective_h, _mean, _p95 | learner steps between two syncs of a fragment: median, mean, 95th percentile |
+| carried_h, narrowest | H that rounds were spaced by at last, as the links carry it, to 20 %; the part that made it
+larger than was asked, with what it carried; empty: none did |
 | phases | of each phase of training, and each H set by hand: H as asked for and as it was, rounds; empty: one H |
 | overlap, _mean, _p95 | learner steps from reading a contribution to adopting the version that holds it |
 | rho, outer_step | autocorrelation of merged gradients, effective outer step: means over the last phase |
@@ -32,7 +35,8 @@ is null where the last one was not finite |
 | kills | by a demonstration (`--demo`) or `atoll chaos`; what else killed a process is in the events `exited` |
 | recovery | per `killed` and `restarted`: seconds until a newer incarnation of the learner was in a round, or null |
 | per_learner | over all its incarnations; merged_share and tokens_by_fate from the ledger; participation: share of the
-rounds made while it was there (recovered, and not gone) that it was in; muted_s; longest_absence_s also counts the time
+rounds made while it was there (recovered, and not gone) that it was in; round_share: share of these rounds that its
+link let it take part in, on average; muted_s; longest_absence_s also counts the time
 before its first round |
 
 Learner-seconds are allocated for as many as the run is meant for at a moment, or as are alive where more joined
@@ -66,6 +70,7 @@ from atoll.observe.timeline import (
     select_kinds,
     select_paced_rounds,
     starts_everything,
+    take_share,
 )
 from atoll.protocol.ledger import FATES
 from atoll.protocol.settings import PHASED
@@ -124,6 +129,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         "effective_h": steps.median,
         "effective_h_mean": _round(steps.mean),
         "effective_h_p95": steps.p95,
+        **read_pace(timeline, settings, rounds=len(rounds)),
         "phases": h_by_phase(changes, paced),
         "overlap": overlap.median,
         "overlap_mean": _round(overlap.mean),
@@ -314,6 +320,7 @@ def per_learner(
     """`fates`: what the ledger says of each of them at the end."""
     rounds, paced, seen = select_kinds(timeline, "round"), select_paced_rounds(timeline), find_incarnations(timeline)
     present, muted_s = rounds_present(timeline), muted_seconds(timeline, part)
+    shares = mean_round_shares(timeline)
     answer: dict[str, dict[str, Any]] = {}
     for learner in sorted({name for name, _ in work}):
         mine = [w for (name, _), w in work.items() if name == learner]
@@ -327,6 +334,7 @@ def per_learner(
             "tokens": told.get("computed", sum(w.tokens for w in mine)),
             "tokens_by_fate": {name: told.get(name, 0) for name in (*FATES, "dropped_by_cause")} if told else None,
             "participation": _ratio(sum(inside), max(sum(inside), present[learner])),
+            "round_share": _round(shares.get(learner)),
             "muted_s": _round(muted_s[learner]),
             "busy_s": _round(sum(w.busy_s for w in mine)),
             "rounds": sum(inside),
@@ -361,6 +369,39 @@ def h_by_phase(changes: Sequence[Event], paced: Sequence[Event]) -> list[dict[st
         told = {"phase": number, "by_hand": by_hand, "sync_every": change["sync_every"], "rounds": len(rounds)}
         found.append({**told, "effective_h": steps.median, "effective_h_mean": _round(steps.mean)})
     return found
+
+
+def read_pace(timeline: Sequence[Event], settings: dict[str, Any], *, rounds: int) -> dict[str, Any]:
+    """Return the H that rounds were spaced by at last, and the part that made it larger than was asked. A change of H
+    and a new term of the syncer begin with the H asked for; an event says so if it becomes another one."""
+    carried, narrowest = settings.get("sync_every") if rounds else None, ""
+    for event in reversed(timeline):
+        if event["kind"] == "reigned" or (event["kind"] in ("phase", "changed") and "sync_every" in event):
+            break
+        if event["kind"] == "pace":
+            carried, narrowest = event["h"], event.get("narrowest", "")
+            break
+    return {"carried_h": None if carried is None else float(carried), "narrowest": narrowest}
+
+
+def mean_round_shares(timeline: Sequence[Event]) -> dict[str, float]:
+    """Per learner, the mean of its share of the rounds over those made while it was there."""
+    shares: dict[str, float] = {}
+    found: dict[str, list[float]] = defaultdict(list)
+    there: dict[str, int] = {}
+    for event in timeline:
+        take_share(shares, event)
+        match event["kind"]:
+            case "recovered":
+                there[event["learner"]] = event["incarnation"]
+            case "lost" | "left" if there.get(event["learner"]) == event["incarnation"]:
+                del there[event["learner"]]
+            case "started" if starts_everything(event):
+                there.clear()
+            case "round":
+                for learner in there.keys() | {member["learner"] for member in event["members"]}:
+                    found[learner].append(shares.get(learner, 1.0))
+    return {learner: fmean(values) for learner, values in found.items()}
 
 
 def steps_to_adoption(paced: Iterable[Event]) -> Spread:

@@ -117,6 +117,8 @@ NOTABLE = {
     "scaled": "cyan",
     "planned": "cyan",
     "phase": "cyan",
+    "pace": "yellow",
+    "share": "yellow",
     "renewed": "cyan",
     "score": "magenta",
     "ending": "bold",
@@ -371,6 +373,10 @@ def _has_parameters(status: RunStatus) -> bool:
     return bool(status.versions) and min(status.versions) >= 0
 
 
+def _narrowest(status: RunStatus) -> str:
+    return f" ({plain(status.narrowest)})" if status.narrowest else ""
+
+
 def status_line(status: RunStatus) -> str:
     """The run in one line."""
     if status.phase == "waiting":
@@ -382,7 +388,7 @@ def status_line(status: RunStatus) -> str:
     parts = [
         f"{clock(status.elapsed_s):>7}{spent}  round {status.round:,}",
         describe_presence(status),
-        f"H {decimal(status.effective_h, 1)}/{status.sync_every}",
+        f"H {decimal(status.effective_h, 1)}/{status.sync_every}{_narrowest(status)}",
         f"goodput {percent(status.goodput)}",
         f"merged {percent(status.merged_share)}",
         f"{count(status.tokens_per_s)} tokens/s",

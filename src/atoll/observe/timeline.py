@@ -178,6 +178,19 @@ def select_paced_rounds(timeline: Sequence[Event]) -> list[Event]:
     return paced
 
 
+def take_share(shares: dict[str, float], event: Event) -> None:
+    """Follow the share of the rounds that each learner takes part in; a learner that is not named takes part in all."""
+    match event["kind"]:
+        case "share":
+            shares[event["learner"]] = float(event["share"])
+        case "joined":  # over another connection, of which nothing was measured yet
+            shares.pop(event["learner"], None)
+        case "reigned":
+            shares.clear()
+        case "started" if starts_everything(event):
+            shares.clear()
+
+
 def find_incarnations(events: Iterable[Event]) -> set[Incarnation]:
     """Every incarnation that joined or was a member."""
     joined = {(e["learner"], e["incarnation"]) for e in select_kinds(events, "joined", "recovered")}

@@ -8,8 +8,8 @@ end: it never stops training.
 | --- | --- |
 | validation/loss | of the global model, at the round that was scored |
 | run/goodput, participation, liveness, merged_share | shares, as on the screen |
-| run/tokens, tokens_per_s, effective_h, grace_s, median_gap_s, rho, outer_step | the same |
-| loss/NAME, tokens_per_s/NAME | of each learner that trains |
+| run/tokens, tokens_per_s, effective_h, carried_h, grace_s, median_gap_s, rho, outer_step | the same |
+| loss/NAME, tokens_per_s/NAME, round_share/NAME | of each learner that trains |
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from atoll.telemetry.status import RunStatus
 
 EVERY_S = 2.0
 _SHARES = ("goodput", "participation", "liveness", "merged_share")
-_RUN = (*_SHARES, "tokens", "tokens_per_s", "effective_h", "grace_s", "median_gap_s", "rho", "outer_step")
+_RUN = (
+    *_SHARES,
+    *("tokens", "tokens_per_s", "effective_h", "carried_h", "grace_s", "median_gap_s", "rho", "outer_step"),
+)
 
 
 class Tracker(Protocol):
@@ -164,7 +167,9 @@ def figures(status: RunStatus) -> dict[str, float]:
     found = {f"run/{name}": getattr(status, name) for name in _RUN}
     for learner in status.learners:
         if learner.state == "training":
-            found |= {f"loss/{learner.learner}": learner.loss, f"tokens_per_s/{learner.learner}": learner.tokens_per_s}
+            name = learner.learner
+            found |= {f"loss/{name}": learner.loss, f"tokens_per_s/{name}": learner.tokens_per_s}
+            found[f"round_share/{name}"] = learner.round_share
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
 

@@ -3,7 +3,8 @@
 goodput         seconds that learners spent stepping, over learner-seconds allocated (`LearnerTime`)
 liveness        learner-seconds alive, over learner-seconds allocated
 merged share    fragment-tokens merged over fragment-tokens computed, of those whose fate is known
-participation   mean over rounds of members over learners alive and recovered when the round was frozen
+participation   mean over rounds of members over learners alive and recovered when the round was frozen; learners
+                whose links carry only a share of the rounds count in the rounds of their share alone
 effective H     learner steps between two syncs of a fragment: their median, mean and 95th percentile
 overlap         learner steps from reading a contribution to adopting the version that holds it: the same three
 

@@ -241,6 +241,7 @@ class Meter:
             influence=one.influence,
             tokens_per_step=one.declared,
             round_share=one.share,
+            narrower_way=machine.rounds.interval.describe_way(one) if one.share < 1.0 else "",
             up_rate=one.up_rates[0],
             down_rate=one.down_rates[0],
             **_download(one),

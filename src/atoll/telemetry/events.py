@@ -40,6 +40,9 @@ are not finite (about: numbers); the dashboard failed |
 | same_batches | syncer | learner, other: both train on the same batches |
 | score | syncer | round, loss, cpu_s, sample, final; not_finite (the loss); where the scorer gives them: metrics,
 directions, unit |
+| pace | syncer | h, asked, part, narrowest: H by which rounds are spaced has changed much, and the part of the system
+that makes it larger than was asked ("way down of site-2"), in `narrowest` with what it carries; empty: none does |
+| share | syncer | learner, share: its link carries only this share of the rounds, or every round again (1) |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
 | finished | syncer | reason, round (how many were closed), learners (t, tokens, busy_s), tokens, dropped_by_cause,
@@ -51,7 +54,8 @@ unjoined: SIGTERM ended it before it joined); a syncer by hand says its own star
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |
 
-`live` of a round: learners alive and recovered when it was frozen. A member of a round has learner, incarnation, t,
+`live` of a round: learners alive and recovered when it was frozen, without those whose links carry only a share of
+the rounds and that had no turn in it (`share`). A member of a round has learner, incarnation, t,
 steps, tokens, weight, base, since (its steps since the last sync), loss (the newest training loss it told, or null),
 agreement (its median cosine with the others') and influence (its share of the merge). `fates`: per learner, its tokens
 by fate, dropped_by_cause and merged_share.

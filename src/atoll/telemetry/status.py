@@ -37,6 +37,8 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a step of it has, as it declared; 0: it declared nothing."""
     round_share: float = 1.0
     """Share of the rounds that it takes part in, as far as its link carries them."""
+    narrower_way: str = ""
+    """Way that a share below 1 follows, and what it carries: "way down 15 Mbit/s"."""
     up_rate: float = 0.0
     """Bytes per second that its way up carries, as it measured them; 0: not measured."""
     down_rate: float = 0.0
@@ -148,7 +150,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     narrowest: str = ""
     """Part that makes it larger, and how much of the part is used: "way down of site-2: 58 of 60 Mbit/s"."""
     shortage: str = ""
-    """What makes effective H larger than H (a link, the syncer, its memory), and what would fit; empty: nothing."""
+    """Part that makes effective H larger than H (a link, the merge, memory), and what would fit; empty: none does."""
     step_s: float | None = None
     """The median of the live learners' step times."""
     loss_unit: str = ""

@@ -40,12 +40,17 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("rounds", "Rounds closed, also those in which nothing was merged.", status.round),
         ("goodput_ratio", "Learner-seconds spent stepping over those allocated.", status.goodput),
         ("liveness_ratio", "Learner-seconds alive over learner-seconds allocated.", status.liveness),
-        ("participation_ratio", "Mean share of the learners alive and recovered in a round.", status.participation),
+        (
+            "participation_ratio",
+            "Mean share of the learners alive, recovered and with a turn in a round.",
+            status.participation,
+        ),
         ("merged_share_ratio", "Fragment-tokens merged over those whose fate is known.", status.merged_share),
         ("effective_h_steps", "Median learner steps between two syncs of a fragment.", status.effective_h),
         ("effective_h_mean_steps", "The mean of the same.", status.effective_h_mean),
         ("effective_h_p95_steps", "The 95th percentile of the same.", status.effective_h_p95),
         ("sync_every_steps", "H: the same, as set.", status.sync_every),
+        ("carried_h_steps", "H that rounds are spaced by: as set, or what the links carry.", status.carried_h),
         ("overlap_steps", "Median learner steps from reading a contribution to adopting it.", status.overlap_steps),
         ("overlap_p95_steps", "The 95th percentile of the same.", status.overlap_p95),
         ("overlap_asked_steps", "tau: the same, as set.", status.overlap),
@@ -74,6 +79,9 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
     for name, text, value in figures:
         if value is not None:
             yield GaugeMetricFamily(f"atoll_{name}", text, value=value)
+    # The label names the part without its figures: these change all the time, and every label is a series of its own.
+    part = status.narrowest.rpartition(": ")[0]
+    yield _labelled("narrowest_part", "The part that makes H larger than set.", "part", [(part, 1)] if part else [])
     yield CounterMetricFamily("atoll_tokens", "Tokens trained on.", value=status.tokens)
     yield CounterMetricFamily("atoll_received_bytes", "Bodies and messages from learners.", value=status.bytes_in)
     yield CounterMetricFamily("atoll_sent_bytes", "Bodies and messages to learners.", value=status.bytes_out)
@@ -102,6 +110,15 @@ def _of_learners(status: RunStatus) -> Iterator[Metric]:
     yield each(
         "merged_share_ratio", "Of its fragment-tokens, merged.", ((one, one.merged_share) for one in all_of_them)
     )
+    yield each(
+        "round_share_ratio",
+        "Share of the rounds that its link carries.",
+        ((one, one.round_share) for one in all_of_them),
+    )
+    ups = ((one, one.up_rate or None) for one in all_of_them)
+    yield each("up_bytes_per_second", "What its way up carries, as it measured it.", ups)
+    downs = ((one, one.down_rate or None) for one in all_of_them)
+    yield each("down_bytes_per_second", "What its way down carries, as it measured it.", downs)
     alarms = ((one, 1.0 if one.alarm and not one.suspect else 0.0) for one in all_of_them)
     yield each("low_share_alarm", "1 while its work is merged far less than the others'.", alarms)
     yield each("suspect", "1 while what it gives is not trusted.", ((one, float(one.suspect)) for one in all_of_them))

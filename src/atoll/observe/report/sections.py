@@ -44,6 +44,7 @@ def summary(run: ReportedRun) -> Html:
         ("liveness", percent(figures["liveness"]), "of the learners were alive"),
         ("participation", percent(figures["participation"]), "of those alive were in a round"),
         ("effective H", decimal(figures["effective_h"], 1), _steps_between(figures, int(meant))),
+        ("H that is carried", decimal(figures.get("carried_h"), 1), figures.get("narrowest") or "as was asked"),
         (
             "rounds committed",
             f"{figures['rounds']:,}",
@@ -95,8 +96,8 @@ def _story(run: ReportedRun) -> list[Html]:
 
 def learners(run: ReportedRun) -> Html:
     columns = (
-        *("learner", "steps", "tokens", "merged share", "stepping", "rounds", "participation", "muted", "incarnations"),
-        "longest absence",
+        *("learner", "steps", "tokens", "merged share", "stepping", "rounds", "participation", "share of rounds"),
+        *("muted", "incarnations", "longest absence"),
     )
     rows = [
         (
@@ -107,6 +108,7 @@ def learners(run: ReportedRun) -> Html:
             span(one["busy_s"]),
             f"{one['rounds']:,}",
             percent(one.get("participation")),
+            percent(one.get("round_share")),
             span(one.get("muted_s")),
             str(one["incarnations"]),
             span(one["longest_absence_s"]),

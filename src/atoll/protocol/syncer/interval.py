@@ -158,9 +158,10 @@ class RoundInterval:
         if abs(h - self._told_h) < WORTH_TELLING * self._told_h:
             return
         self._told_h = h
-        what = f"H is {h:.3g}, {asked_h} was asked: {self.narrowest.describe(steps * step_s)}" if self.narrowest else ""
+        narrowest = self.narrowest.describe(steps * step_s) if self.narrowest else ""
+        text = f"H is {h:.3g}, {asked_h} was asked: {narrowest}" if narrowest else f"H is {h:.3g}"
         part = self.narrowest.part if self.narrowest else ""
-        self._state.out.note("pace", what or f"H is {h:.3g}", h=round(h, 3), asked=asked_h, part=part)
+        self._state.out.note("pace", text, h=round(h, 3), asked=asked_h, part=part, narrowest=narrowest)
 
     def _drain_share(self, interval: float, step_s: float) -> float:
         """Share by which the interval grows so that versions which queue at the median learner drain. Those that are on
@@ -197,6 +198,13 @@ class RoundInterval:
         return max(up_s, learner.answer_s.value or 0.0) + (learner.step_s.value or 0.0)
 
     # ---- shares -------------------------------------------------------------------------------------------------
+
+    def describe_way(self, learner: KnownLearner) -> str:
+        """Name the way that a learner's share follows and what it carries: "way down 15 Mbit/s"."""
+        way = self._narrower_way(learner)
+        if not way.seconds:
+            return ""
+        return f"{way.part.removesuffix(f' of {learner.name}')} {way.nbytes / way.seconds / MBIT:.3g} Mbit/s"
 
     def _set_shares(self, interval_s: float) -> None:
         least = 1 / self._state.settings.fragments
@@ -235,5 +243,5 @@ def _describe_share(share: float, way: Narrowest, interval_s: float) -> str:
     if share == 1.0:
         return "its link carries every round again"
     return f"{way.part} carries {way.nbytes / way.seconds / MBIT:.3g} Mbit/s, every round takes " + (
-        f"{way.nbytes / interval_s / MBIT:.3g}: it takes part in {share:.0%} of the rounds"
+        f"{way.nbytes / interval_s / MBIT:.3g}: it takes part in {100 * share:.0f} % of the rounds"
     )

@@ -320,7 +320,8 @@ class Membership:
 
     def names_alive(self, heard_since: float) -> list[str]:
         """Alive and recovered: the denominator of participation. The muted and those that are not ready count; who
-        makes no steps at all does not (it has no work to merge), nor who has fallen silent (its machine stands)."""
+        makes no steps at all does not (it has no work to merge), nor who has fallen silent (its machine stands).
+        Learners with a share of the rounds that have no turn are taken off later (`RoundClosing.without_turn`)."""
         return [one.name for one in self.reachable_learners() if not one.stalled and one.last_heard >= heard_since]
 
     def reachable_learners(self) -> list[KnownLearner]:

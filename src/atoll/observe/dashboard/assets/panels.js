@@ -43,7 +43,7 @@ export function tiles(run) {
     ["validation loss", measure(now.validation_loss), now.validation_round === null ? "" : `${now.loss_unit} at round ${count(now.validation_round)}`],
     ...Object.entries(now.metrics).map(([name, value]) => [name, measure(value), WAYS[now.directions[name]] ?? ""]),
     ["training loss", measure(of("loss")), "middle learner"],
-    ["effective H", `${decimal(now.effective_h, 1)} of ${now.sync_every}`, `mean ${decimal(now.effective_h_mean, 1)}, p95 ${decimal(now.effective_h_p95, 0)}`],
+    ["effective H", `${decimal(now.effective_h, 1)} of ${now.sync_every}`, `mean ${decimal(now.effective_h_mean, 1)}, p95 ${decimal(now.effective_h_p95, 0)}${now.narrowest ? `; ${now.narrowest}` : ""}`],
     ["overlap", `${decimal(now.overlap_steps, 1)} of ${now.overlap}`, `steps; up to ${count(now.rounds_under_way)} rounds under way`],
     ["outer step", `${decimal(now.outer_step)} (η ${now.outer_lr})`, `ρ of merged gradients ${decimal(now.rho)}`],
     ["grace window", now.synchronous ? "all live" : span(now.grace_s), `quorum ${now.quorum}`],
@@ -100,7 +100,8 @@ export function learners(run) {
     const state = lane === undefined || one.state === "done" ? one.state : run.state(lane);
     const here = !AWAY.includes(state);
     const texts = [one.learner, state, one.incarnation, count(one.step), here ? count(one.tokens_per_s) : NONE,
-      measure(one.loss), percent(one.merged_share), decimal(one.agreement, 2), percent(one.influence), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
+      measure(one.loss), percent(one.merged_share), decimal(one.agreement, 2), percent(one.influence),
+      here ? percent(one.round_share) : NONE, here ? ways(one) : NONE, here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
     texts.forEach((text, cell) => put(row.cells[cell], String(text)));
     if (row.dataset.learner !== one.learner) row.dataset.learner = one.learner;
     if (row.dataset.state !== state) row.dataset.state = state;
@@ -114,8 +115,13 @@ function learnerRow(body) {
   const row = body.insertRow(), name = document.createElement("th");
   name.scope = "row";
   row.append(name);
-  for (let i = 0; i < 10; i += 1) row.insertCell();
+  for (let i = 0; i < 12; i += 1) row.insertCell();
   return row;
+}
+
+// Megabits per second that its link carries up and down, as it measured them.
+function ways(one) {
+  return [one.up_rate, one.down_rate].map((rate) => (rate ? decimal((8 * rate) / 1e6, 1) : NONE)).join(" / ");
 }
 
 export function ledger(run) {
