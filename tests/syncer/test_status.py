@@ -284,8 +284,7 @@ def test_bytes_and_time_left_of_a_learner_that_joins_are_told() -> None:
     status = Meter(CONFIG).make_status(5.0, "r", run)
     assert (status.phase, status.notice) == (
         "waiting",
-        "Training begins once the learners hold version 0. "
-        "b fetches the run's parameters: 34 of 80 MB, 5 s left.",
+        "Training begins once the learners hold version 0. b fetches the run's parameters: 34 of 80 MB, 5 s left.",
     )
     [_, fetches] = status.learners
     assert (fetches.whole_bytes, fetches.lacking_bytes, fetches.fetch_left_s) == (80_000_000, 46_000_000, 5.4)
