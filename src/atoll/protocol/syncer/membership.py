@@ -121,7 +121,7 @@ class KnownLearner:
     """It was in the last rounds of a run that had ended and is opened again: it may come back, or has."""
     probed_at: float = 0.0
     download: Download = field(default_factory=Download)
-    """Of the parameters, while it joins."""
+    """Download of the parameters, while it joins."""
 
     @property
     def connected(self) -> bool:
