@@ -14,6 +14,7 @@ from tests.learner.test_two_learners import StartedProcesses, events, until
 
 from atoll.chaos.tcp_relay import TcpRelay
 from atoll.cli.shared import where
+from atoll.fabric.local_secrets import publish_secrets, published_secrets, withdraw_secrets
 from atoll.fabric.transfer import get_json
 from atoll.store.rundir import RunDir
 
@@ -27,7 +28,7 @@ import atoll
 torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(500, 500) for _ in range(4)))  # 4 MB
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with atoll.Learner(model, optimizer) as learner:
+with atoll.Learner(model, optimizer, join_wait_s=300) as learner:  # on a crowded machine the others come late
     open(sys.argv[1], "w").write(str(time.time()))
     while not learner.done:
         model(torch.randn(2, 500)).square().mean().backward()
@@ -51,6 +52,7 @@ def line_to(port: int) -> Iterator[tuple[TcpRelay, Callable[..., None]]]:
     try:
         yield relay, loop.call_soon_threadsafe
     finally:
+        withdraw_secrets(relay.host, relay.port)
         asyncio.run_coroutine_threadsafe(relay.stop(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -78,6 +80,7 @@ def begins_at(place: StartedProcesses, name: str) -> float | None:
 def start_all(place: StartedProcesses, line: TcpRelay, **rules: object) -> RunDir:
     """The first gives version 0. The third comes by the line."""
     out = place.syncer(learners=3, steps=100_000, wait_for_learners_s=300, **rules)
+    publish_secrets(line.host, line.port, published_secrets("127.0.0.1", place.port))
     place.learner("learner-0")
     until(lambda: events(out, "joined"), "the first is there")
     place.learner("learner-1")

@@ -342,7 +342,7 @@ class HoldBack(Fact, frozen=True):
 
 
 class BeginTraining(Fact, frozen=True):
-    """Effect: nobody is waited for. `reason` says why, if this learner was held back."""
+    """Effect: the training process may make its first step. `reason` says why, if this learner was held back."""
 
     reason: str = ""
 

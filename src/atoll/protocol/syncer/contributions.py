@@ -70,7 +70,7 @@ class Contributions:
         self.rounds.note_adoptions(learner, said.versions, said.t)
         self.state.members.take_report(now, learner, said, self.state.furthest_round)
         self.accounts.book_report(learner, said)
-        if learner.state == "joining":
+        if learner.state == "joining" and self.state.phase != "empty":
             self._note_download(now, learner, said.lacking_bytes)
         self.joining.returns.note_report(learner, said)
         if begins_to_leave:

@@ -129,7 +129,7 @@ class KnownLearner:
     share: float = 1.0
     """Share of the rounds that it takes part in (interval.py)."""
     download: Download = field(default_factory=Download)
-    """Of the parameters, while it joins."""
+    """Download of the parameters, while it joins."""
 
     @property
     def connected(self) -> bool:
