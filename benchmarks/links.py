@@ -699,6 +699,10 @@ def describe_ours(run: FinishedRun, bodies: BodySizes, options: argparse.Namespa
     rounds = select_kinds(run.events, "round")
     kept = figures.select_settled(rounds, WARM_UP, H)
     since = [member["since"] for event in kept for member in event["members"] if member["since"] is not None]
+    if not since:
+        raise SystemExit(
+            f"no fragment was synced twice in {len(kept)} of {len(rounds)} rounds: there is nothing to tell"
+        )
     held = sorted(spent for one in run.held.values() for spent in one["held"][WARM_UP:])
     told = {
         "steps_per_s": round(sum(figures.steps_per_s([one["ends"] for one in run.held.values()], WARM_UP)), 3),
