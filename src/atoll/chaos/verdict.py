@@ -40,8 +40,8 @@ class VerdictLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     uptime: float | None = None
     """At least."""
     participation: float | None = None
-    """At least: mean over rounds of members over learners that were live, recovered, not paused and not slowed, and had
-    a turn."""
+    """Least mean over rounds of members over learners that were live, recovered, not paused, not slowed and had a
+    turn."""
     tokens_per_live_s: float | None = None
     """At least, as a share of the calm run's: tokens per second of a learner that was live and not paused, slowed
     or leaving."""

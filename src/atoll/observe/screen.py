@@ -371,8 +371,8 @@ def _fetched(learner: LearnerStatus) -> str:
 
 def _share_lines(learners: Sequence[LearnerStatus]) -> list[Text]:
     """Say of each learner that its link carries only a share of the rounds, and which way is narrow."""
-    narrow = [one for one in learners if one.round_share < 1.0 and one.state not in AWAY]
-    lines = [f"{plain(one.learner)} {describe_share(one)}" for one in narrow[:SHARES]]
+    narrow = [learner for learner in learners if learner.round_share < 1.0 and learner.state not in AWAY]
+    lines = [f"{plain(learner.learner)} {describe_share(learner)}" for learner in narrow[:SHARES]]
     if len(narrow) > SHARES:
         lines.append(f"{len(narrow) - SHARES} more take part in a share of the rounds")
     return [Text(f" {line}", "yellow", no_wrap=True, overflow="ellipsis") for line in lines]

@@ -174,13 +174,13 @@ def _shares(summary: Summary, events: Sequence[Event]) -> str:
     """Say whose links carried only a share of the rounds, and the last figures of each."""
     narrow = [event for event in events if event["kind"] == "share" and event["share"] < 1]
     reasons = {event["learner"]: plain(event["text"]).removeprefix(f"{event['learner']}: ") for event in narrow}
-    shares = {name: one.get("round_share") for name, one in summary["per_learner"].items()}
-    told = [
+    shares = {name: figures.get("round_share") for name, figures in summary["per_learner"].items()}
+    sentences = [
         f"The link of {name} let it take part in {percent(share)} of the rounds (the last: {reasons[name]})."
         for name, share in shares.items()
         if name in reasons and share is not None
     ]
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _merging(summary: Summary, events: Sequence[Event]) -> str:

@@ -40,8 +40,8 @@ are not finite (about: numbers); the dashboard failed |
 | same_batches | syncer | learner, other: both train on the same batches |
 | score | syncer | round, loss, cpu_s, sample, final; not_finite (the loss); where the scorer gives them: metrics,
 directions, unit |
-| pace | syncer | h, asked, part, narrowest: H by which rounds are spaced has changed much, and the part of the system
-that makes it larger than was asked ("way down of site-2"), in `narrowest` with what it carries; empty: none does |
+| pace | syncer | h, asked, part, narrowest: rounds have another H than before; `part` makes it larger than was asked
+("way down of site-2"), `narrowest` has its figures too |
 | share | syncer | learner, share: its link carries only this share of the rounds, or every round again (1) |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |

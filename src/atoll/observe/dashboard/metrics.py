@@ -110,14 +110,11 @@ def _of_learners(status: RunStatus) -> Iterator[Metric]:
     yield each(
         "merged_share_ratio", "Of its fragment-tokens, merged.", ((one, one.merged_share) for one in all_of_them)
     )
-    yield each(
-        "round_share_ratio",
-        "Share of the rounds that its link carries.",
-        ((one, one.round_share) for one in all_of_them),
-    )
-    ups = ((one, one.up_rate or None) for one in all_of_them)
+    round_shares = ((learner, learner.round_share) for learner in all_of_them)
+    yield each("round_share_ratio", "Share of the rounds that its link carries.", round_shares)
+    ups = ((learner, learner.up_rate or None) for learner in all_of_them)
     yield each("up_bytes_per_second", "What its way up carries, as it measured it.", ups)
-    downs = ((one, one.down_rate or None) for one in all_of_them)
+    downs = ((learner, learner.down_rate or None) for learner in all_of_them)
     yield each("down_bytes_per_second", "What its way down carries, as it measured it.", downs)
     alarms = ((one, 1.0 if one.alarm and not one.suspect else 0.0) for one in all_of_them)
     yield each("low_share_alarm", "1 while its work is merged far less than the others'.", alarms)
