@@ -12,8 +12,8 @@ version is understood by the next one, both ways, so that a run can be upgraded 
 (tests/fabric/exchanges) says what a version is (docs/adr/0022).
 
     learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
-    syncer → learner    Welcome  Refused  Started  Begin  Lease  Pull  Recover  Announce  Share  SettingsChanged
-                        Drain  Ending  Finish
+    syncer → learner    Welcome  Refused  Started  TrainingBegins  Lease  Pull  Recover  Announce  Share
+                        SettingsChanged  Drain  Ending  Finish
 
 and, for a newcomer that takes a peer's inner optimizer,
 
@@ -344,7 +344,7 @@ class Welcome(Message, frozen=True):
     """Where shards 2, 3 … of the syncer are: join links without a token, since each learner shows its own. Empty: the
     syncer is one process (docs/adr/0031)."""
     waits: bool = False
-    """Training has not begun: make no step before `Begin`."""
+    """Training has not begun: make no step before `TrainingBegins`."""
 
 
 class Refused(Message, frozen=True):
@@ -363,7 +363,7 @@ class Started(Message, frozen=True):
     gathering: Number = 0
 
 
-class Begin(Message, frozen=True):
+class TrainingBegins(Message, frozen=True):
     """Training begins: the learners of the first roster hold version 0, or are not waited for any more."""
 
     reason: Words
@@ -506,7 +506,7 @@ FromSyncer = (
     Welcome
     | Refused
     | Started
-    | Begin
+    | TrainingBegins
     | Lease
     | Pull
     | Recover
