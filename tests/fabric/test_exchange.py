@@ -70,7 +70,7 @@ def test_the_recording_is_of_this_version_and_whole() -> None:
     learner = {place_of(data)[0] for data in frames("learner")}
     syncer = {place_of(data)[0] for data in frames("syncer")}
     assert learner == {"Hello", "Progress", "Heartbeat", "Register", "Contribution", "CutSaved", "Leave"}
-    assert syncer == {"Welcome", "Started", "Begin", "Lease", "Pull", "Announce", "Ending", "Finish"}
+    assert syncer == {"Welcome", "Started", "TrainingBegins", "Lease", "Pull", "Announce", "Ending", "Finish"}
 
 
 def test_every_recorded_frame_is_understood_and_would_be_sent_the_same() -> None:

@@ -8,7 +8,7 @@ from tests.protocol.world import World
 from atoll.protocol.history import History
 from atoll.protocol.learner.effects import Lacking
 from atoll.protocol.learner.machine import LearnerMachine
-from atoll.protocol.messages import Begin, Hello, Progress, TensorSpec, Welcome
+from atoll.protocol.messages import Hello, Progress, TensorSpec, TrainingBegins, Welcome
 from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as fx
@@ -115,7 +115,7 @@ def test_one_that_comes_back_later_hears_from_its_welcome_that_training_has_begu
     world.link("learner-0")
     world.run_until(seconds=1.5)
     assert not world.sent(Welcome, "learner-0")[-1][1].waits and steps_of(world)[0] == 1
-    assert not world.sent(Begin, "learner-0")
+    assert not world.sent(TrainingBegins, "learner-0")
 
 
 def test_one_that_joins_meanwhile_is_held_back_and_not_waited_for() -> None:
@@ -190,7 +190,7 @@ def test_a_second_word_or_one_that_comes_late_changes_nothing() -> None:
     world = World(2).run_until(seconds=5)
     machine: LearnerMachine = world.learners["learner-0"].machine
     before = machine.phase, world.learners["learner-0"].t
-    world.network.send_down(world.simulated_syncer, "learner-0", Begin(reason="again", term=1))
+    world.network.send_down(world.simulated_syncer, "learner-0", TrainingBegins(reason="again", term=1))
     world.run_until(seconds=0.1)
     assert (machine.phase, world.learners["learner-0"].t) == before == ("training", 5)
 

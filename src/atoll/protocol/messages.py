@@ -344,7 +344,7 @@ class Welcome(Message, frozen=True):
     """Where shards 2, 3 … of the syncer are: join links without a token, since each learner shows its own. Empty: the
     syncer is one process (docs/adr/0031)."""
     waits: bool = False
-    """Training has not begun: make no step before `Begin`."""
+    """Training has not begun: make no step before `TrainingBegins`."""
 
 
 class Refused(Message, frozen=True):
@@ -363,7 +363,7 @@ class Started(Message, frozen=True):
     gathering: Number = 0
 
 
-class Begin(Message, frozen=True):
+class TrainingBegins(Message, frozen=True):
     """Training begins: the learners of the first roster hold version 0, or are not waited for any more."""
 
     reason: Words
@@ -506,7 +506,7 @@ FromSyncer = (
     Welcome
     | Refused
     | Started
-    | Begin
+    | TrainingBegins
     | Lease
     | Pull
     | Recover

@@ -11,7 +11,7 @@ a peer's inner optimizer. This file handles the syncer's messages, adoption and 
 Rules kept here, each with its test: nothing is contributed from a fragment that was not adopted from this run, nor
 before a peer's state is taken or known not to come; a copy dies with the adoption of its fragment; a run of another
 name makes it forget what it held, and so does an incarnation that changed while it was away; before training begins it
-holds the training process back, until the syncer says `Begin` or a later welcome asks for no wait.
+holds the training process back, until the syncer says `TrainingBegins` or a later welcome asks for no wait.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class LearnerMachine:
                 self._take_welcome(now, message)
             case msg.Started(uploader=uploader):
                 self._take_start(now, uploader)
-            case msg.Begin(reason=reason):
+            case msg.TrainingBegins(reason=reason):
                 self._begin_training(reason)
                 self._send_report(now)
             case msg.Lease(ranges=ranges, over=over, own=own, incarnation=incarnation):

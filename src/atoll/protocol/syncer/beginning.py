@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from math import inf
 
-from atoll.protocol.messages import Begin
+from atoll.protocol.messages import TrainingBegins
 from atoll.protocol.syncer.downloads import parameter_bytes
 from atoll.protocol.syncer.ending import Assembly
 from atoll.protocol.syncer.membership import KnownLearner
@@ -91,7 +91,7 @@ class Beginning:
         self.assembly.note_start(now)
         for learner in self.state.members.connected_learners():
             learner.idle_at = now
-            self.state.out.send(learner.name, Begin(reason=reason))
+            self.state.out.send(learner.name, TrainingBegins(reason=reason))
         waited_s = round(now - self._started_at, 3)
         after = f" after {waited_s:.1f} s" if waited_s >= 1.0 else ""
         self.state.out.note("begun", f"training begins{after}: {reason}", seconds=waited_s)
