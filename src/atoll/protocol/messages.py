@@ -12,8 +12,8 @@ version is understood by the next one, both ways, so that a run can be upgraded 
 (tests/fabric/exchanges) says what a version is (docs/adr/0022).
 
     learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
-    syncer → learner    Welcome  Refused  Started  Begin  Lease  Pull  Recover  Announce  RoundShare
-                        SettingsChanged  Drain  Ending  Finish
+    syncer → learner    Welcome  Refused  Started  TrainingBegins  Lease  Pull  Recover  Announce
+                        RoundShare  SettingsChanged  Drain  Ending  Finish
 
 and, for a newcomer that takes a peer's inner optimizer,
 
