@@ -12,7 +12,7 @@ from tests.fabric.narrow_link import ObservedLink
 from atoll.chaos.tcp_relay import TcpRelay
 from atoll.digests import compute_digest
 from atoll.fabric.bodies import BodyConnection
-from atoll.fabric.body_meter import ArrivalMeter, Measured
+from atoll.fabric.body_meter import ArrivalMeter, MeasuredArrival
 from atoll.fabric.intake import ReceivedBody
 from atoll.fabric.transfer import SentBody
 
@@ -57,7 +57,7 @@ def test_a_body_counts_from_its_first_piece_to_its_last(clock: Clock) -> None:
         (0.9, lambda: part.count(50)),
         (5.0, part.stop),
     )
-    assert meter.measure() == Measured(80, pytest.approx(0.5))
+    assert meter.measure() == MeasuredArrival(80, pytest.approx(0.5))
     assert meter.measure_whole() == pytest.approx(0.5 * 100 / 80)
     assert meter.latency_s == pytest.approx(0.4)
 
@@ -67,7 +67,7 @@ def test_what_came_in_one_piece_says_nothing_of_the_rate(clock: Clock) -> None:
     part = meter.expect_part()
     play(meter, clock, (0.0, part.ask), (0.4, lambda: part.count(100)), (0.4, part.stop))
     part.work_s = 3.0
-    assert meter.measure() == Measured() and meter.measure_whole() == 0.0
+    assert meter.measure() == MeasuredArrival() and meter.measure_whole() == 0.0
 
 
 def test_parts_that_arrive_together_share_the_time_and_a_wait_between_them_does_not_count(clock: Clock) -> None:
@@ -89,7 +89,7 @@ def test_parts_that_arrive_together_share_the_time_and_a_wait_between_them_does_
         (10.0, lambda: one.count(10)),
         (10.0, one.stop),
     )
-    assert meter.measure() == Measured(40, pytest.approx(3.5))
+    assert meter.measure() == MeasuredArrival(40, pytest.approx(3.5))
     assert meter.latency_s == pytest.approx(0.5), "the shortest of all requests"
 
 
@@ -99,10 +99,10 @@ def test_work_that_takes_longer_than_the_link_is_what_counts(clock: Clock) -> No
     play(meter, clock, (0.0, part.ask), (0.1, lambda: part.count(50)), (0.2, lambda: part.count(50)), (0.2, part.stop))
     with part.working():
         clock.now += 0.1
-    assert meter.measure() == Measured(50, pytest.approx(0.1))
+    assert meter.measure() == MeasuredArrival(50, pytest.approx(0.1))
     with meter.working():
         clock.now += 0.3
-    assert meter.measure() == Measured(100, pytest.approx(0.4))
+    assert meter.measure() == MeasuredArrival(100, pytest.approx(0.4))
 
 
 def test_what_is_to_come_is_known_once_every_part_has_named_its_length(clock: Clock) -> None:
@@ -126,7 +126,7 @@ def test_a_meter_of_a_link_keeps_nothing_of_bodies_that_are_over(clock: Clock) -
             clock.now += 0.25
             part.count(5)
         part.close()
-        assert meter.take() == Measured(5, pytest.approx(0.25))
+        assert meter.take() == MeasuredArrival(5, pytest.approx(0.25))
         assert meter.latency_s == 0.0
     assert not meter._parts and not meter.arriving
 

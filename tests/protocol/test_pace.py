@@ -38,8 +38,8 @@ def test_with_more_fragments_than_h_a_run_that_fell_behind_makes_up_for_one_step
     pace.set_members({"a": 0})
     pace.move_learner("a", 50)
     rounds = 0
-    while pace.is_due():
-        pace.use_turn()
+    while pace.is_due(0.0):
+        pace.use_turn(0.0)
         rounds += 1
     assert 12 <= rounds <= 2 * 12 + 2, "those of this step, and of the last"
 
@@ -92,8 +92,8 @@ def test_a_run_that_fell_behind_does_not_catch_up() -> None:
     pace.set_members({"a": 0})
     pace.move_learner("a", 50)
     rounds = 0
-    while pace.is_due():
-        pace.use_turn()
+    while pace.is_due(0.0):
+        pace.use_turn(0.0)
         rounds += 1
     assert rounds <= 3
 

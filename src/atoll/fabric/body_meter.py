@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-class Measured(NamedTuple):
+class MeasuredArrival(NamedTuple):
     """Bytes and the seconds that they took; both 0 if nothing was measured."""
 
     nbytes: int = 0
@@ -132,24 +132,24 @@ class ArrivalMeter:
         """Bytes still to come of all bodies; infinite while the length of one is not known."""
         return sum(part.to_come for part in self._parts)
 
-    def measure(self) -> Measured:
+    def measure(self) -> MeasuredArrival:
         """Return the bytes behind the first piece and the seconds that they took to arrive; or all bytes and the
         seconds of work on them, if the work is the slower of the two."""
         if not self._nbytes or not self._seconds:
-            return Measured()
+            return MeasuredArrival()
         work_s = self.work_s + max((part.work_s for part in self._parts), default=0.0)
         if work_s * self._nbytes > self._seconds * self._whole_nbytes:
-            return Measured(self._whole_nbytes, work_s)
-        return Measured(self._nbytes, self._seconds)
+            return MeasuredArrival(self._whole_nbytes, work_s)
+        return MeasuredArrival(self._nbytes, self._seconds)
 
     def measure_whole(self) -> float:
         """Return the seconds that the bodies take from their first byte to their last at the rate that was measured;
         0 if nothing was measured."""
         return self._seconds * self._whole_nbytes / self._nbytes if self._nbytes else 0.0
 
-    def take(self) -> Measured:
+    def take(self) -> MeasuredArrival:
         """Return what arrived since the last call."""
-        measured = Measured(self._nbytes, self._seconds) if self._nbytes and self._seconds else Measured()
+        measured = MeasuredArrival(self._nbytes, self._seconds) if self._nbytes and self._seconds else MeasuredArrival()
         self._nbytes = self._whole_nbytes = 0
         self._seconds = self.latency_s = 0.0
         return measured

@@ -119,8 +119,8 @@ def progress_of(
         tape=entries,
         leaving=last.leaving,
         inputs=last.inputs,
-        up_rate=round(ways.up.bytes_per_s),
-        down_rate=round(ways.down.bytes_per_s),
+        up_rate=float(round(ways.up.bytes_per_s)),
+        down_rate=float(round(ways.down.bytes_per_s)),
         lacking_bytes=0 if versions.is_complete else lacking_bytes,
     )
 

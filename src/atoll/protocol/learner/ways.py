@@ -1,7 +1,8 @@
 """What a learner's link carries: the rate of its way up and of its way down, measured from the bodies it sends anyway.
 
-A body counts from its first piece to its last, so waiting for an answer is no part of it. The rate is that of the last
-`RECENT` bodies together: a link that becomes wider or narrower is known after a few rounds.
+A body counts from its first piece to its last, so waiting for an answer is no part of it. The rate is the median of the
+last `RECENT` bodies: a link that becomes wider or narrower is known after a few rounds, and a single body that stood
+still does not count.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-RECENT = 6
+from atoll.protocol.statistics import median
+
+RECENT = 5
 """Bodies behind a rate."""
 
 
@@ -34,8 +37,7 @@ class WayRate:
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second; 0 if nothing was measured yet."""
-        seconds = sum(one.seconds for one in self._bodies)
-        return sum(one.nbytes for one in self._bodies) / seconds if seconds else 0.0
+        return median(one.nbytes / one.seconds for one in self._bodies) if self._bodies else 0.0
 
     @property
     def body_bytes(self) -> float:

@@ -190,8 +190,11 @@ class RoundClosing:
             return Verdict(bool(ready), f"the last steps of {count_learners(len(ready))}")
         if self.state.settings.synchronous:
             return judge_all(ready=len(ready), missing=self._count_missing(round_, ready))
-        if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
-            round_.due_at = now
+        if round_.due_at is None and in_turn:
+            if not self._is_paced(round_) or self.pace.is_due(now):
+                round_.due_at = now
+            else:
+                wakes.append(self.pace.free_at)
         quorum = self._current_quorum(now, round_, len(ready), wakes)
         if len(ready) < quorum:
             round_.quorum_at = round_.on_time = None  # one that was ready is gone: the next quorum has its own window
@@ -215,7 +218,7 @@ class RoundClosing:
         round_.grace_s = max(0.0, now - max(quorum_at, due_at))
         if round_.attempt > 1:
             return  # the first attempt used the turn, and due-to-quorum would include its pulls
-        self.pace.use_turn()
+        self.pace.use_turn(now)
         if not self.state.draining and not self.state.settings.synchronous:
             self.estimates.quorum_s.add(max(0.0, quorum_at - due_at))
 
@@ -420,7 +423,11 @@ class Pace:
     """
 
     interval: float
-    """Learner steps from one round to the next: H/P, or more (`RoundInterval`)."""
+    """Learner steps from one round to the next: H/P, or more where versions take longer (`RoundInterval`)."""
+    carried_s: float = 0.0
+    """Seconds from one round to the next that the narrowest link, merge or disk needs; 0: H/P steps are longer."""
+    free_at: float = 0.0
+    """Moment before which the narrowest part is busy with earlier rounds."""
     clock: float = 0.0
     """What the learners say; it paces the rounds."""
     step: float = 0.0
@@ -508,11 +515,13 @@ class Pace:
         """An earlier term came this far. The next round is due an interval later: none is made up for."""
         self.clock, self.step, self.due = step, step, step + self.interval
 
-    def is_due(self) -> bool:
-        return self.clock >= self.due - 1e-9
+    def is_due(self, now: float) -> bool:
+        return self.clock >= self.due - 1e-9 and now >= self.free_at
 
-    def use_turn(self) -> None:
-        """A round has used its turn. The clock moves by whole steps, to each of which several rounds may belong."""
+    def use_turn(self, now: float) -> None:
+        """A round has used its turn. The clock moves by whole steps, to each of which several rounds may belong. A part
+        that idled makes up for half a round at most: more would queue."""
+        self.free_at = max(self.free_at, now - self.carried_s / 2) + self.carried_s if self.carried_s else now
         self.due = max(self.due + self.interval, self.clock - max(1.0, self.interval))
 
     def change_interval(self, interval: float) -> None:

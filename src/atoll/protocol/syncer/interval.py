@@ -71,8 +71,10 @@ class Narrowest:
 class RoundInterval:
     def __init__(self, state: SyncerState) -> None:
         self._state = state
-        self.steps = schedule.interval(state.settings)
-        """Steps from one round to the next."""
+        self.asked_steps = schedule.interval(state.settings)
+        """Steps from one round to the next, if every part carries so many."""
+        self.carried_s = 0.0
+        """Seconds from one round to the next that the narrowest part needs; 0: H/P steps are longer."""
         self.narrowest: Narrowest | None = None
         """Part that makes the interval longer than H/P steps; None: no part does."""
         self.bodies: dict[str, int] = {}
@@ -93,7 +95,8 @@ class RoundInterval:
 
     def start_anew(self) -> None:
         """H, τ or adoption have changed: what links carry has not, but rounds under way were those of another H."""
-        self.steps, self.needed = schedule.interval(self._state.settings), schedule.least_flights(self._state.settings)
+        self.asked_steps = schedule.interval(self._state.settings)
+        self.needed = schedule.least_flights(self._state.settings)
         self._told_h = float(self._state.settings.sync_every)
         self._round_s.clear()
 
@@ -116,28 +119,36 @@ class RoundInterval:
 
     # ---- the interval -------------------------------------------------------------------------------------------
 
-    def note_commit(self, now: float, round_: Round, overlap: float | None) -> float:
-        """Measure a round that was committed; return the steps from one round to the next from now on. `overlap`: the
-        95th percentile of the last two cycles."""
+    @property
+    def steps(self) -> float:
+        """Steps from one round to the next."""
+        step_s = self._state.members.step_s()
+        return max(self.asked_steps, self.carried_s / step_s) if step_s else self.asked_steps
+
+    def note_commit(self, now: float, round_: Round, overlap: float | None) -> None:
+        """Measure a round that was committed, and space the next ones. `overlap`: the 95th percentile of the last two
+        cycles."""
         settings, step_s = self._state.settings, self._state.members.step_s()
         if self._state.draining or round_.attempt > 1 or not step_s:  # 0: all reports so far came in one burst
-            return self.steps
+            return
         self._round_s.append(max(0.0, now - round_.frozen_at))
         self.merging_s.add(now - round_.merging_at)
         asked = max(schedule.interval(settings), self._interval_by_overlap(overlap))
+        asked_s = asked * step_s
         self.narrowest = self._find_narrowest()
-        carried = HEADROOM * self.narrowest.seconds / step_s if self.narrowest is not None else 0.0
-        if carried <= asked:
+        carried_s = HEADROOM * self.narrowest.seconds if self.narrowest is not None else 0.0
+        if carried_s <= asked_s:
             self.narrowest = None
-        if not settings.synchronous:
-            self._tell(max(asked, carried), step_s)
-            drained = carried * (1 + self._drain_share(max(asked, carried), step_s))
-            self.steps = max(asked, drained)
-            # One more than fit into the time of a round: one is due at the moment at which the oldest commits.
-            needed = ceil(min(self._round_s) / (self.steps * step_s)) + 1
-            self.needed = max(1, min(needed, schedule.most_flights(settings)))
-            self._set_shares(self.steps * step_s)
-        return self.steps
+        if settings.synchronous:
+            return
+        self._tell(max(asked_s, carried_s), step_s)
+        carried_s *= 1 + self._drain_share(max(asked_s, carried_s), step_s)
+        self.asked_steps, self.carried_s = asked, carried_s if carried_s > asked_s else 0.0
+        interval_s = max(asked_s, carried_s)
+        # One more than fit into the time of a round: one is due at the moment at which the oldest commits.
+        needed = ceil(min(self._round_s) / interval_s) + 1
+        self.needed = max(1, min(needed, schedule.most_flights(settings)))
+        self._set_shares(interval_s)
 
     def _interval_by_overlap(self, overlap: float | None) -> float:
         """A fragment is read again only after its last version was adopted, so it can be synced once in overlap + 1
@@ -151,19 +162,19 @@ class RoundInterval:
             return 0.0
         return min(overlap + 1, most) / settings.fragments
 
-    def _tell(self, steps: float, step_s: float) -> None:
+    def _tell(self, interval_s: float, step_s: float) -> None:
         """Tell people of an H that differs much from the one they were told last, and which part makes it so."""
         fragments, asked_h = self._state.settings.fragments, self._state.settings.sync_every
-        h = steps * fragments
+        h = interval_s / step_s * fragments
         if abs(h - self._told_h) < WORTH_TELLING * self._told_h:
             return
         self._told_h = h
-        narrowest = self.narrowest.describe(steps * step_s) if self.narrowest else ""
+        narrowest = self.narrowest.describe(interval_s) if self.narrowest else ""
         text = f"H is {h:.3g}, {asked_h} was asked: {narrowest}" if narrowest else f"H is {h:.3g}"
         part = self.narrowest.part if self.narrowest else ""
         self._state.out.note("pace", text, h=round(h, 3), asked=asked_h, part=part, narrowest=narrowest)
 
-    def _drain_share(self, interval: float, step_s: float) -> float:
+    def _drain_share(self, interval_s: float, step_s: float) -> float:
         """Share by which the interval grows so that versions which queue at the median learner drain. Those that are on
         their way, or wait for the next boundary, do not queue."""
         queues = []
@@ -171,7 +182,7 @@ class RoundInterval:
             way_s = _seconds_of(self.down_bytes, learner.down_rates)
             if way_s and learner.share == 1.0 and learner.versions:
                 lacking = sum(map(lt, learner.versions, self._state.versions))
-                queues.append(lacking - ceil((way_s / step_s + 1) / interval) - 1)
+                queues.append(lacking - ceil((way_s + step_s) / interval_s) - 1)
         queue = sorted(queues)[(len(queues) - 1) // 2] if queues else 0
         return min(MOST_DRAIN, DRAIN * max(0, queue))
 

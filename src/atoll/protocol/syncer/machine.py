@@ -278,7 +278,7 @@ class Syncer:
             return False
         if self.beginning.holds_back:
             return False
-        if self.assembly.returning or self.rounds.any_due() or self.end.budget_spent():
+        if self.assembly.returning or self.rounds.any_due(now) or self.end.budget_spent():
             return False
         assert self.wake_at is not None
         self.end.note_step(now)

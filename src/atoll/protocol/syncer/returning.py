@@ -26,7 +26,7 @@ KEEPS_ALL = "carry"
 
 
 @dataclass(frozen=True, slots=True)
-class Absence:
+class LastHeard:
     """State of a learner when it was last heard."""
 
     incarnation: int
@@ -37,7 +37,7 @@ class Absence:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AbsenceOutcome:
     """Steps of an absence by what becomes of them, as means over the fragments."""
 
     steps: int
@@ -54,7 +54,7 @@ class Outcome:
 class Returns:
     def __init__(self, state: SyncerState, rounds: Rounds) -> None:
         self.state, self.rounds = state, rounds
-        self._absent: dict[str, Absence] = {}
+        self._absent: dict[str, LastHeard] = {}
         """Absences of the learners that are back and have not reported yet."""
 
     def note_hello(self, now: float, before: KnownLearner | None, hello: Hello) -> None:
@@ -66,7 +66,7 @@ class Returns:
         if before.closed and away_s >= self.state.settings.abandon_s:
             self._tell_given_up(before, hello, away_s)
         elif not before.closed and before.recovered and away_s >= self.state.settings.lost_after_s:
-            self._absent[before.name] = Absence(
+            self._absent[before.name] = LastHeard(
                 before.incarnation, away_s, before.t, before.tokens_total, before.dropped
             )
 
@@ -95,7 +95,7 @@ class Returns:
         }
         self.state.out.note("returned", text, learner, **told)
 
-    def _outcome(self, learner: KnownLearner, said: Progress, absence: Absence) -> Outcome:
+    def _outcome(self, learner: KnownLearner, said: Progress, absence: LastHeard) -> AbsenceOutcome:
         steps, tokens = said.t - absence.t, said.tokens_total - absence.tokens
         versions, merged, dropped, missed = self.state.versions, 0, 0.0, 0
         for fragment, held in enumerate(said.versions):
@@ -110,9 +110,9 @@ class Returns:
                 gone = said.dropped[fragment] - absence.dropped[fragment]
                 dropped += min(steps - given, max(0, gone) * steps / tokens)
         count = len(said.versions)
-        return Outcome(steps, merged / count, dropped / count, missed)
+        return AbsenceOutcome(steps, merged / count, dropped / count, missed)
 
-    def _why_dropped(self, found: Outcome) -> str:
+    def _why_dropped(self, found: AbsenceOutcome) -> str:
         if found.dropped < 0.5:
             return ""
         if self.state.settings.adopt == KEEPS_ALL:
@@ -146,7 +146,7 @@ class Returns:
         self.state.out.note("returned", text, before, **told, dropped=float(steps), weight_share=0.0)
 
 
-def _say(found: Outcome, adopt: str) -> str:
+def _say(found: AbsenceOutcome, adopt: str) -> str:
     """Return the fates that are not zero, as words. A round that asks before a version is adopted may save some."""
     at_most = "" if adopt == KEEPS_ALL else "up to "
     fates = (("kept", "", found.kept), ("merged", "", found.merged), ("dropped", at_most, found.dropped))

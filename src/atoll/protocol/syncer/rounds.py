@@ -84,9 +84,9 @@ class Rounds:
     def global_step(self) -> int:
         return int(self.step)
 
-    def any_due(self) -> bool:
+    def any_due(self, now: float) -> bool:
         """Whether a gathering round may freeze as soon as enough learners have reported."""
-        return self.closing.pace.is_due() or any(
+        return self.closing.pace.is_due(now) or any(
             round_.stage == "gathering" and (round_.attempt > 1 or round_.due_at is not None)
             for round_ in self.state.open_rounds.values()
         )
@@ -97,13 +97,14 @@ class Rounds:
         self._asked_h = self.state.settings.sync_every
         self._steps_between_syncs, self._overlaps = RecentSamples(RECENT), RecentSamples(RECENT)
         self.interval.start_anew()
-        self.closing.pace.change_interval(self.interval.steps)
+        self.closing.pace.change_interval(self.interval.asked_steps)
 
     def _follow_interval(self, now: float, round_: Round) -> None:
         """Space rounds by what links, merge and disk carry. The overlap is that of the last two cycles: the first
         versions of a run often take longer."""
         two_cycles = 2 * self.state.settings.fragments * len(self.state.members.stepping_learners())
-        self.closing.pace.interval = self.interval.note_commit(now, round_, self._overlaps.spread_of(two_cycles).p95)
+        self.interval.note_commit(now, round_, self._overlaps.spread_of(two_cycles).p95)
+        self.closing.pace.interval, self.closing.pace.carried_s = self.interval.asked_steps, self.interval.carried_s
 
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
