@@ -167,7 +167,10 @@ class Rounds:
         lead = ceil(self.interval.lead_s(learner) / (self.interval.steps * step_s))
         if self._count_asked(learner) >= max(1, lead):
             return None
-        soonest = max(first + lead, self.state.next_round)
+        # Where its answer takes longer than a cycle it is asked as early as a fragment is free. It comes late then, and
+        # its round waits for it; otherwise it would never be asked.
+        last_free = first + settings.fragments - 1 - sum(one.is_under_way for one in self.state.open_rounds.values())
+        soonest = max(min(first + lead, last_free), self.state.next_round)
         for number in range(soonest, min(soonest + 2, first + settings.fragments)):
             fragment = schedule.fragment_of(number, settings)
             ahead = self.state.open_rounds.get(number)
