@@ -22,9 +22,11 @@ from atoll.protocol.syncer import effects as fx
 from atoll.simulate import inject
 from atoll.simulate.cells import CellModel, begin_cells, constant_gradient
 from atoll.simulate.drawn_parts import (
+    DrawnLinks,
     DrawnRanks,
     DrawnRelays,
     DrawnShards,
+    draw_links,
     draw_rank_faults,
     draw_ranks,
     draw_relay_faults,
@@ -37,7 +39,7 @@ from atoll.simulate.oracle import Violation
 from atoll.simulate.trace import Trace
 from atoll.simulate.world import World
 
-WorldKind = Literal["plain", "ranks", "shards", "relays"]
+WorldKind = Literal["plain", "ranks", "shards", "relays", "links"]
 """What a world has beside plain learners and one syncer."""
 KINDS: tuple[WorldKind, ...] = get_args(WorldKind)
 LEARNERS = (1, 2, 2, 3, 3, 4, 5)
@@ -175,6 +177,8 @@ class SeedPlan(msgspec.Struct, frozen=True):
     """In worlds with a syncer of several shards."""
     relays: DrawnRelays | None = None
     """In worlds with relays between learners and the syncer."""
+    links: DrawnLinks | None = None
+    """In worlds whose links have a width."""
 
     @property
     def kind(self) -> WorldKind:
@@ -182,6 +186,8 @@ class SeedPlan(msgspec.Struct, frozen=True):
             return "shards"
         if self.relays is not None:
             return "relays"
+        if self.links is not None:
+            return "links"
         return "plain" if self.ranks is None else "ranks"
 
 
@@ -214,9 +220,25 @@ def plan(seed: int, learners: int | None = None, kind: WorldKind = "plain") -> S
     if kind == "relays":
         faults = sorted([*plain.faults, *draw_relay_faults(seed, until)], key=lambda fault: fault.at)
         return msgspec.structs.replace(plain, faults=tuple(faults), relays=draw_relays(seed, count))
+    if kind == "links":
+        return _with_links(plain, draw_links(seed, count, until))
     ranks = draw_ranks(seed, count, drawn.settings.fragments)
     faults = sorted([*plain.faults, *draw_rank_faults(seed, count, until)], key=lambda fault: fault.at)
     return msgspec.structs.replace(plain, faults=tuple(faults), ranks=ranks)
+
+
+def _with_links(plain: SeedPlan, links: DrawnLinks) -> SeedPlan:
+    """The settings are such that bodies that wait for each other make nobody look dead."""
+    drawn = plain.options.settings
+    settings = msgspec.structs.replace(
+        drawn,
+        patience_s=drawn.patience_s + 4 * links.slowest_s,
+        lost_after_s=drawn.lost_after_s + 2 * links.slowest_s,
+        pull_floor_s=drawn.pull_floor_s + 4 * links.slowest_s,
+        assemble_s=drawn.assemble_s + 4 * links.slowest_s,
+    )
+    options = msgspec.structs.replace(plain.options, settings=settings)
+    return msgspec.structs.replace(plain, options=options, links=links, faults=() if links.calm else plain.faults)
 
 
 # ---- the run of a seed -----------------------------------------------------------------------------------------------
@@ -234,6 +256,8 @@ def make(plan: SeedPlan, world: type[World] = World, *, traced: bool = True) -> 
         more |= {"shards": plan.shards}
     if plan.relays is not None:
         more |= {"relays": plan.relays}
+    if plan.links is not None:
+        more |= {"links": plan.links}
     made = world(
         drawn.settings,
         seed=drawn.run_seed,
@@ -383,7 +407,9 @@ def _becomes_current(world: World) -> None:
 
 
 def _check_all_hold(world: World, versions: list[int], names: Sequence[str]) -> None:
-    for name, learner in ((name, world.learners[name]) for name in names):
+    # A learner with a share of the rounds takes only the versions that hold its own steps; at the end it takes all.
+    shares = {name: one.share for name, one in world.syncer.members.learners.items()}
+    for name, learner in ((name, world.learners[name]) for name in names if shares.get(name, 1.0) == 1.0):
         for fragment, version in enumerate(versions):
             if learner.alive and learner.adopted[fragment] < version:
                 said = f"{name} holds version {learner.adopted[fragment]} of fragment {fragment}, not {version}"

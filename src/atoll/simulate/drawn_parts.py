@@ -1,5 +1,5 @@
 """What worlds have beside plain learners and one syncer, as a seed draws it: ranks of a learner, shards of the syncer,
-relays of a region, and what happens to them.
+links of a width, relays of a region, and what happens to them.
 
 Each is drawn from a stream of its own: settings, hosts, links and all other faults of a seed are what they are without.
 """
@@ -101,6 +101,44 @@ def _draw_fault(dice: random.Random, kinds: tuple[FaultName, ...], until: float)
     return Fault(
         round(at, 3), dice.choice(kinds), length=round(min(length, until - at), 3), number=dice.randint(1, 400)
     )
+
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+
+
+class DrawnLinks(msgspec.Struct, frozen=True):
+    up_bytes: float
+    down_bytes: float
+    rates: tuple[tuple[float, float], ...]
+    """Per learner, bytes per second up and down."""
+    changes: tuple[tuple[float, int, float, float], ...]
+    """When the link of which learner gets which rates."""
+    calm: bool
+    """Whether nothing else happens: only then are links steady for long."""
+
+    @property
+    def slowest_s(self) -> float:
+        """The longest that a body takes on any of them."""
+        rates = [*self.rates, *(change[2:] for change in self.changes)]
+        return max(max(self.up_bytes / up, self.down_bytes / down) for up, down in rates)
+
+
+def draw_links(seed: int, learners: int, until: float) -> DrawnLinks:
+    """Most are as wide as the others, some are narrower; some change."""
+    dice = random.Random(f"links of {seed}")
+    up_bytes, down_bytes = 1e6, dice.choice([1e6, 2e6])
+    usual = up_bytes / dice.choice([0.05, 0.2, 0.6, 1.2])
+    rates = [_draw_rates(dice, usual) for _ in range(learners)]
+    changes = [
+        (round(dice.uniform(0.1, 0.7) * until, 3), dice.randrange(learners), *_draw_rates(dice, usual))
+        for _ in range(dice.choice([0, 0, 1, 3]))
+    ]
+    return DrawnLinks(up_bytes, down_bytes, tuple(rates), tuple(changes), calm=dice.random() < 0.5)
+
+
+def _draw_rates(dice: random.Random, usual: float) -> tuple[float, float]:
+    times = dice.choice([1.0, 1.0, 1.0, 0.25, 0.6, dice.uniform(0.8, 1.2), 4.0])
+    return times * usual, times * usual * dice.choice([1.0, 1.0, 2.0])
 
 
 # ---- relays ----------------------------------------------------------------------------------------------------------

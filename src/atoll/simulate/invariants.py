@@ -22,9 +22,9 @@
                                     so does the run's step over all terms
     a budget ends the run           once the run's step has come to it
 
-oracle.py holds those that follow from the journal alone, timing.py what the syncer must do in time, learner_checks.py
-what learners do and what a drain promises, part_checks.py what ranks of a learner, shards of the syncer and relays do,
-campaign.py those of the end.
+oracle.py holds those that follow from the journal alone, timing.py what the syncer must do in time, link_checks.py how
+old contributions get where links have a width, learner_checks.py what learners do and what a drain promises,
+part_checks.py what ranks of a learner, shards of the syncer and relays do, campaign.py those of the end.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.learner_checks import Drains, LearnerChecks
+from atoll.simulate.link_checks import LinkChecks
 from atoll.simulate.oracle import Oracle, Violation
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
@@ -79,8 +80,10 @@ class Invariants:
         outer_lr: float,
         gradient: Callable[[int], float],
         trip_s: float,
+        link_checks: LinkChecks,
     ) -> None:
         """`learners`: by name, the newest process of that name. `trip_s`: the longest that a message takes."""
+        self.link_checks = link_checks
         self._run_settings, self._disk, self._learners = settings, disk, learners
         self._newest = syncer
         """The syncer of the newest term."""
@@ -288,6 +291,7 @@ class Invariants:
                 for member in data["members"]:
                     self._check_member(data["fragment"], data["version"], member)
                 self.timing.watch_commit(syncer, data)
+                self.link_checks.watch_commit(syncer, syncer.world.queue.now, data)
                 self._check_member_count(syncer, len(data["members"]), data)
             case "passed" | "again":
                 if not data["reason"].strip():

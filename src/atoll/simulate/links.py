@@ -31,16 +31,17 @@ class SimulatedLink:
         """Make the link wider or narrower for the bodies that have not begun to pass."""
         self.up_rate, self.down_rate = up_rate, down_rate
 
-    def pass_up(self, now: float) -> tuple[float, float]:
-        """Let a contribution pass; return when its last byte is through and the seconds it took from its first."""
-        seconds = self.up_bytes / self.up_rate
+    def pass_up(self, now: float, share: float = 1.0) -> tuple[float, float]:
+        """Let a contribution pass, or a share of one; return when its last byte is through and the seconds it took from
+        its first."""
+        seconds = share * self.up_bytes / self.up_rate
         self._up_free_at = max(now, self._up_free_at) + seconds
-        self.carried += self.up_bytes
+        self.carried += share * self.up_bytes
         return self._up_free_at, seconds
 
-    def pass_down(self, now: float) -> tuple[float, float]:
+    def pass_down(self, now: float, share: float = 1.0) -> tuple[float, float]:
         """Let a version pass, likewise."""
-        seconds = self.down_bytes / self.down_rate
+        seconds = share * self.down_bytes / self.down_rate
         self._down_free_at = max(now, self._down_free_at) + seconds
-        self.carried += self.down_bytes
+        self.carried += share * self.down_bytes
         return self._down_free_at, seconds

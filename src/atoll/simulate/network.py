@@ -69,12 +69,14 @@ class Network:
         """Whether a learner that lost its syncer dials again by itself."""
         self.links: dict[str, SimulatedLink] = {}
         """By learner, links of a given width. Without one, bodies travel side by side."""
+        self.link_s = 0.0
+        """Seconds that a body takes at most on one of these links."""
         self._backoff: dict[str, float] = {}
 
     @property
     def longest_s(self) -> float:
         """The most that a message or a fragment is on its way, in peace."""
-        return self.latency_s * (1 + self.jitter) + self.body_s
+        return self.latency_s * (1 + self.jitter) + self.body_s + self.link_s
 
     def delay(self, times: float = 1.0) -> float:
         delay = times * self.slow * self.latency_s * (1 + self.jitter * self.random.random())
@@ -384,12 +386,17 @@ class Network:
             return self._not_fetched(learner, machine, fragment, why)
         through_at, seconds = link.pass_down(self.queue.now)
         arrives_at = through_at + self.delay()
-        nearly_at = arrives_at - learner.machine.ways.pipe_bytes / link.down_rate
-        self.queue.call_at(max(self.queue.now, nearly_at), self.if_same, learner, machine, learner_fx.Arriving())
+        self.arrive_nearly(learner, link, arrives_at)
         figures = (round(link.down_bytes), seconds, arrives_at - seconds - asked_at)
         value, version = syncer.theta[fragment], syncer.served[fragment]
         self.queue.call_at(arrives_at, self._fetched, learner, machine, syncer, fragment, version, value, figures)
         return None
+
+    def arrive_nearly(self, learner: SimulatedLearner, link: SimulatedLink, arrives_at: float) -> None:
+        """Let the learner order its next version when no more of this one is to come than the link holds."""
+        nearly_at = arrives_at - learner.machine.ways.pipe_bytes / link.down_rate
+        at = max(self.queue.now, nearly_at)
+        self.queue.call_at(at, self.if_same, learner, learner.machine, learner_fx.Arriving())
 
     def _fetched(
         self,

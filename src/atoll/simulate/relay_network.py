@@ -18,6 +18,7 @@ from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import ContributionKey, Ending, Finish
 from atoll.protocol.relay import HeldBody
 from atoll.protocol.syncer import effects as syncer_fx
+from atoll.simulate.links import SimulatedLink
 from atoll.simulate.network import DIAL_S, NOTICE_S, STUCK_S, Network, NetworkWorld
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_relay import SimulatedRelay
@@ -44,6 +45,8 @@ class HeldUpload(NamedTuple):
     """Of the relay's process that took it."""
     key: ContributionKey
     digest: str
+    seconds: float
+    """What the body took on a link of a given width to the relay; 0: it has none."""
 
     @property
     def relay(self) -> SimulatedRelay:
@@ -57,6 +60,18 @@ class HeldUpload(NamedTuple):
     def find_break(self) -> str:
         """Why the relay and the syncer do not hear each other about it; empty: they do."""
         return "unreachable" if not self.is_of_this_life or self.relay.cut or self.relay.paused else ""
+
+
+class RelayedFetch(NamedTuple):
+    """A version that a learner asks its relay for."""
+
+    learner: SimulatedLearner
+    machine: LearnerMachine
+    connection: Connection
+    session: str
+    """Session of the relay's process that is asked."""
+    fragment: int
+    asked_at: float
 
 
 class RelayedNetwork(Network):
@@ -235,9 +250,11 @@ class RelayedNetwork(Network):
         if connection is None or connection.relay is None:
             super().upload(learner, number, attempt, payload)
             return
-        at = connection.at(f"payload {number}", self.queue.now + self.near_delay() + self.body_s)
+        link = self.links.get(learner.name)
+        through_at, seconds = link.pass_up(self.queue.now) if link else (self.queue.now + self.body_s, 0.0)
+        at = connection.at(f"payload {number}", through_at + self.near_delay())
         key = (learner.name, number, attempt)
-        self.queue.call_at(at, self._put_at_relay, learner, learner.machine, connection, key, payload)
+        self.queue.call_at(at, self._put_at_relay, learner, learner.machine, connection, key, payload, seconds)
 
     def _put_at_relay(
         self,
@@ -246,7 +263,9 @@ class RelayedNetwork(Network):
         connection: Connection,
         key: ContributionKey,
         payload: Payload,
+        seconds: float,
     ) -> object:
+        """`seconds`: what the body took on a link of a given width to the relay."""
         if learner.machine is not machine or not learner.alive:
             return False
         relay = connection.relay
@@ -258,11 +277,12 @@ class RelayedNetwork(Network):
             return self._fail_upload(learner, machine, key, why)
         digest = f"{payload.session} {payload.copy.fragment} {payload.copy.t}"
         if relay.is_newest(connection) and relay.hold_body(key, digest, payload):
-            held = HeldUpload(learner, machine, connection, relay.session, key, digest)
+            held = HeldUpload(learner, machine, connection, relay.session, key, digest, seconds)
             self.queue.call_later(self.delay(), self._tell_held, held, payload)
         else:
-            args_on = (learner, machine, connection.syncer, *key[1:], payload)
-            self.queue.call_later(self.delay() + self.body_s, self._uploaded, *args_on)
+            above, args_on = relay.body_link, (learner, machine, connection.syncer, *key[1:], payload, seconds)
+            through_at = above.pass_up(self.queue.now)[0] if above else self.queue.now + self.body_s
+            self.queue.call_at(through_at + self.delay(), self._uploaded, *args_on)
         return None
 
     def _fail_upload(
@@ -292,7 +312,9 @@ class RelayedNetwork(Network):
             return self._give_up_held(held, f"no receipt: {why}")
         if held.relay.hidden or not held.learner.reachable:
             return self._fail_upload(held.learner, held.machine, held.key, "it got stuck")
-        return self.if_same(held.learner, held.machine, learner_fx.Uploaded(*held.key[1:], held.digest))
+        nbytes = round(self.links[held.learner.name].up_bytes) if held.seconds else 0
+        uploaded = learner_fx.Uploaded(*held.key[1:], held.digest, nbytes=nbytes, seconds=held.seconds)
+        return self.if_same(held.learner, held.machine, uploaded)
 
     def _give_up_held(self, held: HeldUpload, why: str) -> object:
         if held.is_of_this_life:
@@ -306,55 +328,57 @@ class RelayedNetwork(Network):
         if connection is None or connection.relay is None:
             super().fetch(learner, fragment)
             return
-        self.queue.call_later(
-            self.near_delay(), self._ask_relay, learner, learner.machine, connection, connection.relay.session, fragment
-        )
+        self.queue.call_later(self.near_delay(), self._ask_relay, self._request(learner, connection, fragment))
 
-    def _ask_relay(
-        self, learner: SimulatedLearner, machine: LearnerMachine, connection: Connection, session: str, fragment: int
-    ) -> object:
+    def _request(self, learner: SimulatedLearner, connection: Connection, fragment: int) -> RelayedFetch:
+        session = connection.relay.session
+        return RelayedFetch(learner, learner.machine, connection, session, fragment, self.queue.now)
+
+    def _ask_relay(self, request: RelayedFetch) -> object:
+        learner, machine, connection, session, fragment, _ = request
         if learner.machine is not machine or not learner.alive:
             return False
-        relay, syncer = connection.relay, connection.syncer
+        relay = connection.relay
         if not self._reaches(relay) or relay.session != session:
             return self._not_fetched(learner, machine, fragment, "unreachable")
         if (kept := relay.find_version(fragment)) is not None:
-            delay_s = self.near_delay() + self.body_s
-            self.queue.call_later(delay_s, self._fetched, learner, machine, syncer, fragment, *kept)
-            return None
-        args = (learner, machine, connection, session, fragment)
-        self.queue.call_later(self.delay() + self.body_s, self._serve_relay, *args)
+            return self._serve_from_relay(request, *kept)
+        body_s = 0.0 if relay.body_link else self.body_s
+        self.queue.call_later(self.delay() + body_s, self._serve_relay, request)
         return None
 
-    def _serve_relay(
-        self, learner: SimulatedLearner, machine: LearnerMachine, connection: Connection, session: str, fragment: int
-    ) -> object:
+    def _serve_from_relay(self, request: RelayedFetch, version: int, value: float) -> None:
+        """Send what the relay keeps to the learner."""
+        learner, machine, connection, _, fragment, asked_at = request
+        args = (learner, machine, connection.syncer, fragment, version, value)
+        if (link := self.links.get(learner.name)) is None:
+            self.queue.call_later(self.near_delay() + self.body_s, self._fetched, *args)
+            return
+        through_at, seconds = link.pass_down(self.queue.now)
+        arrives_at = through_at + self.near_delay()
+        self.arrive_nearly(learner, link, arrives_at)
+        figures = (round(link.down_bytes), seconds, arrives_at - seconds - asked_at)
+        self.queue.call_at(arrives_at, self._fetched, *args, figures)
+
+    def _serve_relay(self, request: RelayedFetch) -> object:
         """What was committed when the relay's request came; then it is back at the relay, and is kept there."""
-        syncer = connection.syncer
+        learner, machine, connection, _, fragment, _ = request
+        syncer, relay = connection.syncer, connection.relay
         why = self.find_break(learner, syncer) or (
             "the run has no parameters yet" if syncer.served[fragment] < 0 else ""
         )
         if why:
             return self._not_fetched(learner, machine, fragment, why or "the run has no parameters yet")
-        found = (syncer.served[fragment], syncer.theta[fragment])
-        args = (learner, machine, connection, session, fragment, *found)
-        self.queue.call_later(self.delay(), self._keep_and_serve, *args)
+        version, value = syncer.served[fragment], syncer.theta[fragment]
+        above: SimulatedLink | None = relay.body_link
+        through_at = relay.pass_version_down(above, fragment, version) if above else self.queue.now
+        self.queue.call_at(through_at + self.delay(), self._keep_and_serve, request, version, value)
         return None
 
-    def _keep_and_serve(
-        self,
-        learner: SimulatedLearner,
-        machine: LearnerMachine,
-        connection: Connection,
-        session: str,
-        fragment: int,
-        version: int,
-        value: float,
-    ) -> object:
+    def _keep_and_serve(self, request: RelayedFetch, version: int, value: float) -> object:
+        learner, machine, connection, session, fragment, _ = request
         relay = connection.relay
         if not relay.alive or relay.session != session or relay.cut:
             return self._not_fetched(learner, machine, fragment, "unreachable")
         relay.keep_version(fragment, version, value)
-        delay_s = self.near_delay() + self.body_s
-        self.queue.call_later(delay_s, self._fetched, learner, machine, connection.syncer, fragment, version, value)
-        return None
+        return self._serve_from_relay(request, version, value)

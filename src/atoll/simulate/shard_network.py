@@ -47,6 +47,8 @@ class PartUpload:
     payload: Payload
     parts: dict[int, Cells]
     digests: dict[int, str]
+    seconds: float = 0.0
+    """Seconds that its bytes take on a link of a given width."""
     here: set[int] = field(default_factory=set)
     over: bool = False
 
@@ -58,6 +60,9 @@ class PartFetch:
     connection: Connection
     fragment: int
     holders: tuple[int, ...]
+    asked_at: float
+    seconds: float = 0.0
+    """Seconds that its bytes took on a link of a given width."""
     found: dict[int, tuple[int, Cells]] = field(default_factory=dict)
     over: bool = False
 
@@ -81,8 +86,11 @@ class ShardedNetwork(Network):
         parts = {n: Cells(delta.values[self.world.find_slice(n, payload.copy.fragment)]) for n in holders}
         digests = {n: compute_digest(part.values.tobytes()) for n, part in parts.items()}
         job = PartUpload(learner, learner.machine, connection, number, attempt, payload, parts, digests)
+        link = self.links.get(learner.name)
         for n in holders:
-            self.queue.call_later(self.delay() + self.body_s, self._put_part, job, n, 0)
+            through_at, seconds = link.pass_up(self.queue.now, 1 / len(holders)) if link else (self.queue.now, 0.0)
+            job.seconds += seconds
+            self.queue.call_at(through_at + self.delay() + self.body_s, self._put_part, job, n, 0)
 
     def _put_part(self, job: PartUpload, n: int, tries: int) -> object:
         if self._is_over(job):
@@ -120,7 +128,9 @@ class ShardedNetwork(Network):
         if job.here != set(job.parts):
             return None
         digest = combine_digests([job.digests[one] for one in sorted(job.parts)])
-        return self.if_same(job.learner, job.machine, learner_fx.Uploaded(job.round, job.attempt, digest))
+        nbytes = round(self.links[job.learner.name].up_bytes) if job.seconds else 0
+        uploaded = learner_fx.Uploaded(job.round, job.attempt, digest, nbytes=nbytes, seconds=job.seconds)
+        return self.if_same(job.learner, job.machine, uploaded)
 
     def _come_up(self, connection: Connection, event: syncer_fx.SyncerEvent) -> object:
         """A contribution is told of once all its parts are there."""
@@ -155,7 +165,7 @@ class ShardedNetwork(Network):
             super().fetch(learner, fragment)
             return
         holders = self.world.find_holders(fragment)
-        job = PartFetch(learner, learner.machine, connection, fragment, holders)
+        job = PartFetch(learner, learner.machine, connection, fragment, holders, self.queue.now)
         for n in holders:
             self.queue.call_later(self.delay() + self.body_s, self._get_part, job, n, -1)
 
@@ -172,7 +182,13 @@ class ShardedNetwork(Network):
                 return self._fail_fetch(job, "the syncer is out of reach")
             self.queue.call_later(AGAIN_S, self._get_part, job, n, least)
             return None
-        self.queue.call_later(self.delay(), self._take_part, job, n, version, part)
+        link = self.links.get(job.learner.name)
+        through_at, seconds = link.pass_down(self.queue.now, 1 / len(job.holders)) if link else (self.queue.now, 0.0)
+        job.seconds += seconds
+        arrives_at = through_at + self.delay()
+        if link is not None and len(job.found) + 1 == len(job.holders):
+            self.arrive_nearly(job.learner, link, arrives_at)
+        self.queue.call_at(arrives_at, self._take_part, job, n, version, part)
         return None
 
     def _find_part(self, syncer: SimulatedSyncer, n: int, fragment: int) -> tuple[int, Cells | None]:
@@ -206,4 +222,6 @@ class ShardedNetwork(Network):
         job.over = True
         whole = np.concatenate([job.found[one][1].values for one in job.holders])
         job.learner.fetched[job.fragment] = Cells(whole)
-        return job.learner.handle_event(learner_fx.Fetched(job.fragment, newest))
+        nbytes = round(self.links[job.learner.name].down_bytes) if job.seconds else 0
+        latency_s = self.queue.now - job.asked_at - job.seconds if job.seconds else 0.0
+        return job.learner.handle_event(learner_fx.Fetched(job.fragment, newest, nbytes, job.seconds, latency_s))

@@ -17,9 +17,11 @@ from math import fsum
 from typing import Any, Protocol
 
 from atoll.protocol import relay as rl
+from atoll.protocol.learner.ways import Ways
 from atoll.protocol.messages import Announce, ContributionKey, FromSyncer, Pull, Welcome
 from atoll.protocol.syncer import effects as fx
 from atoll.relay.versions import WHOLE, KeptVersion, VersionCopies
+from atoll.simulate.links import SimulatedLink
 from atoll.simulate.oracle import weigh
 from atoll.simulate.training import Payload
 from atoll.simulate.virtual_time import Action, EventQueue
@@ -85,6 +87,8 @@ class SimulatedRelay:
         """What waits for that, on either way."""
         self._backlog: list[tuple[Action, tuple[object, ...]]] = []
         """What came while its process stood still."""
+        self.body_link: SimulatedLink | None = None
+        """Link of a given width that its bodies take to the syncer and back; None: they travel side by side."""
         self._processes = 0
         self.link: RelayLink | None = None
         self._forget()
@@ -101,6 +105,10 @@ class SimulatedRelay:
         """By learner, the last of its passages that was opened."""
         self.up = self.sums = False
         self._summed: dict[int, rl.SumAsked] = {}
+        self.ways = Ways()
+        """What its link carries, as it has measured."""
+        self._coming: dict[int, tuple[int, float]] = {}
+        """By fragment, the version that is on its way down the link, and when its last byte is through."""
 
     # ---- its processes ------------------------------------------------------------------------------------------
 
@@ -299,6 +307,16 @@ class SimulatedRelay:
         kept = KeptVersion(version, {}, bytearray(struct.pack("d", value)), False)
         self.versions.keep_version(fragment, WHOLE, kept)
 
+    def pass_version_down(self, link: SimulatedLink, fragment: int, version: int) -> float:
+        """Let a version pass its link, once however many learners ask for it; return when it is through."""
+        coming, through_at = self._coming.get(fragment, (-1, 0.0))
+        if coming != version:
+            through_at, seconds = link.pass_down(self.world.queue.now)
+            self._coming[fragment] = version, through_at
+            self.ways.down.add(round(link.down_bytes), seconds)
+            self.tell_rates()
+        return through_at
+
     # ---- sums ---------------------------------------------------------------------------------------------------
 
     def _answer(self, asked: rl.SumAsked) -> None:
@@ -324,7 +342,23 @@ class SimulatedRelay:
         ready = self.holdings.describe_sum(asked, keys, "digest")
         self.holdings.note_summed(asked)
         self._summed[asked.ask] = asked
+        if self.body_link is None:
+            self._say(ready, body)
+            return
+        through_at, seconds = self.body_link.pass_up(self.world.queue.now)
+        self.ways.up.add(round(self.body_link.up_bytes), seconds)
+        self.world.queue.call_at(through_at, self._if_same, self.session, self._say_with_rates, ready, body)
+
+    def _say_with_rates(self, ready: rl.SumReady, body: SumBody) -> None:
         self._say(ready, body)
+        self.tell_rates()
+
+    def tell_rates(self) -> None:
+        """Tell the syncer what the link carries that the learners of this region share."""
+        if (link := self.link) is not None:
+            names = tuple(sorted(connection.learner.name for connection in self.passages))
+            measured = fx.RelayMeasured(names, self.ways.up.bytes_per_s, self.ways.down.bytes_per_s)
+            self.pass_up(link, link.syncer.sums.hear_rates, link, measured)
 
     def _say(self, message: rl.FromRelay, body: SumBody | None = None) -> None:
         if (link := self.link) is not None:
@@ -440,6 +474,12 @@ class SyncerSums:
                     self._fail(reason)
             case _:
                 raise AssertionError(f"no syncer is told {message}")
+        return None
+
+    def hear_rates(self, link: RelayLink, measured: fx.RelayMeasured) -> object:
+        if self._links.get(link.session) is not link or not self._syncer.alive:
+            return False
+        self._syncer.handle_event(measured)
         return None
 
     # ---- bodies -------------------------------------------------------------------------------------------------

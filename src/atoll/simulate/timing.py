@@ -170,6 +170,8 @@ class Timing:
     def _least_quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> int:
         members, settings = syncer.machine.members, syncer.machine.settings
         quorum = settings.quorum
+        if without_turn := len(syncer.machine.rounds.closing.without_turn(round_)):
+            quorum = max(1, min(quorum, len(members.stepping_learners()) - without_turn))
         if round_.due_at is not None and now >= overdue_at(round_.due_at, members.longest_stall_s(), settings):
             return 1
         if (short := syncer.machine.rounds.closing._short_since) is not None:

@@ -27,9 +27,11 @@ from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.cells import CellModel
 from atoll.simulate.disk import AGAIN_S, SimulatedDisk
-from atoll.simulate.drawn_parts import DrawnRelays, DrawnShards
+from atoll.simulate.drawn_parts import DrawnLinks, DrawnRelays, DrawnShards
 from atoll.simulate.faults import Fault
 from atoll.simulate.invariants import Invariants
+from atoll.simulate.link_checks import LinkChecks
+from atoll.simulate.links import SimulatedLink
 from atoll.simulate.network import Network
 from atoll.simulate.part_checks import RankInvariants, RelayInvariants, ShardInvariants
 from atoll.simulate.rank_network import RankBodies
@@ -74,10 +76,11 @@ class World:
         model: CellModel | None = None,
         shards: DrawnShards | None = None,
         relays: DrawnRelays | None = None,
+        links: DrawnLinks | None = None,
     ) -> None:
         """`ranks`: of learners of several, by name, of this model. `shards`: where the syncer has several. `relays`:
-        where some stand between learners and syncer. `outer`: the outer settings in the run's records. Steps are
-        those of plain SGD with `outer_lr`, whatever they are."""
+        where some stand between learners and syncer. `links`: where those of learners have a width. `outer`: the outer
+        settings in the run's records. Steps are those of plain SGD with `outer_lr`, whatever they are."""
         self.settings = settings
         self.begun = records.BegunRecord("run", settings, dict(outer or {}), (), "plan")
         self.queue, self.random = EventQueue(), random.Random(seed)
@@ -107,6 +110,8 @@ class World:
         self._drawn_shards, self._drawn_relays = shards, relays
         self.network = self._make_network(latency_s, jitter)
         self.network.body_s = body_s
+        self.body_bytes = (0.0, 0.0)
+        """Bytes of a contribution and of a version, as the syncer knows them; 0: it does not."""
         self.rank_network, self._ranks, self._model = RankBodies(self.network), ranks or {}, model
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), [theta] * settings.fragments)
         """The syncer of the newest term."""
@@ -124,6 +129,8 @@ class World:
         self.shard_checks = ShardInvariants(self.invariants.oracle, self.shards, holders, self._read_initial)
         self.relay_checks = RelayInvariants(self.disk, settings.learners, settings.fragments)
         self.relays = [SimulatedRelay(self, n, relays.sum_s) for n in range(relays.relays)] if relays else []
+        if links is not None:
+            self._lay_links(links)
 
     def _make_network(self, latency_s: float, jitter: float) -> Network:
         if self._drawn_shards is not None:
@@ -131,7 +138,36 @@ class World:
         kind = Network if self._drawn_relays is None else RelayedNetwork
         return kind(self, latency_s, jitter)
 
+    def _lay_links(self, drawn: DrawnLinks) -> None:
+        self.set_body_bytes(drawn.up_bytes, drawn.down_bytes)
+        self.network.link_s = drawn.slowest_s
+        for number, rates in enumerate(drawn.rates):
+            self.network.links[f"learner-{number}"] = SimulatedLink(*rates, drawn.up_bytes, drawn.down_bytes)
+        for at, number, up_rate, down_rate in drawn.changes:
+            link = self.network.links[f"learner-{number}"]
+            self.queue.call_later(at, link.set_rates, up_rate, down_rate)
+
+    def set_body_bytes(self, up_bytes: float, down_bytes: float) -> None:
+        """Let the syncer of this term and those of later ones know the size of bodies."""
+        self.body_bytes = up_bytes, down_bytes
+        self._tell_body_bytes(self.simulated_syncer)
+
+    def _tell_body_bytes(self, syncer: SimulatedSyncer) -> None:
+        interval = syncer.machine.rounds.interval
+        interval.up_bytes, interval.down_bytes = self.body_bytes
+
+    def link_seconds(self, name: str) -> tuple[float, float]:
+        """What a contribution and a version take on the links of a learner, and on that of its relay."""
+        relay = self.relay_of(self.learners[name])
+        links = [link for link in (self.network.links.get(name), relay and relay.body_link) if link is not None]
+        return (
+            sum(link.up_bytes / link.up_rate for link in links),
+            sum(link.down_bytes / link.down_rate for link in links),
+        )
+
     def make_invariants(self) -> Invariants:
+        trips = 5 if self._drawn_relays is None else 9
+        fixed_s = trips * self.network.longest_s + self.merge_s + 4 * self.disk.sync_s
         return Invariants(
             self.settings,
             self.disk,
@@ -140,6 +176,7 @@ class World:
             outer_lr=self.outer_lr,
             gradient=self.gradient,
             trip_s=self.network.longest_s,
+            link_checks=LinkChecks(self.learners, self.link_seconds, fixed_s=fixed_s),
         )
 
     @property
@@ -304,6 +341,7 @@ class World:
         return None
 
     def _give_parts(self, syncer: SimulatedSyncer) -> None:
+        self._tell_body_bytes(syncer)
         if self._drawn_relays is not None:
             syncer.sums = SyncerSums(syncer)
         if (drawn := self._drawn_shards) is not None:
@@ -365,7 +403,8 @@ class World:
 
     def close_later(self, syncer: SimulatedSyncer) -> None:
         """The committed versions are the result; whoever is still there fetches the last of them."""
-        self.queue.call_later(20 * (self.network.latency_s + self.network.body_s) + 2.0, self.close_run, syncer)
+        fetch_s = 20 * (self.network.latency_s + self.network.body_s) + self.settings.fragments * self.network.link_s
+        self.queue.call_later(fetch_s + 2.0, self.close_run, syncer)
 
     def close_run(self, syncer: SimulatedSyncer) -> object:
         if not syncer.alive:

@@ -23,7 +23,8 @@ SIMULATORS = (
           atoll simulate faults --seed 17 --learners 4
           atoll simulate faults --seeds 500 --worlds ranks       # with learners of several ranks, or …
           atoll simulate faults --seeds 500 --worlds shards      # … a syncer of several shards, or …
-          atoll simulate faults --seeds 500 --worlds relays      # … relays between learners and syncer
+          atoll simulate faults --seeds 500 --worlds relays      # … relays between learners and syncer, or …
+          atoll simulate faults --seeds 500 --worlds links       # … links of a given width
         """,
         "simulate:faults",
         (
@@ -33,7 +34,8 @@ SIMULATORS = (
             option("--seed", "This world alone, with its story.", int),
             option(
                 "--worlds",
-                "plain; ranks: learners have several; shards: the syncer has several; relays: regions have them.",
+                "plain; ranks: learners have several; shards: the syncer has several; relays: regions have them; "
+                "links: they have a width.",
                 default="plain",
             ),
             flag("--json", "As JSON.", name="json_"),

@@ -162,11 +162,11 @@ class RoundClosing:
         return [one for one in some if self._is_ready(one, round_)]
 
     def without_turn(self, round_: Round) -> list[KnownLearner]:
-        """Return the learners that have no part in this round, since their links carry only a share of the rounds."""
-        if self.state.draining or self.state.settings.synchronous or round_.overdue:
+        """Return the learners that have no part in this round: their links carry only a share of the rounds, or they
+        were asked ahead and had nothing to give."""
+        if self.state.draining or self.state.settings.synchronous:
             return []
-        stepping = self.state.members.stepping_learners()
-        return [one for one in stepping if one.share < 1.0 and not round_.has_seat(one.name)]
+        return [one for one in self.state.members.stepping_learners() if not _has_part(one, round_)]
 
     def _is_ready(self, one: KnownLearner, round_: Round) -> bool:
         if not one.may_give(round_.fragment):
@@ -175,9 +175,9 @@ class RoundClosing:
             return self.has_last_steps(one, round_.fragment)
         if self.state.settings.synchronous:
             return one.offers_from <= round_.number <= one.offer
-        if round_.has_seat(one.name):
-            return round_.seats[one.name].state == "given"
-        return (one.share == 1.0 or round_.overdue) and one.is_ready(round_.fragment)
+        if (seat := round_.seats.get(one.name)) is not None:  # an attempt asks once, ahead or when it freezes
+            return seat.state == "given"
+        return _has_part(one, round_) and one.is_ready(round_.fragment)
 
     def has_last_steps(self, one: KnownLearner, fragment: int) -> bool:
         """Its training loop has ended, and it can be asked for what is left of this fragment."""
@@ -302,6 +302,12 @@ class RoundClosing:
                 one.late.discard(round_.fragment)
             else:
                 one.late.add(round_.fragment)
+
+
+def _has_part(one: KnownLearner, round_: Round) -> bool:
+    if (seat := round_.seats.get(one.name)) is not None:
+        return seat.state != "out"
+    return one.share == 1.0 or round_.overdue
 
 
 def _may_yet_copy(one: KnownLearner, round_: Round) -> bool:

@@ -169,7 +169,10 @@ class Rounds:
         lead = ceil(self.interval.lead_s(learner) / (self.interval.steps * step_s))
         if self._count_asked(learner) >= max(1, lead):
             return None
-        soonest = max(first + lead, self.state.next_round)
+        # Where its answer takes longer than a cycle it is asked as early as a fragment is free. It comes late then, and
+        # its round waits for it; otherwise it would never be asked.
+        last_free = first + settings.fragments - 1 - sum(one.is_under_way for one in self.state.open_rounds.values())
+        soonest = max(min(first + lead, last_free), self.state.next_round)
         for number in range(soonest, min(soonest + 2, first + settings.fragments)):
             fragment = schedule.fragment_of(number, settings)
             ahead = self.state.open_rounds.get(number)
@@ -192,12 +195,19 @@ class Rounds:
         pull = Pull(round=number, attempt=1, fragment=fragment, gathering=gathering, deadline_s=deadline_s)
         self.state.out.send(learner.name, pull)
 
-    def _forget_ahead(self) -> None:
-        """No round opens as it was expected to: what was asked for ahead is dropped."""
-        for round_ in [one for one in self.state.open_rounds.values() if one.stage == "ahead"]:
-            del self.state.open_rounds[round_.number]
+    def _void_ahead(self, reason: str) -> None:
+        """Open every round up to the last one that was asked for ahead, to be passed over: if its number were used again,
+        a late answer would be taken for that of another pull."""
+        last = max((one.number for one in self.state.open_rounds.values() if one.stage == "ahead"), default=-1)
+        for number in range(self.state.next_round, last + 1):
+            fragment = schedule.fragment_of(number, self.state.settings)
+            round_ = self.state.open_rounds.setdefault(number, Round(number, fragment, 0.0, stage="ahead"))
+            round_.enter_stage("void")
+            round_.reason = reason
             for seat in round_.seats.values():
-                self.state.out.discard(seat.learner, round_.number, round_.attempt)
+                self.leave_out(round_, seat, reason)
+        self.state.next_round = max(self.state.next_round, last + 1)
+        self.state.open_rounds = dict(sorted(self.state.open_rounds.items()))
 
     def skip_next(self) -> None:
         """The next round of the last cycle has nothing to collect."""
@@ -209,20 +219,19 @@ class Rounds:
 
     def stop_gathering(self) -> None:
         """The run ends: rounds under way are finished, those that only gather are not."""
-        self._forget_ahead()
+        self._void_ahead("the run ends")
         # One that was pulled once is passed over and not opened anew: a late answer to that first pull would be taken
         # for the last steps.
-        under_way = max(
-            (r.number for r in self.state.open_rounds.values() if r.stage != "gathering" or r.attempt > 1), default=-1
-        )
+        rounds = self.state.open_rounds.values()
+        under_way = max((r.number for r in rounds if r.stage != "gathering" or r.attempt > 1 or r.seats), default=-1)
         for round_ in [r for r in self.state.open_rounds.values() if r.stage == "gathering"]:
             if round_.number > under_way:
                 del self.state.open_rounds[round_.number]
-                for seat in round_.seats.values():  # of learners that were asked ahead
-                    self.state.out.discard(seat.learner, round_.number, round_.attempt)
             else:
                 round_.enter_stage("void")
                 round_.reason = "the run ends"
+                for seat in round_.seats.values():  # of learners that were asked ahead
+                    self.leave_out(round_, seat, "the run ends")
         self.state.next_round = max(self.state.open_rounds, default=self.state.committed - 1) + 1
         self.state.draining = True
         self.state.gave_no_answer.clear()
@@ -432,7 +441,7 @@ class Rounds:
 
     def abandon_rounds(self, reason: str) -> None:
         """Nothing comes of the rounds under way: what was given to them is dropped."""
-        self._forget_ahead()
+        self._void_ahead(reason)
         for _, round_ in sorted(self.state.open_rounds.items()):
             assert round_.stage != "merging", "what is being merged is committed first"
             for seat in round_.seats.values():

@@ -1,0 +1,78 @@
+"""The overlap is at its floor once links are steady: no contribution and no version waits in a queue.
+
+    floor = ⌈(latency + a body up + a body down + merge + disk) / step⌉ + the boundary
+
+It follows from the links as they are set, not from what the machines measure. Checked is every contribution of a
+learner that takes part in every round, if it was read two cycles or more after the last change of a link, of the
+roster, of H or of the term, and after the last fault. A round waits for its members, so the way up is that of the
+slowest of them, and a copy that is not ready comes at the slowest learner's next boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import ceil
+from typing import Any
+
+from atoll.simulate.faults import Fault
+from atoll.simulate.oracle import Violation
+from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.simulated_syncer import SimulatedSyncer
+
+STEADY_CYCLES = 2
+"""Cycles of P rounds that the rules have to follow a change."""
+SETTLES_S = 30.0
+"""Time after a fault in which learners dial again, recover and catch up."""
+TOLERANCE = 2
+"""Steps above the floor."""
+
+
+class LinkChecks:
+    def __init__(
+        self,
+        learners: Mapping[str, SimulatedLearner],
+        link_seconds: Callable[[str], tuple[float, float]],
+        *,
+        fixed_s: float,
+    ) -> None:
+        """`link_seconds`: what a contribution and a version of a learner take on its links; (0, 0): it has none.
+        `fixed_s`: messages of a round, merge and disk."""
+        self._learners, self._link_seconds, self._fixed_s = learners, link_seconds, fixed_s
+        self._seen: tuple[object, ...] = ()
+        """Links, roster and H at the last commit."""
+        self._changed_at = 0
+        """Round at which one of them was another than at the round before."""
+        self._calm_from = 0.0
+        self._last_round: dict[tuple[str, int], int] = {}
+        """By learner and fragment, the round that its contribution was last in."""
+        self.checked = 0
+        """Contributions whose overlap was held against the floor."""
+
+    def watch_fault(self, now: float, fault: Fault) -> None:
+        self._calm_from = max(self._calm_from, now + fault.length + SETTLES_S)
+
+    def watch_commit(self, syncer: SimulatedSyncer, now: float, data: Any) -> None:
+        """Check the overlaps that a round's note tells."""
+        machine, number, fragment = syncer.machine, data["round"], data["fragment"]
+        settings, stepping = machine.settings, machine.members.stepping_learners()
+        ways = {one.name: self._link_seconds(one.name) for one in stepping}
+        seen = (syncer.term, settings, tuple(ways.items()), tuple(one.incarnation for one in stepping))
+        if seen != self._seen or now < self._calm_from or data["attempt"] > 1:
+            self._seen, self._changed_at = seen, number
+        up_s = max((ways[one.name][0] for one in stepping if one.share == 1.0), default=0.0)
+        slowest_s = max((self._learners[one.name].step_s for one in stepping), default=0.0)
+        for member in data["members"]:
+            name = member["learner"]
+            read_in = self._last_round.get((name, fragment), -1)
+            self._last_round[name, fragment] = number
+            steady = read_in >= self._changed_at + STEADY_CYCLES * settings.fragments
+            if not steady or member["overlap"] is None or name not in ways or not ways[name][1]:
+                continue
+            if settings.synchronous or machine.state.draining or machine.members.learners[name].share < 1.0:
+                continue
+            step_s = self._learners[name].step_s
+            floor = ceil((self._fixed_s + up_s + ways[name][1]) / step_s + max(1.0, slowest_s / step_s))
+            self.checked += 1
+            if member["overlap"] > floor + TOLERANCE:
+                said = f"{name} adopts what it gave to round {read_in} {member['overlap']} steps later, not {floor}"
+                raise Violation("overlap is at its floor", said, name, fragment)
