@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from statistics import mean, stdev
 from typing import Any, Literal, NamedTuple
 
@@ -313,10 +314,12 @@ def train(
     deadline: float = math.inf,
     build: Build = build_optimizers,
     mixed: bool = False,
+    report: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Loss, curve and bytes. `numerics`: where merge and outer step are done; auto: on a GPU, if they can.
     `mixed`: steps compiled and with bf16 autocast, as people train on a GPU; about three times as fast there.
-    `scores`: how many there are of the curve. `deadline`: of time.monotonic(); OutOfTime after it."""
+    `scores`: how many there are of the curve. `deadline`: of time.monotonic(); OutOfTime after it.
+    `report` is called after every step."""
     device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
     settings = msgspec.structs.replace(settings, optimizer=row.optimizer, lr=row.lr)
     on_device = works_on_device(row) and (numerics == "device" or (numerics == "auto" and device.type == "cuda"))
@@ -332,6 +335,7 @@ def train(
             raise OutOfTime
         batches = [data.gather(dice.integers(len(data), size=settings.batch)) for _ in range(row.learners)]
         method.make_step([batch.to(device) for batch in batches], step / steps)
+        report(step + 1)
         if (step + 1) % every == 0 and step + 1 < steps:
             curve.append([step + 1, validation_loss(method.current_model(), text, settings.eval_windows)])
     method.finish()

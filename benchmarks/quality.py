@@ -94,6 +94,10 @@ ROWS = {
     "tail": Row(tail=4),
     "h2-tail": Row(adopt="carry", phases=H2, tail=4),
     "muon-h2-moments-tail": vary(WARM, optimizer="muon", tail=4, against="muon-dp"),
+    # carry beside overwrite, the outer step being the same, at the default overlap and at a long one
+    "carry": Row(adopt="carry"),
+    "default-12": Row(overlap=12),
+    "carry-12": Row(adopt="carry", overlap=12),
 }
 REFERENCE = {"depth": 10, "block": 256, "batch": 16, "steps": 2100}
 MOST_TEXT_BYTES = 96 << 20
