@@ -78,6 +78,20 @@ def test_the_figures_are_those_of_the_summary(events: list[Event], tmp_path: Pat
     assert "bytes per token" in seen and "10.0" in seen and "longest gap" in seen and "2.0 s" in seen
 
 
+def test_the_part_that_makes_h_larger_and_shares_of_the_rounds_are_on_the_page(
+    events: list[Event], say: Callable[..., Event], tmp_path: Path
+) -> None:
+    seen = re.sub(r"\s+", " ", shown(page(lay(tmp_path / "usual", events))))
+    assert "H that is carried 4.0 as was asked" in seen
+    narrow = "way down of b: 58 of 60 Mbit/s"
+    pace = say(4.5, "pace", h=9.0, asked=4, part="way down of b", narrowest=narrow)
+    share = say(4.5, "share", learner="b", incarnation=1, share=0.25, text="b: its link is narrow")
+    at = next(place for place, event in enumerate(events) if event["kind"] == "killed")
+    seen = re.sub(r"\s+", " ", shown(page(lay(tmp_path / "narrow", [*events[:at], pace, share, *events[at:]]))))
+    assert f"H that is carried 9.0 {narrow}" in seen
+    assert "share of rounds" in seen and "88 %" in seen, "the mean of 1, 0.25 and four times 1"
+
+
 def test_training_loss_and_metrics_are_on_the_page_without_a_validation_loss(
     events: list[Event], tmp_path: Path
 ) -> None:

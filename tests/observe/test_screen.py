@@ -205,6 +205,41 @@ def test_what_became_of_the_work_is_plain(status: Status) -> None:
     assert "88 %" in row
 
 
+def test_a_larger_h_comes_with_the_part_that_makes_it_and_what_would_hold_it(status: Status) -> None:
+    narrow = "way down of site-2: 58 of 60 Mbit/s"
+    advice = "H is 46.2 instead of 24; version_codec = bf16 would hold H = 24"
+    screen = LiveScreen(console(80))
+    now = status(effective_h=46.0, carried_h=46.2, narrowest=narrow, shortage=f"{narrow}: {advice}", overlap_steps=4.0)
+    screen.update(now)
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", text_of(screen, 80)).split())
+    for words in ("effective H 46.0 (set 24)", f"narrowest {narrow}", f"behind {advice}", "overlap 4.0 steps"):
+        assert words in shown, words
+    assert shown.count(narrow) == 1 and f"H 46.0/24 ({narrow})" in status_line(now)
+    assert "Mbit/s" not in status_line(status())
+
+
+def test_learners_with_a_share_of_the_rounds_are_named_with_their_narrow_way(status: Status) -> None:
+    now = status(learners=6)
+    share = {"round_share": 0.25, "narrower_way": "way down 15 Mbit/s"}
+    some = [msgspec.structs.replace(one, **share) if place else one for place, one in enumerate(now.learners)]
+    screen = LiveScreen(console(80))
+    screen.update(msgspec.structs.replace(now, learners=tuple(some)))
+    shown = text_of(screen, 80)
+    assert "learner-1 takes part in 25 % of the rounds: way down 15 Mbit/s" in shown
+    assert "learner-0 takes part" not in shown and "learner-3 takes part" not in shown, (
+        "a learner that is gone has none"
+    )
+    screen.update(msgspec.structs.replace(now, learners=tuple(some * 3)))
+    assert "8 more take part in a share of the rounds" in text_of(screen, 80)
+
+
+@pytest.mark.parametrize("kind", ["pace", "share"])
+def test_changes_of_pace_and_shares_are_notable(status: Status, say: Callable[..., Event], kind: str) -> None:
+    screen = LiveScreen(console(80))
+    screen.update(status(), [say(5, kind, share=0.25, learner="b", text="said once")])
+    assert f"{kind}" in text_of(screen, 80) and "said once" in text_of(screen, 80)
+
+
 def test_the_phase_of_training_is_shown_and_which_h_those_before_got(status: Status) -> None:
     screen = LiveScreen(console(80))
     screen.update(status(training_phase=2, training_phases=3, phase_until=0.4, earlier_h=((2, 7.0),)))

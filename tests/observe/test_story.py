@@ -120,6 +120,25 @@ def test_bad_figures_become_warnings(events: list[Event]) -> None:
         assert words in warnings
 
 
+def test_a_larger_h_is_told_with_the_part_that_makes_it(events: list[Event]) -> None:
+    summary = summarise(events)
+    summary |= {"effective_h": 9.0, "narrowest": "way down of b: 58 of 60 Mbit/s"}
+    told = "synced every 9 learner steps, where 4 were asked for (way down of b: 58 of 60 Mbit/s)."
+    assert told in " ".join(story(summary))
+
+
+def test_a_link_that_carried_a_share_of_the_rounds_is_told(events: list[Event], say: Callable[..., Event]) -> None:
+    text = "b: way down of b carries 15 Mbit/s, every round takes 60: it takes part in 25 % of the rounds"
+    shares = [say(3.5, "share", learner="b", incarnation=1, share=0.25, text=text)]
+    shares.append(
+        say(5.5, "share", learner="b", incarnation=1, share=1.0, text="b: its link carries every round again")
+    )
+    events = sorted([*events, *shares], key=lambda event: float(event["at"]))
+    told = " ".join(story(summarise(events), events))
+    assert "The link of b let it take part in 75 % of the rounds (the last: way down of b carries 15 Mbit/s" in told
+    assert "The link of a" not in told
+
+
 def test_equal_shares_of_the_learners_are_not_told(events: list[Event]) -> None:
     summary = summarise(events)
     for one in summary["per_learner"].values():

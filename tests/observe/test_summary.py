@@ -32,6 +32,8 @@ BY_HAND: dict[str, Any] = {
     "effective_h": 4.0,  # of 4, 5, 3; the 6, 2, 3 of the drain do not count
     "effective_h_mean": 4.0,
     "effective_h_p95": 5.0,
+    "carried_h": 4.0,
+    "narrowest": "",
     "phases": [],
     "overlap": 2.0,  # of 2, 3, 1; the others are of the drain, or nothing was measured
     "overlap_mean": 2.0,
@@ -72,6 +74,7 @@ BY_HAND: dict[str, Any] = {
             "merged_share": None,
             "tokens_by_fate": None,
             "participation": round(6 / 7, 6),
+            "round_share": 1.0,
             "muted_s": 0.0,
             "steps": 14,
             "tokens": 140,
@@ -86,6 +89,7 @@ BY_HAND: dict[str, Any] = {
             "merged_share": None,
             "tokens_by_fate": None,
             "participation": round(5 / 6, 6),  # of the rounds while it was there
+            "round_share": 1.0,
             "muted_s": 0.0,
             "steps": 6 + 4,
             "tokens": 60 + 40,
@@ -118,6 +122,44 @@ def test_the_order_of_lines_from_different_processes_does_not_matter(events: lis
     shuffled = [e for e in events if e not in other] + other
     assert summarise(shuffled)["recovery"] == summarise(events)["recovery"]
     assert summarise(shuffled)["liveness"] == summarise(events)["liveness"]
+
+
+NARROW = "way down of b: 58 of 60 Mbit/s"
+
+
+def test_the_part_that_makes_h_larger_is_that_of_the_last_event_of_the_pace(events: list[Event], say: Say) -> None:
+    text = f"H is 9, 4 was asked: {NARROW}"
+    pace = say(4.5, "pace", h=9.0, asked=4, part="way down of b", narrowest=NARROW, text=text)
+    summary = summarise([*events, pace])
+    assert (summary["carried_h"], summary["narrowest"]) == (9.0, NARROW)
+    wide = say(9.2, "pace", h=4.0, asked=4, part="", narrowest="", text="H is 4")
+    summary = summarise([*events, pace, wide])
+    assert (summary["carried_h"], summary["narrowest"]) == (4.0, "")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "reigned", "run": "small", "term": 2, "round": 3, "cut": None, "replayed": 0},
+        {"kind": "changed", "what": "sync_every", "sync_every": 4},
+        {"kind": "phase", "training_phase": 1, "sync_every": 4, "overlap": 2, "adopt": "overwrite"},
+    ],
+    ids=lambda event: event["kind"],
+)
+def test_a_new_term_and_another_h_begin_with_the_h_asked_for(
+    events: list[Event], say: Say, event: dict[str, Any]
+) -> None:
+    pace = say(4.5, "pace", h=9.0, asked=4, part="way down of b", narrowest=NARROW)
+    summary = summarise([*events, pace, {"text": "", **event, "at": pace["at"] + 1}])
+    assert (summary["carried_h"], summary["narrowest"]) == (4.0, "")
+
+
+def test_a_share_is_the_mean_over_the_rounds_made_while_the_learner_was_there(events: list[Event], say: Say) -> None:
+    share = say(4.5, "share", learner="b", incarnation=1, share=0.25, text="its link is narrow")
+    learners = summarise([*events, share])["per_learner"]
+    assert learners["a"]["round_share"] == 1.0
+    # Of its 6 rounds one came before the event, one behind it; a new process has a new link.
+    assert learners["b"]["round_share"] == pytest.approx((1 + 0.25 + 4 * 1) / 6, abs=1e-6)
 
 
 def test_effective_h_is_that_of_the_last_phase_of_training(events: list[Event], say: Say) -> None:

@@ -41,7 +41,8 @@ class Broken(Noted):
 
 
 def test_a_status_becomes_named_numbers(status: MakeStatus) -> None:
-    told = figures(status(liveness=0.75))
+    told = figures(status(liveness=0.75, carried_h=46.2))
+    assert told["run/carried_h"] == 46.2 and told["round_share/learner-3"] == 1.0
     assert told["run/goodput"] == 0.934 and told["run/participation"] == 0.968 and told["run/liveness"] == 0.75
     assert told["run/tokens_per_s"] == 84_136.8 and told["run/effective_h"] == 24.0 and told["run/grace_s"] == 0.0123
     assert told["loss/learner-3"] == 1.7934 and told["tokens_per_s/learner-0"] == 21_034.2

@@ -77,7 +77,7 @@ def steps_at(rate: float) -> float:
     return HEADROOM * BODY / rate / STEP_S
 
 
-# ---- the interval ---------------------------------------------------------------------------------------------------
+# ---- the interval --------------------------------------------------------------------------------------------------
 
 
 def test_links_that_carry_more_than_is_asked_leave_h_alone() -> None:
@@ -162,7 +162,7 @@ def test_reports_in_one_burst_say_nothing_of_a_step() -> None:
     assert committing.commit() == 1.0
 
 
-# ---- with an H below P ----------------------------------------------------------------------------------------------
+# ---- with an H below P ---------------------------------------------------------------------------------------------
 
 PHASES = (TrainingPhase(until=0.5, sync_every=2, overlap=1), TrainingPhase(until=1.0, sync_every=24, overlap=2))
 
@@ -190,7 +190,7 @@ def test_the_overlap_does_not_lengthen_an_h_of_p_or_more() -> None:
     assert Committing([WIDE] * 3, overlap=50.0).commit() == 1.0
 
 
-# ---- the drain ------------------------------------------------------------------------------------------------------
+# ---- the drain -----------------------------------------------------------------------------------------------------
 
 
 def test_versions_that_queue_at_the_median_learner_drain() -> None:
@@ -216,7 +216,7 @@ def test_on_links_that_carry_more_than_is_asked_the_drain_leaves_h_alone() -> No
     assert committing.commit() == 1.0
 
 
-# ---- what is told -----------------------------------------------------------------------------------------------------
+# ---- what is told --------------------------------------------------------------------------------------------------
 
 
 def test_h_is_told_with_the_part_that_sets_it_once_for_each_change() -> None:
@@ -252,7 +252,7 @@ def test_the_last_cycle_and_second_attempts_measure_nothing() -> None:
     assert committing.interval.note_commit(9.0, again, None) == 1.0
 
 
-# ---- rounds under way -------------------------------------------------------------------------------------------------
+# ---- rounds under way ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("round_s", "flights"), [(0.0, 1), (0.1, 2), (0.2, 2), (0.3, 3), (1.0, 6), (60.0, 23)])
@@ -287,7 +287,7 @@ def test_memory_that_is_allowed_limits_the_rounds_and_is_named() -> None:
     assert committing.interval.lacks_memory
 
 
-# ---- shares -----------------------------------------------------------------------------------------------------------
+# ---- shares --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_equal_learners_all_take_part_in_every_round_whatever_is_measured() -> N
     assert not committing.shares_told()
 
 
-# ---- turns ------------------------------------------------------------------------------------------------------------
+# ---- turns ---------------------------------------------------------------------------------------------------------
 
 SHARES = st.one_of(st.integers(1, 8).map(lambda eighths: eighths / 8), st.integers(9, 64).map(lambda n: 1 / n))
 

@@ -11,7 +11,7 @@ from atoll.protocol.learner.versions import Versions
 from atoll.protocol.learner.ways import RECENT, WayRate, Ways
 from atoll.protocol.messages import Announce, Member
 
-# ---- rates ----------------------------------------------------------------------------------------------------------
+# ---- rates ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_rate_is_that_of_the_last_bodies_together() -> None:
@@ -52,7 +52,7 @@ def test_what_a_full_link_holds_is_its_rate_times_the_round_trip() -> None:
     assert ways.pipe_bytes == pytest.approx(80)
 
 
-# ---- the order of versions --------------------------------------------------------------------------------------------
+# ---- the order of versions -----------------------------------------------------------------------------------------
 
 
 class Orders(list[tuple[int, int]]):
