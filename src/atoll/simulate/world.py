@@ -160,7 +160,8 @@ class World:
     def link_seconds(self, name: str) -> tuple[float, float]:
         """What a contribution and a version take on the links of a learner, and on that of its relay."""
         relay = self.relay_of(self.learners[name])
-        links = [link for link in (self.network.links.get(name), relay and relay.body_link) if link is not None]
+        above = relay.body_link if relay is not None else None
+        links = [link for link in (self.network.links.get(name), above) if link is not None]
         return (
             sum(link.up_bytes / link.up_rate for link in links),
             sum(link.down_bytes / link.down_rate for link in links),
