@@ -388,6 +388,7 @@ def _becomes_current(world: World) -> None:
     steps = settings.sync_every * settings.sync_every / settings.fragments
     least_s, most_s = RECOVERY_S + 2 * slowest, 2 * slowest * (steps + settings.sync_every) + CALM_S
     most_s += 8 * settings.sync_every * world.network.longest_s
+    least_s += 2 * settings.fragments * world.network.link_s
     rounds, is_checked = max(settings.sync_every, settings.fragments), False
     while _is_running(world) and world.now < since + most_s:
         behind, in_time = world.syncer.committed - first, world.now >= since + least_s

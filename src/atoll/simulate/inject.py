@@ -38,7 +38,7 @@ def _begin(world: World, fault: Fault) -> object:
         return False
     world.on_fault(fault)
     world.invariants.drains.watch_fault(fault)
-    world.invariants.link_checks.watch_fault(world.now, fault)
+    world.invariants.link_checks.watch_fault()
     if fault.target >= 0:
         learner = world.learners.get(f"learner-{fault.target}")
         return LEARNER_FAULTS[fault.kind](world, learner, fault) if learner is not None else False

@@ -291,7 +291,7 @@ class Invariants:
                 for member in data["members"]:
                     self._check_member(data["fragment"], data["version"], member)
                 self.timing.watch_commit(syncer, data)
-                self.link_checks.watch_commit(syncer, syncer.world.queue.now, data)
+                self.link_checks.watch_commit(syncer, data)
                 self._check_member_count(syncer, len(data["members"]), data)
             case "passed" | "again":
                 if not data["reason"].strip():

@@ -342,7 +342,8 @@ class RelayedNetwork(Network):
         if not self._reaches(relay) or relay.session != session:
             return self._not_fetched(learner, machine, fragment, "unreachable")
         if (kept := relay.find_version(fragment)) is not None:
-            return self._serve_from_relay(request, *kept)
+            self._serve_from_relay(request, *kept)
+            return None
         body_s = 0.0 if relay.body_link else self.body_s
         self.queue.call_later(self.delay() + body_s, self._serve_relay, request)
         return None
@@ -381,4 +382,5 @@ class RelayedNetwork(Network):
         if not relay.alive or relay.session != session or relay.cut:
             return self._not_fetched(learner, machine, fragment, "unreachable")
         relay.keep_version(fragment, version, value)
-        return self._serve_from_relay(request, version, value)
+        self._serve_from_relay(request, version, value)
+        return None

@@ -37,6 +37,7 @@ from atoll.simulate.part_checks import RankInvariants, RelayInvariants, ShardInv
 from atoll.simulate.rank_network import RankBodies
 from atoll.simulate.ranked_learner import RankedLearner, RankLayout
 from atoll.simulate.relay_network import RelayedNetwork
+from atoll.simulate.shard_network import AGAIN_S as SHARD_AGAIN_S
 from atoll.simulate.shard_network import ShardedNetwork
 from atoll.simulate.simulated_lead import SimulatedLead
 from atoll.simulate.simulated_learner import TENSORS, SimulatedLearner
@@ -159,15 +160,18 @@ class World:
     def link_seconds(self, name: str) -> tuple[float, float]:
         """What a contribution and a version take on the links of a learner, and on that of its relay."""
         relay = self.relay_of(self.learners[name])
-        links = [link for link in (self.network.links.get(name), relay and relay.body_link) if link is not None]
+        above = relay.body_link if relay is not None else None
+        links = [link for link in (self.network.links.get(name), above) if link is not None]
         return (
             sum(link.up_bytes / link.up_rate for link in links),
             sum(link.down_bytes / link.down_rate for link in links),
         )
 
     def make_invariants(self) -> Invariants:
-        trips = 5 if self._drawn_relays is None else 9
+        trips = 5 if self._drawn_relays is None and self._drawn_shards is None else 9
         fixed_s = trips * self.network.longest_s + self.merge_s + 4 * self.disk.sync_s
+        if self._drawn_shards is not None:
+            fixed_s += SHARD_AGAIN_S  # a shard that does not know of the round yet is asked again
         return Invariants(
             self.settings,
             self.disk,

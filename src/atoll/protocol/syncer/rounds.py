@@ -196,8 +196,8 @@ class Rounds:
         self.state.out.send(learner.name, pull)
 
     def _void_ahead(self, reason: str) -> None:
-        """Open every round up to the last one that was asked for ahead, to be passed over: if its number were used again,
-        a late answer would be taken for that of another pull."""
+        """Open every round up to the last one that was asked for ahead, to be passed over: if its number were used
+        again, a late answer would be taken for that of another pull."""
         last = max((one.number for one in self.state.open_rounds.values() if one.stage == "ahead"), default=-1)
         for number in range(self.state.next_round, last + 1):
             fragment = schedule.fragment_of(number, self.state.settings)
