@@ -46,7 +46,7 @@ KNOWN = {
     "observe/dashboard/site.py": (2, CONNECTION),
     "relay/passage.py": (2, CONNECTION),
     "relay/process.py": (4, "of a relay: what it raises ends its process; learners go on directly"),
-    "relay/service.py": (2, "of a relay: what it raises ends its process; learners go on directly"),
+    "relay/service.py": (3, "of a relay: what it raises ends its process; learners go on directly"),
     "relay/versions.py": (1, "a fetch: what it raises is told to all who wait for it"),
     "store/removal.py": (1, "a thread that frees the room of removed files; what it leaves, the next removal takes"),
     "syncer/__main__.py": (1, "a thread that ends its process when the supervisor is gone"),

@@ -53,7 +53,7 @@ async def both_step(one: SharingTraining, other: SharingTraining) -> None:
 
 
 async def test_two_learners_adopt_the_mean_of_their_moments(stage: Stage) -> None:
-    run = await stage.run(learners=2, quorum=2, share="moments", sync_every=2)
+    run = await stage.run(learners=2, quorum=2, share="moments", sync_every=2, adopt="overwrite")
     one, other = make(stage, run, "learner-0", 1.0), make(stage, run, "learner-1", 3.0)
     await one.join()
     await other.join()

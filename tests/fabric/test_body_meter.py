@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RATE = 2e6
 """Bytes per second of the narrow links."""
-BODY = bytes(range(256)) * 1600
+BODY = bytes(range(256)) * 6400
 WAIT_S = 20.0
 
 

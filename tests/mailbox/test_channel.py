@@ -18,6 +18,7 @@ from atoll.mailbox.channel import (
     DialFailed,
     Goodbye,
     GoOrder,
+    JoinProgress,
     MailboxReady,
     ReadOrder,
     RunProgress,
@@ -215,7 +216,7 @@ def test_closing_leaves_no_descriptor_behind() -> None:
 
 def test_every_frame_is_for_all_ranks_or_it_is_known_why_not() -> None:
     """Rank 0's alone; or of a peer's state or a replay, which several ranks have none of."""
-    others = {RunProgress, DialFailed, StopOrder, Capture, Await, Begin, TakeOrder, GoOrder}
+    others = {RunProgress, DialFailed, JoinProgress, StopOrder, Capture, Await, Begin, TakeOrder, GoOrder}
     assert others == set(get_args(ToTraining)) - set(COUNTED)
     assert is_counted(StopOrder("the run ends", final=False))
     assert not is_counted(StopOrder("rank 1 is gone", final=True, failed=True))

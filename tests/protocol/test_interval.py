@@ -57,12 +57,11 @@ class Committing:
         return self.state.members.learners[f"learner-{number}"]
 
     def commit(self, times: int = 3) -> float:
-        steps = 0.0
         for _ in range(times):
             round_ = Round(0, 0, 0.0, frozen_at=1.0, merging_at=1.0 + self.round_s - self.merge_s)
-            steps = self.interval.note_commit(1.0 + self.round_s, round_, self.overlap)
+            self.interval.note_commit(1.0 + self.round_s, round_, self.overlap)
             self.told += self.state.out.take_effects()
-        return steps
+        return self.interval.steps
 
     def shares_told(self) -> list[tuple[str, float]]:
         sent = [one for one in self.told if isinstance(one, Send) and isinstance(one.message, RoundShare)]
@@ -249,7 +248,8 @@ def test_the_last_cycle_and_second_attempts_measure_nothing() -> None:
     assert committing.commit() == 1.0
     committing.state.draining = False
     again = Round(0, 0, 0.0, frozen_at=1.0, merging_at=1.0, attempt=2)
-    assert committing.interval.note_commit(9.0, again, None) == 1.0
+    committing.interval.note_commit(9.0, again, None)
+    assert committing.interval.steps == 1.0
 
 
 # ---- rounds under way ----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--learners 65", "--learners 65 cannot be simulated: take 1 to 64"),
         ("--seed -3", "--seed -3 is below 0: seeds are 0, 1, 2, …"),
         ("--first -1", "--first -1 is below 0: seeds are 0, 1, 2, …"),
-        ("--worlds many", "--worlds many is not known: take plain, ranks, shards or relays"),
+        ("--worlds many", "--worlds many is not known: take plain, ranks, shards, relays or links"),
         ("--first 5 --seed 3", "--first is for many worlds: with --seed there is one"),
     ],
 )

@@ -67,4 +67,5 @@ class Ways:
     def pipe_bytes(self) -> float:
         """Bytes on their way down at once when the link is full: rate times round trip. No limit before the rate was
         measured, which it never is where every body comes in one piece."""
-        return self.down.bytes_per_s * self.latency_s or inf
+        rate = self.down.bytes_per_s
+        return rate * self.latency_s if rate else inf

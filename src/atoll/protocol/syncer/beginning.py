@@ -90,7 +90,7 @@ class Beginning:
         self._roster = None
         self.assembly.note_start(now)
         for learner in self.state.members.connected_learners():
-            learner.idle_at = now
+            learner.idle_at = learner.last_step_at = now  # the wait was no step: no average may hold it
             self.state.out.send(learner.name, TrainingBegins(reason=reason))
         waited_s = round(now - self._started_at, 3)
         after = f" after {waited_s:.1f} s" if waited_s >= 1.0 else ""

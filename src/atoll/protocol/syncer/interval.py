@@ -141,10 +141,10 @@ class RoundInterval:
             self.narrowest = None
         if settings.synchronous:
             return
-        self._tell(max(asked_s, carried_s), step_s)
-        carried_s *= 1 + self._drain_share(max(asked_s, carried_s), step_s)
-        self.asked_steps, self.carried_s = asked, carried_s if carried_s > asked_s else 0.0
         interval_s = max(asked_s, carried_s)
+        self._tell(interval_s, step_s)
+        drained_s = carried_s * (1 + self._drain_share(interval_s, step_s))
+        self.asked_steps, self.carried_s = asked, drained_s if drained_s > asked_s else 0.0
         # One more than fit into the time of a round: one is due at the moment at which the oldest commits.
         needed = ceil(min(self._round_s) / interval_s) + 1
         self.needed = max(1, min(needed, schedule.most_flights(settings)))
