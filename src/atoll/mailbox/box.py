@@ -336,8 +336,9 @@ def serves(made_for: Settings, settings: Settings) -> bool:
     """Return whether shared memory made for some settings serves others of the same plan.
 
     H, τ, adoption and phases may change during a run, and slots are reserved by need. Only a run that may carry needs
-    memory made for one: with placement device, the copies to subtract are on the device."""
-    same = [(one.codec, one.version_codec, one.shares_moments) for one in (made_for, settings)]
+    memory made for one: with placement device, the copies to subtract are on the device. A run that rounds version 0
+    needs a base that was rounded when it was written."""
+    same = [(one.codec, one.version_codec, one.shares_moments, one.rounds_initial) for one in (made_for, settings)]
     return same[0] == same[1] and (made_for.may_carry or not settings.may_carry)
 
 
