@@ -6,7 +6,7 @@ as fp32. So the syncer, the learners and the journal hold the same bits, whichev
 
 Rules kept here:
 - trained parameters of float32 are rounded to the nearest bf16, ties to even: 8 significant bits, an error of at most
-  2^-9 of the value;
+  2^-8 of the value;
 - parameters of bfloat16 hold such values already. Those of float16 stay as they are, in 4 bytes: rounding the largest
   of them would overflow;
 - merged buffers stay as they are, in 4 bytes: they may be counters, or variances that a rounding could make zero.
