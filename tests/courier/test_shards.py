@@ -69,6 +69,7 @@ class ShardLink(SyncerLink):
         deadline_s: float,
         rank: int = 0,
         codec: str = "",
+        loss_ppb: int = 0,
     ) -> None:
         await self._through()
         assert digest == compute_digest(data)

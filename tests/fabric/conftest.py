@@ -92,7 +92,15 @@ class MemoryDesk:
         return memoryview(self.initials[fragment])
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int, codec: str
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        body: memoryview,
+        digest: str,
+        rank: int,
+        codec: str,
+        loss: float,
     ) -> None:
         self.note("initial", learner, fragment, digest)
 

@@ -473,10 +473,10 @@ class FragmentTransfers:
             codec = BF16 if data is not None else ""
         if data is None:  # also a base that was adopted in an earlier run, which is not rounded
             data = values.view(np.uint8)
-        digest = await digest_aside(data.data)
+        digest, loss_ppb = await digest_aside(data.data), self._box.count("loss_ppb") if codec else 0
         while self._link.up:
             try:
-                await self.shards.put_initial(fragment, place, data, digest, codec)
+                await self.shards.put_initial(fragment, place, data, digest, codec, loss_ppb)
                 break
             except (PeerError, Unreachable):
                 await asyncio.sleep(RETRY_S)

@@ -138,12 +138,14 @@ class ShardConnections:
 
         return await run_together([put(body) for body in bodies])
 
-    async def put_initial(self, fragment: int, place: PartPlace, data: ByteArray, digest: str, codec: str = "") -> None:
+    async def put_initial(
+        self, fragment: int, place: PartPlace, data: ByteArray, digest: str, codec: str = "", loss_ppb: int = 0
+    ) -> None:
         """Send a part of version 0 to its shard. `codec`: the form of `data`."""
         name, session, rank = self._start.learner, self._start.session, self._start.rank
+        form = (rank, codec, loss_ppb)
         await self.reach(
-            place.shard,
-            lambda to: to.put_initial(name, session, fragment, data.data, digest, BODY_S, rank=rank, codec=codec),
+            place.shard, lambda to: to.put_initial(name, session, fragment, data.data, digest, BODY_S, *form)
         )
 
     # ---- in -----------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from atoll.fabric.transfer import (
     moments_url,
     put_body,
 )
-from atoll.fabric.wire import FabricLimits
+from atoll.fabric.wire import LOSS_HEADER, FabricLimits
 from atoll.protocol.errors import ConfigError, Unreachable
 
 T = TypeVar("T")
@@ -112,9 +112,13 @@ class BodyConnection:
         deadline_s: float,
         rank: int = 0,
         codec: str = "",
+        loss_ppb: int = 0,
     ) -> None:
-        """The same for version 0. `codec`: the form of `data`, "bf16"; empty: the values."""
+        """The same for version 0. `codec`: the form of `data`, "bf16"; empty: the values. `loss_ppb`: relative error of
+        the rounded parameters, in parts per billion."""
         headers = body_headers(session, digest)
+        if loss_ppb:
+            headers[LOSS_HEADER] = str(loss_ppb)
         await self._put(f"initial/{learner}/{fragment}", rank, data, headers, deadline_s, codec)
 
     async def get_fragment(

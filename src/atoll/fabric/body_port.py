@@ -16,6 +16,7 @@ from atoll.fabric.wire import (
     BF16,
     CODEC_HEADER,
     DIGEST_HEADER,
+    LOSS_HEADER,
     ROUND_HEADER,
     STEPS_HEADER,
     VERSION_HEADER,
@@ -81,6 +82,12 @@ def codec_of(request: web.Request) -> str:
     if codec not in ("", BF16):
         raise Rejected(400, f"codec is no form of version 0: it is {BF16}, or left out for fp32")
     return codec
+
+
+def loss_of(request: web.Request) -> float:
+    """Return the relative error that came with a body of version 0; 0: none was told."""
+    loss = request.headers.get(LOSS_HEADER, "")
+    return int(loss) / 1e9 if re.fullmatch(_NUMBER, loss, re.ASCII) else 0.0
 
 
 def resumed_at(request: web.Request, served: ServedFragment, start: int) -> int:

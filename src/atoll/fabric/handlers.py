@@ -70,8 +70,17 @@ class Handlers(Protocol):
         ...
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int, codec: str
-    ) -> None: ...
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        body: memoryview,
+        digest: str,
+        rank: int,
+        codec: str,
+        loss: float,
+    ) -> None:
+        """`loss`: the relative error that its sender measured when it rounded its parameters."""
 
     def fragment(self, index: int, have: int, codec: str) -> ServedFragment:
         """`have`: the version that the reader says it holds; −1: none. `codec`: a form that it can read beside fp32."""

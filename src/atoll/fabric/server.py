@@ -51,7 +51,7 @@ from atoll.fabric.authorizer import (
     TokenAuthorizer,
     cookie_name,
 )
-from atoll.fabric.body_port import BodyPort, codec_of, rank_of, resumed_at
+from atoll.fabric.body_port import BodyPort, codec_of, loss_of, rank_of, resumed_at
 from atoll.fabric.control import ControlServer
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import Handlers, ServedFragment, ServedPages
@@ -230,7 +230,7 @@ class Server(BodyPort):
         into = self._handlers.expect_initial(learner, session, fragment, rank, codec)
         with self._uploads.begin(session, request):
             received = await self._intake.receive(request, learner, (session, fragment, rank), into)
-            named = (received.digest, rank, codec)
+            named = (received.digest, rank, codec, loss_of(request))
             await self._handlers.initial_arrived(learner, session, fragment, into, *named)
         return web.Response(status=204)
 

@@ -137,6 +137,8 @@ class Boundary:
                 self._box.write_base(part.index, values.numpy(), at)
         if rounds:
             self._rounding_error = math.sqrt(lost / whole) if whole else 0.0
+            if math.isfinite(self._rounding_error):  # else the syncer refuses these parameters
+                self._box.set_count("loss_ppb", round(1e9 * self._rounding_error))
 
     def _make_offload(self) -> Offload:
         if self._box.layout.on_device:

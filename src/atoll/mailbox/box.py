@@ -37,7 +37,8 @@ from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.settings import Settings
 
 PAGE = 4096
-COUNTS = ("incarnation", "term")
+COUNTS = ("incarnation", "term", "loss_ppb")
+"""`loss_ppb`: relative error of a base that was rounded, in parts per billion. Written by the training process."""
 PER_FRAGMENT = ("steps", "tokens", "dropped", "missed", "adopted", "base_version", "feedback_t")
 RUN_BYTES = 64
 SPARE_BYTES = 256 * 2**20

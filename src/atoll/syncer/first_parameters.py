@@ -175,9 +175,12 @@ class FirstUpload:
         self._events, self._tell, self._lead = events, tell, lead
         self._shards_here: set[int] = set()
         """Other shards that hold all their parts."""
+        self._loss = 0.0
+        """Relative error that was told of the parameters; of several ranks the largest."""
 
     def ask_learner(self, channel: ControlChannel) -> None:
         self._first.ask_learner(channel.learner, channel.session)
+        self._loss = 0.0
         self._shards_here.clear()
         if self._lead is not None:
             self._lead.ask_initial(channel.learner, channel.session, channel.token)
@@ -190,12 +193,21 @@ class FirstUpload:
         return body
 
     async def take_body(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int, codec: str = ""
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        body: memoryview,
+        digest: str,
+        rank: int,
+        codec: str = "",
+        loss: float = 0.0,
     ) -> None:
         self._find_uploader(learner, session)
         plan = self._ranks.find_sender(learner, rank)
         received = await self._first.read_body(fragment, plan, body, digest, codec)
         channel = self._find_uploader(learner, session)  # again: another may be asked by now
+        self._loss = max(self._loss, loss)
         if not received.finite:
             self._refuse(channel, f"fragment {fragment} of the first parameters is not finite")
             return
@@ -232,7 +244,7 @@ class FirstUpload:
         if self._first.is_complete and not others:
             if self._lead is not None:
                 self._lead.end_initial()
-            self._tell(fx.Initialised(learner, session))
+            self._tell(fx.Initialised(learner, session, self._loss))
 
     def _find_uploader(self, learner: str, session: str) -> ControlChannel:
         channel = self._channels.get(learner)

@@ -357,9 +357,17 @@ class SyncerService:
         return self._require_begun().first.expect_body(learner, session, fragment, rank, codec)
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int = 0, codec: str = ""
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        body: memoryview,
+        digest: str,
+        rank: int = 0,
+        codec: str = "",
+        loss: float = 0.0,
     ) -> None:
-        await self._require_begun().first.take_body(learner, session, fragment, body, digest, rank, codec)
+        await self._require_begun().first.take_body(learner, session, fragment, body, digest, rank, codec, loss)
 
     def fragment(self, index: int, have: int, codec: str = "") -> ServedFragment:
         if self.begun is None:
