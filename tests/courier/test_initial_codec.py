@@ -70,6 +70,12 @@ async def test_both_ways_take_as_many_bytes_as_stated_and_all_hold_the_same_bits
     check_syncer(run, expected)
     for training in (first, second):
         await check_holds(training, expected)
+    [initial] = run.said("initial")
+    if codec == "fp32":
+        assert initial["text"] == "learner-0 gave the first parameters" and "relative_error" not in initial
+    else:
+        rounded, exact = (torch.cat([values[n].flatten() for n in SHAPES]).double() for values in (expected, own))
+        assert initial["relative_error"] == pytest.approx(float((rounded - exact).norm() / exact.norm()), abs=1e-8)
         assert training.courier._memory is not None and training.courier._memory.bodies.count_lacking() == 0
 
 

@@ -142,7 +142,7 @@ class FragmentArrival:
 
     @property
     def values_at(self) -> int:
-        """Bytes of values that have arrived: 4 for each, whatever the form of the body."""
+        """Bytes of values that have arrived: 4 for each, in either form of the body."""
         return self.at * self.into.nbytes // max(1, self.target.nbytes)
 
     @property

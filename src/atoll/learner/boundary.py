@@ -123,8 +123,9 @@ class Boundary:
             courier.read_in_background(self._bring, self._offload.enter_thread)
 
     def _write_base(self, *, rounds: bool) -> None:
-        """Make the model's values the base: the version 0 that this learner gives, if it is asked for one. `rounds`:
-        to bf16, where initial.py says so. The model keeps its own values until the run has taken them as version 0."""
+        """Make the model's values the base, which is version 0 if the run asks this learner for it. `rounds`: to bf16,
+        by the rules of numerics/initial.py. The model keeps its own values until the run has taken version 0: another
+        learner may be the one that gives it."""
         lost, whole = 0.0, 0.0
         for part in self._box.plan.fragments:
             for piece, at, own in zip(part.pieces, part.offsets, self._own(part.index), strict=True):

@@ -25,7 +25,7 @@ from atoll.numerics.fragments import Fragment
 from atoll.protocol.messages import TensorSpec
 
 
-class Run(NamedTuple):
+class WidthRun(NamedTuple):
     """Neighbouring values that travel in one width, and their bytes in a body."""
 
     values: slice
@@ -43,7 +43,7 @@ def count_initial_bytes(part: Fragment) -> int:
     return sum((2 if is_halved(piece.tensor) else 4) * piece.size for piece in part.pieces)
 
 
-def lay_out_initial(part: Fragment) -> list[Run]:
+def lay_out_initial(part: Fragment) -> list[WidthRun]:
     """Return the runs of a fragment in order of their bytes."""
     joined: list[tuple[bool, slice]] = []
     for piece, place in part.parts:
@@ -55,7 +55,7 @@ def lay_out_initial(part: Fragment) -> list[Run]:
     runs, start = [], 0
     for halved, place in sorted(joined, key=lambda run: run[0]):  # stable: each width keeps the array's order
         stop = start + (2 if halved else 4) * (place.stop - place.start)
-        runs.append(Run(place, slice(start, stop), halved))
+        runs.append(WidthRun(place, slice(start, stop), halved))
         start = stop
     return runs
 

@@ -21,7 +21,7 @@ from atoll.fabric.wire import CODEC_HEADER, VERSION_HEADER
 WHOLE = -1
 """In place of the version that a reader holds: it gets the fragment whole."""
 CODED = -2
-"""In its place too: the reader gets it whole, and takes version 0 in 2 bytes a value (numerics/initial.py)."""
+"""Also in its place: the reader gets it whole, and takes version 0 in 2 bytes a value (numerics/initial.py)."""
 
 
 class KeptVersion(NamedTuple):

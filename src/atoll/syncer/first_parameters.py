@@ -45,7 +45,7 @@ class AssembledFragment(NamedTuple):
     """… and those whose parts are in it."""
 
 
-class ReceivedBody(NamedTuple):
+class InitialBody(NamedTuple):
     """Body of version 0: of a whole fragment, or of what one rank sends of it."""
 
     values: FloatArray
@@ -93,15 +93,15 @@ class FirstParameters:
 
     async def read_body(
         self, fragment: int, plan: RankPlan | None, body: memoryview, digest: str, codec: str
-    ) -> ReceivedBody:
+    ) -> InitialBody:
         """Return what is in a body that has arrived, which has this digest."""
         part = self._part_of(fragment, plan)
         work = partial(_read_coded, part, body, digest) if codec else partial(_read_values, body, digest)
         return await asyncio.to_thread(work) if 4 * part.size > SMALL_BYTES else work()
 
     async def join_part(
-        self, fragment: int, rank: int, plans: Sequence[RankPlan], received: ReceivedBody, codec: str
-    ) -> ReceivedBody | None:
+        self, fragment: int, rank: int, plans: Sequence[RankPlan], received: InitialBody, codec: str
+    ) -> InitialBody | None:
         """Put a rank's part to those of the others. The whole fragment and its digest, with the last one; None before,
         and for a part that came twice: the first one counts. PeerError: all was asked for anew meanwhile. `codec`: the
         form in which the part came, which the whole has too if every part has it."""
@@ -122,9 +122,9 @@ class FirstParameters:
             coded = await asyncio.to_thread(encode) if whole.values.nbytes > SMALL_BYTES else encode()
         if self._assembled.get(fragment) is not whole:
             raise PeerError("the first parameters were asked for anew")
-        return ReceivedBody(whole.values, digest, finite=True, coded=coded)
+        return InitialBody(whole.values, digest, finite=True, coded=coded)
 
-    def accept_fragment(self, fragment: int, received: ReceivedBody) -> None:
+    def accept_fragment(self, fragment: int, received: InitialBody) -> None:
         self._parameters.put_initial(fragment, received.values, received.digest, received.coded)
         self._here.add(fragment)
         if self.is_complete:
@@ -141,16 +141,16 @@ class FirstParameters:
         return len(self._here) == len(self._parameters.plan.fragments)
 
 
-def _read_values(body: memoryview, digest: str) -> ReceivedBody:
+def _read_values(body: memoryview, digest: str) -> InitialBody:
     values = np.frombuffer(body, np.float32)
-    return ReceivedBody(values, digest, is_finite(values))
+    return InitialBody(values, digest, is_finite(values))
 
 
-def _read_coded(part: Fragment, body: memoryview, digest: str) -> ReceivedBody:
+def _read_coded(part: Fragment, body: memoryview, digest: str) -> InitialBody:
     data, values = np.frombuffer(body, np.uint8), np.empty(part.size, np.float32)
     decode_initial(part, data, values)
     of_values = compute_digest(values.view(np.uint8).data)
-    return ReceivedBody(values, of_values, is_finite(values), CodedVersion(data, digest))
+    return InitialBody(values, of_values, is_finite(values), CodedVersion(data, digest))
 
 
 def _code_whole(part: Fragment, values: FloatArray) -> CodedVersion | None:

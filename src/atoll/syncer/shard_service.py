@@ -49,7 +49,7 @@ from atoll.store.disk import NoRoom, Rests
 from atoll.store.writer_lease import Deposed
 from atoll.syncer.contributions import LARGE, Inbox, PendingContribution
 from atoll.syncer.credentials import PortAccess
-from atoll.syncer.first_parameters import FirstParameters, ReceivedBody
+from atoll.syncer.first_parameters import FirstParameters, InitialBody
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks
@@ -447,7 +447,7 @@ class ShardService:
             reason = f"fragment {fragment} of the first parameters is not finite"
             self._handle(sh.Came(InitialHere(learner=learner, session=session, reason=reason)))
             return
-        whole: ReceivedBody | None = received
+        whole: InitialBody | None = received
         if plans := self._ranks.plans_of(learner):
             whole = await self._first.join_part(fragment, rank, plans, received, codec)
             self._check_asked(learner, session)

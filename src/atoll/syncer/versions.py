@@ -127,7 +127,7 @@ class FragmentVersions:
         rule needs versions before the committed one."""
         self._keep_step(step)
         self._spare.append(before := self.committed)
-        before.coded = None  # whoever reads it keeps its bytes
+        before.coded = None  # a reader that is still fetching it holds its bytes
         self.committed = new
         if keep_base:
             self._bases.append((before, Reader(before)))
