@@ -36,6 +36,10 @@ class MemoryDesk:
         self.buffers: dict[tuple[str, int, int], bytearray] = {}
         self.initials: dict[int, bytearray] = {}
         self.fragments: dict[int, bytes] = {}
+        self.coded: dict[int, bytes] = {}
+        """Bodies in the form that a reader may ask for."""
+        self.forces = ""
+        """Form in which everything is served, asked for or not."""
         self.steps: list[bytes] = []
         """Of every fragment, to versions 1, 2 and 3."""
         self.tickets: dict[str, tuple[str, str]] = {}
@@ -109,6 +113,9 @@ class MemoryDesk:
             raise PeerError(f"there is no fragment {index}")
         self.held += 1
         data = self.fragments[index]
+        if form := codec or self.forces:
+            body = self.coded[index]
+            return ServedFragment(3, 7, compute_digest(body), memoryview(body), self._release, codec=form)
         steps = tuple((compute_digest(one), memoryview(one)) for one in self.steps[have:3]) if have >= 0 else ()
         return ServedFragment(3, 7, compute_digest(data), memoryview(data), self._release, steps=steps)
 
