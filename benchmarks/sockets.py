@@ -78,7 +78,7 @@ class Desk:
     def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int) -> None:
         print(f"aborted: {reason}", file=sys.stderr)
 
-    def fragment(self, index: int, have: int) -> ServedFragment:
+    def fragment(self, index: int, have: int, codec: str) -> ServedFragment:
         return ServedFragment(3, 7, self.digest, self.body, lambda: None)
 
 

@@ -15,7 +15,7 @@ from atoll.courier.body import FragmentTransfers
 from atoll.digests import compute_digest
 from atoll.fabric.bodies import BodyConnection
 from atoll.fabric.body_meter import PartArrival
-from atoll.fabric.transfer import SentBody
+from atoll.fabric.transfer import CodedBody, SentBody
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec
@@ -50,7 +50,7 @@ class FakeLink(BodyConnection):
             raise self.errors.pop(0)
 
     async def _put(
-        self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float
+        self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float, codec: str = ""
     ) -> SentBody:
         await self._through()
         match path.split("/"):
@@ -69,6 +69,7 @@ class FakeLink(BodyConnection):
         rank: int = -1,
         least: int = -1,
         part: PartArrival | None = None,
+        coded: CodedBody | None = None,
     ) -> tuple[int, int, str]:
         await self._through()
         into[:] = self.fragment.view(np.uint8).data[: into.nbytes]

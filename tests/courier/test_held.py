@@ -15,7 +15,7 @@ from atoll.config import Outer
 from atoll.courier.body import FragmentTransfers
 from atoll.digests import compute_digest
 from atoll.fabric.body_meter import PartArrival
-from atoll.fabric.transfer import FetchedVersion
+from atoll.fabric.transfer import CodedBody, FetchedVersion
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import FloatArray
@@ -49,6 +49,7 @@ class SyncerLink(FakeLink):
         rank: int = -1,
         least: int = -1,
         part: PartArrival | None = None,
+        coded: CodedBody | None = None,
     ) -> tuple[int, int, str]:
         self.asked.append((index, -1))
         served = self.parameters.serve_fragment(index)

@@ -16,6 +16,7 @@ from atoll.courier.body import FragmentTransfers
 from atoll.courier.rank_channel import FetchPart, PartArriving, PartFetched, PartUploaded, UploadPart
 from atoll.digests import compute_digest
 from atoll.fabric.body_meter import PartArrival
+from atoll.fabric.transfer import CodedBody
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics import merge as merging
@@ -74,6 +75,7 @@ class RankLink(ShardLink):
         rank: int = -1,
         least: int = -1,
         part: PartArrival | None = None,
+        coded: CodedBody | None = None,
     ) -> tuple[int, int, str]:
         assert (learner, rank) == ("learner-0", RANK)
         whole = np.empty(self.parameters.plan.fragments[index].size, np.float32)

@@ -16,6 +16,7 @@ from atoll.config import Outer
 from atoll.courier.body import FragmentTransfers
 from atoll.digests import combine_digests, compute_digest
 from atoll.fabric.body_meter import PartArrival
+from atoll.fabric.transfer import CodedBody
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics import merge as merging
@@ -59,7 +60,16 @@ class ShardLink(SyncerLink):
     async def close(self) -> None: ...
 
     async def put_initial(
-        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float, rank: int = 0
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        data: memoryview,
+        digest: str,
+        deadline_s: float,
+        rank: int = 0,
+        codec: str = "",
+        loss_ppb: int = 0,
     ) -> None:
         await self._through()
         assert digest == compute_digest(data)
@@ -74,6 +84,7 @@ class ShardLink(SyncerLink):
         rank: int = -1,
         least: int = -1,
         part: PartArrival | None = None,
+        coded: CodedBody | None = None,
     ) -> tuple[int, int, str]:
         await self._through()
         return await super().get_fragment(index, into, deadline_s)

@@ -36,6 +36,10 @@ class MemoryDesk:
         self.buffers: dict[tuple[str, int, int], bytearray] = {}
         self.initials: dict[int, bytearray] = {}
         self.fragments: dict[int, bytes] = {}
+        self.coded: dict[int, bytes] = {}
+        """Bodies in the form that a reader may ask for."""
+        self.forces = ""
+        """Form in which everything is served, asked for or not."""
         self.steps: list[bytes] = []
         """Of every fragment, to versions 1, 2 and 3."""
         self.tickets: dict[str, tuple[str, str]] = {}
@@ -88,23 +92,34 @@ class MemoryDesk:
     def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int) -> None:
         self.note("aborted", learner, round, attempt, reason)
 
-    def expect_initial(self, learner: str, session: str, fragment: int, rank: int) -> memoryview:
+    def expect_initial(self, learner: str, session: str, fragment: int, rank: int, codec: str) -> memoryview:
         return memoryview(self.initials[fragment])
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        body: memoryview,
+        digest: str,
+        rank: int,
+        codec: str,
+        loss: float,
     ) -> None:
         self.note("initial", learner, fragment, digest)
 
-    def fragment(self, index: int, have: int) -> ServedFragment:
+    def fragment(self, index: int, have: int, codec: str = "") -> ServedFragment:
         if index not in self.fragments:
             raise PeerError(f"there is no fragment {index}")
         self.held += 1
         data = self.fragments[index]
+        if form := codec or self.forces:
+            body = self.coded[index]
+            return ServedFragment(3, 7, compute_digest(body), memoryview(body), self._release, codec=form)
         steps = tuple((compute_digest(one), memoryview(one)) for one in self.steps[have:3]) if have >= 0 else ()
         return ServedFragment(3, 7, compute_digest(data), memoryview(data), self._release, steps=steps)
 
-    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
+    async def fragment_of_rank(self, index: int, learner: str, rank: int, codec: str) -> ServedFragment:
         self.note("part", index, learner, rank)
         whole = self.fragment(index, -1)
         data = whole.data[4 * rank :]

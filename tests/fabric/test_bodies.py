@@ -13,7 +13,7 @@ import pytest
 from atoll.digests import compute_digest
 from atoll.fabric.address import parse_address
 from atoll.fabric.bodies import BodyConnection
-from atoll.fabric.transfer import FragmentArrival, body_session, get_body
+from atoll.fabric.transfer import CodedBody, FragmentArrival, body_session, get_body
 from atoll.fabric.wire import FabricLimits
 from atoll.protocol.errors import PeerError, Unreachable
 
@@ -77,6 +77,58 @@ async def test_a_part_that_breaks_off_goes_on_where_it_stopped(place: ServedFabr
     async with body_session(parse_address(place.url), FabricLimits()) as session:
         await get_body(session, lambda: url, arrival, WAIT_S, FabricLimits())
     assert arrival.into == part and arrival.received == len(part) - 100
+
+
+# ---- version 0 in another form --------------------------------------------------------------------------------------
+
+HALF = BODY[::2]
+
+
+async def test_a_reader_gets_the_form_that_it_asks_for_and_the_values_otherwise(place: ServedFabric) -> None:
+    await ready(place)
+    place.handlers.coded[0] = HALF
+    into, coded = memoryview(bytearray(len(BODY))), CodedBody("bf16", len(HALF))
+    async with following(place.url) as link:
+        assert await link.get_fragment(0, into, WAIT_S) == (3, 7, MARK) and into == BODY
+        assert await link.get_fragment(0, into, WAIT_S, coded=coded) == (3, 7, compute_digest(HALF))
+        assert coded.data == HALF and link.bytes_in == len(BODY) + len(HALF)
+        assert link.arrivals[0].values_at == len(BODY), "all values are there"
+
+
+async def test_a_body_in_that_form_goes_on_where_it_broke_off(place: ServedFabric) -> None:
+    await ready(place)
+    place.handlers.coded[0] = HALF
+    coded = CodedBody("bf16", len(HALF), memoryview(bytearray(HALF[:100] + bytes(len(HALF) - 100))))
+    into = memoryview(bytearray(len(BODY)))
+    arrival = FragmentArrival(into, 100, 3, 7, compute_digest(HALF), coded=coded)
+    url = f"{place.url}/v1/fragments/0?codec=bf16"
+    async with body_session(parse_address(place.url), FabricLimits()) as session:
+        await get_body(session, lambda: url, arrival, WAIT_S, FabricLimits())
+        assert coded.data == HALF and arrival.received == len(HALF) - 100
+        # The version that follows comes as its values, from their first byte.
+        coded.data, url = memoryview(bytearray(len(HALF))), f"{place.url}/v1/fragments/0"
+        arrival = FragmentArrival(into, 100, 2, 6, compute_digest(HALF), coded=coded)
+        await get_body(session, lambda: url, arrival, WAIT_S, FabricLimits())
+    assert coded.data is None and into == BODY
+
+
+async def test_a_form_that_was_not_asked_for_is_refused(place: ServedFabric) -> None:
+    await ready(place)
+    place.handlers.coded[0], place.handlers.forces = HALF, "bf16"
+    into = memoryview(bytearray(len(BODY)))
+    async with following(place.url) as link:
+        with pytest.raises(PeerError, match="in a form that was not asked for: bf16"):
+            await link.get_fragment(0, into, WAIT_S)
+        with pytest.raises(PeerError, match=f"has {len(HALF)} bytes, 7 were expected"):
+            await link.get_fragment(0, into, WAIT_S, coded=CodedBody("bf16", 7))
+
+
+async def test_another_form_than_bf16_is_refused_in_one_line(place: ServedFabric) -> None:
+    await ready(place)
+    headers = {"Atoll-Session": "s0", "Atoll-Digest": MARK}
+    for method, path in (("PUT", "initial/learner-0/0"), ("GET", "fragments/0")):
+        status, text = await place.request(method, f"/v1/{path}?codec=int4", BODY if method == "PUT" else None, headers)
+        assert status == 400 and json.loads(text)["error"].startswith("codec is no form of version 0")
 
 
 @pytest.mark.parametrize("rank", ["-1", "x", "1234567890123", "", "٣"])

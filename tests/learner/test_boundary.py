@@ -78,6 +78,48 @@ def test_owning_makes_the_base_version_0_and_keeps_the_counters(place: SteppedBo
     assert counters(place.box) == ([1, 1], [10, 10], [0, 0])
 
 
+class RoundedBoundary:
+    """A learner that may be asked for a version 0 that is rounded: one parameter, and a buffer."""
+
+    def __init__(self) -> None:
+        self.w = {"buffers/mean/v": torch.tensor([1.0 + 2.0**-12]), "w": torch.tensor([1.0 + 2.0**-12])}
+        self.box, settings = boxed(self.w, 1, initial_codec="bf16")
+        self.courier = Remembers()
+        self.boundary = Boundary(self.box, settings, self.w, self.courier)  # type: ignore[arg-type]
+
+    def values(self) -> list[float]:
+        return [float(tensor) for tensor in self.w.values()]
+
+
+EXACT, ROUNDED = 1.0 + 2.0**-12, 1.0
+
+
+def test_a_version_0_that_is_rounded_is_taken_into_the_model_once_the_run_has_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = RoundedBoundary()
+    assert place.box.base(0).tolist() == [EXACT, ROUNDED], "buffers stay exact"
+    assert place.values() == [EXACT, EXACT], "another learner may be asked for version 0"
+    assert place.box.count("loss_ppb") == round(1e9 * 2.0**-12 / (2**0.5 * EXACT))
+    place.boundary.carry_out(fx.Own())
+    assert place.values() == [EXACT, ROUNDED] and place.boundary.recovered
+    assert "version 0 is this model rounded to bf16: relative error 1.73e-04" in capsys.readouterr().err
+    place.w["w"] += 1.0
+    place.boundary.carry_out(fx.Own())
+    assert place.values() == [EXACT, 1.0 + ROUNDED], "it is taken once"
+
+
+def test_steps_and_an_adoption_before_that_leave_the_model_as_it_is() -> None:
+    stepped, adopted = RoundedBoundary(), RoundedBoundary()
+    stepped.boundary.count_step(1, 10)
+    adopted.box.incoming(0, 0)[:] = 3.0
+    adopted.boundary.carry_out(AdoptOrder(0, 0, 4, round=0, rule="overwrite", blend=0.5, step=0))
+    adopted.boundary.adopt_ready(0)
+    for place in (stepped, adopted):
+        place.boundary.carry_out(fx.Own())
+    assert stepped.values() == [EXACT, EXACT] and adopted.values() == [3.0, 3.0]
+
+
 def test_a_copy_is_made_at_its_step_and_says_what_it_holds(place: SteppedBoundary) -> None:
     place.boundary.carry_out(fx.Own())
     place.reads(slot=3, round=1, step=2)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from tests.protocol.world import World
 
+from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.learner.effects import Lacking
 from atoll.protocol.learner.machine import LearnerMachine
@@ -246,3 +247,18 @@ def test_a_download_that_begins_again_moves_once_it_has_less_to_come_than_ever()
     for at, lacking in [(0.0, 80), (1.0, 50), (2.0, 80), (3.0, 60), (4.0, 49)]:
         download.note_lacking(at, lacking, 0)
         assert download.moved_at == {0.0: 0.0, 4.0: 4.0}.get(at, 1.0)
+
+
+def test_the_loss_of_a_version_0_that_was_rounded_is_said_when_the_run_begins() -> None:
+    settings = Settings(learners=1, fragments=1, sync_every=4, initial_codec="bf16").resolved(1)
+    for loss, text in (
+        (0.0, ""),
+        (0.00166, ", rounded to bf16: relative error 1.66e-03 (norm of the difference / norm)"),
+    ):
+        tensors = (TensorSpec("w", (4,), "float32"),)
+        syncer = Syncer(History(BegunRecord("run", settings, {}, tensors, "plan")))
+        syncer.handle(0.0, fx.Greeted(Hello(protocol=2, learner="a", session="a")))
+        said = [one for one in syncer.handle(0.0, fx.Initialised("a", "a", loss)) if isinstance(one, Note)]
+        [initial] = [one for one in said if one.kind == "initial"]
+        assert initial.text == "a gave the first parameters" + text
+        assert initial.data.get("relative_error", 0.0) == loss

@@ -31,6 +31,7 @@ from atoll.protocol.syncer import effects as fx
 from atoll.relay import service
 from atoll.relay.bodies import HeldBodies, MadeSum
 from atoll.relay.service import RelayEnded, RelayService, have_changed
+from atoll.relay.versions import WHOLE
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.relays import RelaySums
 
@@ -161,6 +162,18 @@ async def test_each_version_is_fetched_once(region: Region) -> None:
     rounds, size = len(run.said("round")), sum(part.size for part in relay.service.bodies.plan.fragments)  # type: ignore[union-attr]
     assert relay.service.versions.served >= 2 * 3
     assert relay.service.upstream.bytes_down <= 4 * size * (2 + rounds / 2)
+
+
+async def test_version_0_in_2_bytes_a_value_is_fetched_once_and_answers_no_reader_of_fp32(region: Region) -> None:
+    run, relay, trainings = await make(region, learners=3, initial_codec="bf16")
+    await join_all(trainings)
+    size = sum(part.size for part in relay.service.bodies.plan.fragments)  # type: ignore[union-attr]
+    assert relay.service.upstream.bytes_down == 2 * size
+    assert relay.service.versions.served == 2
+    assert relay.service.versions.find(0, WHOLE) is None
+    theta = run.theta()
+    for training in trainings:
+        assert all(np.array_equal(values.numpy(), theta[name]) for name, values in training.parameters.items())
 
 
 async def test_without_the_relay_learners_go_on_directly_and_come_back_to_it(

@@ -176,7 +176,7 @@ async def test_bodies_of_processes_that_came_and_went_leave_no_memory_behind(sta
     for process in range(5):
         learner = stage.join("a", process=process)
         await learner.until(Welcome)
-        kept.append(weakref.ref(service.expect_initial("a", learner.session, 0).obj.base))  # type: ignore[attr-defined]
+        kept.append(weakref.ref(service.expect_initial("a", learner.session, 0).obj))  # type: ignore[arg-type]
         await learner.link.close()
     assert [one() for one in kept] == [None] * 5
 

@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -40,13 +40,14 @@ from atoll.courier.turns import UploadTurns
 from atoll.digests import combine_digests
 from atoll.fabric.bodies import BodyConnection, fetch_one_version, run_together
 from atoll.fabric.body_meter import ArrivalMeter, PartArrival
-from atoll.fabric.transfer import FetchedVersion
-from atoll.fabric.wire import SMALL_BYTES, digest_aside
+from atoll.fabric.transfer import CodedBody, FetchedVersion
+from atoll.fabric.wire import BF16, SMALL_BYTES, digest_aside
 from atoll.mailbox.box import BoxLayout, Mailbox, can_spare
 from atoll.mailbox.channel import MailboxReady, Start, VersionTaken
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Delta, body_nbytes, encode_contribution, make_codec, round_to_dtype
 from atoll.numerics.fragments import Fragment, FragmentPlan, make_plan
+from atoll.numerics.initial import count_initial_bytes, decode_initial, encode_initial
 from atoll.numerics.moments import check_moments, read_moments
 from atoll.numerics.rank_plan import RankPlan, make_rank_plan
 from atoll.numerics.rank_shards import RankPart
@@ -56,6 +57,7 @@ from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.ways import Ways
 from atoll.protocol.settings import Settings
 
+T = TypeVar("T")
 UPLOADS = 3
 """Fragments of version 0 that are on their way at once: as many as a newcomer has slots to fetch into."""
 RETRY_S = 1.0
@@ -85,6 +87,11 @@ def load_kernels() -> None:
         codec.check(body, rows)
         codec.decode(body, rows, np.zeros(1, dtype=np.float32))
     round_to_dtype(one, "bfloat16")
+
+
+async def _run_aside(part: Fragment, work: Callable[[], T]) -> T:
+    """Do work on all values of a part: in a thread, unless they are few."""
+    return work() if is_small(part) else await asyncio.to_thread(work)
 
 
 def say(text: str) -> None:
@@ -189,6 +196,7 @@ class FragmentTransfers:
         self.incoming = IncomingSlots(box.layout.first_incoming, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec, self._rank_plan = make_codec(settings.codec), rank_plan
+        self._rounds_initial = settings.rounds_initial
         codecs = (self._codec, settings.version_codec)
         self.shards = ShardConnections(link, start, box.plan, *codecs, say, tasks, rank_plan)
         self.feedback = Feedback(box)
@@ -458,11 +466,17 @@ class FragmentTransfers:
                 await run_together([self._upload_initial(fragment, one) for one in places])
 
     async def _upload_initial(self, fragment: int, place: PartPlace) -> None:
-        data = self._box.base(fragment)[place.values].view(np.uint8)
-        digest = await digest_aside(data.data)
+        values, codec = self._box.base(fragment)[place.values], ""
+        data: ByteArray | None = None
+        if self._rounds_initial:
+            data = await _run_aside(place.part, lambda: encode_initial(place.part, values))
+            codec = BF16 if data is not None else ""
+        if data is None:  # also a base that was adopted in an earlier run, which is not rounded
+            data = values.view(np.uint8)
+        digest, loss_ppb = await digest_aside(data.data), self._box.count("loss_ppb") if codec else 0
         while self._link.up:
             try:
-                await self.shards.put_initial(fragment, place, data, digest)
+                await self.shards.put_initial(fragment, place, data, digest, codec, loss_ppb)
                 break
             except (PeerError, Unreachable):
                 await asyncio.sleep(RETRY_S)
@@ -589,9 +603,11 @@ class FragmentTransfers:
         else:
             into, apart = np.empty(part.held.size, np.float32), True
         data, who = into.view(np.uint8).data, (self._start.learner, self._start.rank)
+        coded = self._expect_coded(fragment, part.held)
         version, _, _ = await self.shards.reach(
-            part.shard, lambda to: to.get_fragment(fragment, data, BODY_S, *who, least, arrival)
+            part.shard, lambda to: to.get_fragment(fragment, data, BODY_S, *who, least, arrival, coded)
         )
+        await self._decode(part.held, coded, into)
         if apart and is_small(part.held):
             _put_apart(part, into, values)
         elif apart:
@@ -610,10 +626,22 @@ class FragmentTransfers:
             if not found.steps or await self._apply_steps(place, have, found, values, arrival):
                 return found.version
             say(f"fragment {fragment} is fetched whole: its steps do not fit version {have}")
+        coded = self._expect_coded(fragment, place.part)
         version, _, _ = await self.shards.reach(
-            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, least=least, part=arrival)
+            place.shard, lambda to: to.get_fragment(fragment, data, BODY_S, least=least, part=arrival, coded=coded)
         )
+        await self._decode(place.part, coded, values)
         return version
+
+    def _expect_coded(self, fragment: int, part: Fragment) -> CodedBody | None:
+        """Return the form in which version 0 may come. None: no version that this learner lacks has another form."""
+        may_come = self._rounds_initial and self._box.base_version[fragment] < 0
+        return CodedBody(BF16, count_initial_bytes(part)) if may_come else None
+
+    async def _decode(self, part: Fragment, coded: CodedBody | None, values: FloatArray) -> None:
+        if coded is not None and coded.data is not None:
+            data = np.frombuffer(coded.data, np.uint8)
+            await _run_aside(part, lambda: decode_initial(part, data, values))
 
     async def _apply_steps(
         self, place: PartPlace, have: int, found: FetchedVersion, values: FloatArray, arrival: PartArrival

@@ -138,11 +138,14 @@ class ShardConnections:
 
         return await run_together([put(body) for body in bodies])
 
-    async def put_initial(self, fragment: int, place: PartPlace, data: ByteArray, digest: str) -> None:
+    async def put_initial(
+        self, fragment: int, place: PartPlace, data: ByteArray, digest: str, codec: str = "", loss_ppb: int = 0
+    ) -> None:
+        """Send a part of version 0 to its shard. `codec`: the form of `data`."""
         name, session, rank = self._start.learner, self._start.session, self._start.rank
+        form = (rank, codec, loss_ppb)
         await self.reach(
-            place.shard,
-            lambda to: to.put_initial(name, session, fragment, data.data, digest, BODY_S, rank=rank),
+            place.shard, lambda to: to.put_initial(name, session, fragment, data.data, digest, BODY_S, *form)
         )
 
     # ---- in -----------------------------------------------------------------------------------------------------
@@ -162,8 +165,8 @@ class ShardConnections:
         return (RankPart(LEAD, held, sent, slice(0, sent.size), slice(sent.size, held.size)),)
 
     def arrived_bytes(self, fragment: int) -> int:
-        """Bytes that have arrived of the newest version that was asked for, from all shards."""
-        return sum(to.arrivals[fragment].at for to in self._connections if fragment in to.arrivals)
+        """Bytes that have arrived of the newest version that was asked for, from all shards: 4 for each value."""
+        return sum(to.arrivals[fragment].values_at for to in self._connections if fragment in to.arrivals)
 
     def forget_arrivals(self) -> None:
         """Everything is fetched anew."""

@@ -32,6 +32,7 @@ from atoll.fabric.body_meter import ArrivalMeter, PartArrival
 from atoll.fabric.calls import close_session
 from atoll.fabric.state import Into, Parts, StateArrival, StateSource, get_state, put_relay
 from atoll.fabric.transfer import (
+    CodedBody,
     FetchedVersion,
     FragmentArrival,
     SentBody,
@@ -44,7 +45,7 @@ from atoll.fabric.transfer import (
     moments_url,
     put_body,
 )
-from atoll.fabric.wire import FabricLimits
+from atoll.fabric.wire import LOSS_HEADER, FabricLimits
 from atoll.protocol.errors import ConfigError, Unreachable
 
 T = TypeVar("T")
@@ -102,10 +103,23 @@ class BodyConnection:
         return await self._put(path, rank, data, body_headers(session, digest), deadline_s)
 
     async def put_initial(
-        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float, rank: int = 0
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        data: memoryview,
+        digest: str,
+        deadline_s: float,
+        rank: int = 0,
+        codec: str = "",
+        loss_ppb: int = 0,
     ) -> None:
-        """The same for version 0."""
-        await self._put(f"initial/{learner}/{fragment}", rank, data, body_headers(session, digest), deadline_s)
+        """The same for version 0. `codec`: the form of `data`, "bf16"; empty: the values. `loss_ppb`: relative error of
+        the rounded parameters, in parts per billion."""
+        headers = body_headers(session, digest)
+        if loss_ppb:
+            headers[LOSS_HEADER] = str(loss_ppb)
+        await self._put(f"initial/{learner}/{fragment}", rank, data, headers, deadline_s, codec)
 
     async def get_fragment(
         self,
@@ -116,14 +130,16 @@ class BodyConnection:
         rank: int = -1,
         least: int = -1,
         part: PartArrival | None = None,
+        coded: CodedBody | None = None,
     ) -> tuple[int, int, str]:
         """Version, round and digest of what is now in `into`; after an error its content is undefined. With `learner`
         and `rank`: what this rank holds of the fragment, and its digest; −1: all of the fragment. `least`: a shard
-        waits a moment for this version, which others have. `part` meters what arrives."""
-        arrival = FragmentArrival(into.cast("B"), part=part or ArrivalMeter().expect_part())
+        waits a moment for this version, which others have. `part` meters what arrives. `coded`: a form that version 0
+        may come in; if it has data in the end, the version and its digest are of that, and `into` is undefined."""
+        arrival = FragmentArrival(into.cast("B"), part=part or ArrivalMeter().expect_part(), coded=coded)
         try:
             self.arrivals[index] = arrival
-            where = partial(self._fragment_url, index, learner, rank, least)
+            where = partial(self._fragment_url, index, learner, rank, least, coded.codec if coded is not None else "")
             return await get_body(self._for_bodies(), where, arrival, deadline_s, self._limits)
         except Unreachable:
             self._miss_syncer()
@@ -131,10 +147,11 @@ class BodyConnection:
         finally:
             self.bytes_in += arrival.received
 
-    def _fragment_url(self, index: int, learner: str, rank: int, least: int) -> str:
+    def _fragment_url(self, index: int, learner: str, rank: int, least: int, codec: str) -> str:
         """At the syncer of now."""
         asked = [f"learner={learner}&rank={rank}"] if rank >= 0 else []
         asked += [f"least={least}"] if least >= 0 else []
+        asked += [f"codec={codec}"] if codec else []
         return fragment_url(self.url, index) + ("?" + "&".join(asked) if asked else "")
 
     async def get_version(
@@ -195,9 +212,11 @@ class BodyConnection:
             await close_session(self._bodies, self._limits.flush_s)
 
     async def _put(
-        self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float
+        self, path: str, rank: int, data: memoryview, headers: dict[str, str], deadline_s: float, codec: str = ""
     ) -> SentBody:
-        url = f"{self.url}/v1/{path}" + (f"?rank={rank}" if rank else "")
+        asked = [f"rank={rank}"] if rank else []
+        asked += [f"codec={codec}"] if codec else []
+        url = f"{self.url}/v1/{path}" + ("?" + "&".join(asked) if asked else "")
         try:
             sent = await put_body(self._for_bodies(), url, data, headers, deadline_s, self._limits)
         except Unreachable:

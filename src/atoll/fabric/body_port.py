@@ -12,7 +12,16 @@ from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.host import Port, send_pieces
 from atoll.fabric.intake import Intake, Uploads
 from atoll.fabric.listener import Tls
-from atoll.fabric.wire import DIGEST_HEADER, ROUND_HEADER, STEPS_HEADER, VERSION_HEADER, FabricLimits
+from atoll.fabric.wire import (
+    BF16,
+    CODEC_HEADER,
+    DIGEST_HEADER,
+    LOSS_HEADER,
+    ROUND_HEADER,
+    STEPS_HEADER,
+    VERSION_HEADER,
+    FabricLimits,
+)
 
 _NUMBER = "[0-9]{1,12}"
 
@@ -45,6 +54,8 @@ class BodyPort(Port):
         )
         if start:
             response.headers["Content-Range"] = f"bytes {start}-{served.data.nbytes - 1}/{served.data.nbytes}"
+        if served.codec:
+            response.headers[CODEC_HEADER] = served.codec
         if served.steps:
             response.headers[STEPS_HEADER] = ",".join(digest for digest, _ in served.steps)
         if request.transport is not None:
@@ -63,6 +74,20 @@ def rank_of(request: web.Request) -> int:
     if not re.fullmatch(_NUMBER, rank, re.ASCII):
         raise Rejected(400, "rank is no rank: it is a number of up to 12 digits")
     return int(rank)
+
+
+def codec_of(request: web.Request) -> str:
+    """Return the form in which version 0 is sent or asked for; empty: fp32."""
+    codec = request.query.get("codec", "")
+    if codec not in ("", BF16):
+        raise Rejected(400, f"codec is no form of version 0: it is {BF16}, or left out for fp32")
+    return codec
+
+
+def loss_of(request: web.Request) -> float:
+    """Return the relative error that came with a body of version 0; 0: none was told."""
+    loss = request.headers.get(LOSS_HEADER, "")
+    return int(loss) / 1e9 if re.fullmatch(_NUMBER, loss, re.ASCII) else 0.0
 
 
 def resumed_at(request: web.Request, served: ServedFragment, start: int) -> int:

@@ -27,6 +27,8 @@ class ServedFragment:
     steps: tuple[tuple[str, memoryview], ...] = ()
     """Sent instead of `data` where there are any: digest and bytes of every step from what the reader holds to this
     version. `digest` is of the version's values in any case."""
+    codec: str = ""
+    """Form of `data`, and what `digest` is of: "bf16" (numerics/initial.py), or empty for the values themselves."""
 
     @property
     def body(self) -> list[memoryview]:
@@ -63,17 +65,28 @@ class Handlers(Protocol):
     def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int) -> None:
         """The buffer is free again; what is in it is worth nothing."""
 
-    def expect_initial(self, learner: str, session: str, fragment: int, rank: int) -> memoryview: ...
-
-    async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
-    ) -> None: ...
-
-    def fragment(self, index: int, have: int) -> ServedFragment:
-        """`have`: the version that the reader says it holds; −1: none."""
+    def expect_initial(self, learner: str, session: str, fragment: int, rank: int, codec: str) -> memoryview:
+        """Return the buffer for a body of version 0. `codec`: its form, "bf16", or empty for fp32."""
         ...
 
-    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
+    async def initial_arrived(
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        body: memoryview,
+        digest: str,
+        rank: int,
+        codec: str,
+        loss: float,
+    ) -> None:
+        """`loss`: the relative error that its sender measured when it rounded its parameters."""
+
+    def fragment(self, index: int, have: int, codec: str) -> ServedFragment:
+        """`have`: the version that the reader says it holds; −1: none. `codec`: a form that it can read beside fp32."""
+        ...
+
+    async def fragment_of_rank(self, index: int, learner: str, rank: int, codec: str) -> ServedFragment:
         """What a rank of a learner holds of the fragment's newest version, never as steps."""
         ...
 

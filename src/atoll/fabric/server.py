@@ -8,6 +8,8 @@
                                                        with Range: bytes=START-, Atoll-Version and Atoll-Digest
                                                        the rest of that version, or a newer one whole
     …?rank=RANK                                        of the two PUTs: that rank's part, of a learner of several
+    …?codec=bf16                                       of version 0, both ways: in 2 bytes a value where it has that
+                                                       form, which the answer names as Atoll-Codec
     GET  /v1/fragments/{fragment}?learner=…&rank=…     that rank's part, and its digest; never as steps
     GET  /v1/shard                                     WebSocket of another shard of this syncer (see `shard_channel`)
     GET  /v1/moments/{fragment}/{version}              a body: averaged moments, with the same headers
@@ -49,7 +51,7 @@ from atoll.fabric.authorizer import (
     TokenAuthorizer,
     cookie_name,
 )
-from atoll.fabric.body_port import BodyPort, rank_of, resumed_at
+from atoll.fabric.body_port import BodyPort, codec_of, loss_of, rank_of, resumed_at
 from atoll.fabric.control import ControlServer
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import Handlers, ServedFragment, ServedPages
@@ -224,10 +226,12 @@ class Server(BodyPort):
         channel = self._member(request)
         learner, session = channel.learner, channel.session
         fragment, rank = int(request.match_info["fragment"]), rank_of(request)
-        into = self._handlers.expect_initial(learner, session, fragment, rank)
+        codec = codec_of(request)
+        into = self._handlers.expect_initial(learner, session, fragment, rank, codec)
         with self._uploads.begin(session, request):
             received = await self._intake.receive(request, learner, (session, fragment, rank), into)
-            await self._handlers.initial_arrived(learner, session, fragment, into, received.digest, rank)
+            named = (received.digest, rank, codec, loss_of(request))
+            await self._handlers.initial_arrived(learner, session, fragment, into, *named)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
@@ -239,7 +243,7 @@ class Server(BodyPort):
             if "rank" in request.query:
                 served = await self._fragment_of_rank(request, index)
             else:
-                served = self._handlers.fragment(index, int(have or -1))
+                served = self._handlers.fragment(index, int(have or -1), codec_of(request))
         except PeerError as error:
             return error_response(404, error)
         try:
@@ -251,7 +255,7 @@ class Server(BodyPort):
         learner = request.query.get("learner", "")
         if self._control.channel(learner) is None:  # which declares its ranks: it may come back
             raise Rejected(503, f"{one_line(learner)} has no open control channel: try again later")
-        return await self._handlers.fragment_of_rank(index, learner, rank_of(request))
+        return await self._handlers.fragment_of_rank(index, learner, rank_of(request), codec_of(request))
 
     async def _moments(self, request: web.Request) -> web.StreamResponse:
         try:

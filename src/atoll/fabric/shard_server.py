@@ -19,7 +19,7 @@ from typing import Protocol
 from aiohttp import web
 
 from atoll.fabric.authorizer import VISITOR, Authorizer, Rejected
-from atoll.fabric.body_port import BodyPort, rank_of, resumed_at
+from atoll.fabric.body_port import BodyPort, codec_of, rank_of, resumed_at
 from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.host import error_response, range_start
 from atoll.fabric.listener import Tls
@@ -48,21 +48,23 @@ class ShardBodies(Protocol):
 
     def contribution_aborted(self, body: ContributionKey, rank: int) -> None: ...
 
-    def expect_initial(self, learner: str, session: str, token: str, fragment: int, rank: int) -> memoryview: ...
+    def expect_initial(
+        self, learner: str, session: str, token: str, fragment: int, rank: int, codec: str
+    ) -> memoryview: ...
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
+        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int, codec: str
     ) -> None: ...
 
     def committed_version(self, fragment: int) -> int: ...
 
-    def fragment(self, index: int, have: int) -> ServedFragment: ...
+    def fragment(self, index: int, have: int, codec: str) -> ServedFragment: ...
 
     def knows_rank(self, learner: str, rank: int) -> bool:
         """Whether the lead has told of it, and it has not gone since."""
         ...
 
-    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment: ...
+    async def fragment_of_rank(self, index: int, learner: str, rank: int, codec: str) -> ServedFragment: ...
 
 
 class ShardServer(BodyPort):
@@ -139,10 +141,12 @@ class ShardServer(BodyPort):
         learner, session = request.match_info["learner"], request.headers.get(SESSION_HEADER, "")
         fragment, rank = int(request.match_info["fragment"]), rank_of(request)
         await self._wait_for(lambda: self._bodies.is_asked(learner))
-        into = self._bodies.expect_initial(learner, session, request[VISITOR].token, fragment, rank)
+        codec = codec_of(request)
+        into = self._bodies.expect_initial(learner, session, request[VISITOR].token, fragment, rank, codec)
         with self._uploads.begin(session, request):
             received = await self._intake.receive(request, learner, (session, fragment, rank), into)
-            await self._bodies.initial_arrived(learner, session, fragment, into, received.digest, rank)
+            named = (received.digest, rank, codec)
+            await self._bodies.initial_arrived(learner, session, fragment, into, *named)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
@@ -154,7 +158,7 @@ class ShardServer(BodyPort):
             if "rank" in request.query:
                 served = await self._fragment_of_rank(request, index)
             else:
-                served = self._bodies.fragment(index, have)
+                served = self._bodies.fragment(index, have, codec_of(request))
         except PeerError as error:
             return error_response(404, error)
         try:
@@ -167,7 +171,7 @@ class ShardServer(BodyPort):
         await self._wait_for(lambda: self._bodies.knows_rank(learner, rank))
         if not self._bodies.knows_rank(learner, rank):
             raise Rejected(503, f"rank {rank} of {one_line(learner)} is not known here: try again later")
-        return await self._bodies.fragment_of_rank(index, learner, rank)
+        return await self._bodies.fragment_of_rank(index, learner, rank, codec_of(request))
 
 
 def _version(request: web.Request, name: str) -> int:

@@ -28,6 +28,7 @@ from atoll.fabric.body_reader import extend
 from atoll.fabric.calls import next_chunk, open_session, receive_body, request
 from atoll.fabric.listener import PLAIN
 from atoll.fabric.wire import (
+    CODEC_HEADER,
     DIGEST_HEADER,
     MIB,
     RECEIVED_HEADER,
@@ -109,6 +110,16 @@ def _seconds_of(header: str) -> float | None:
 
 
 @dataclass(slots=True)
+class CodedBody:
+    """Version 0 in a form of fewer bytes, for a reader that can decode it (numerics/initial.py)."""
+
+    codec: str
+    nbytes: int
+    data: memoryview | None = None
+    """Body in that form. None: the version came as its values."""
+
+
+@dataclass(slots=True)
 class FragmentArrival:
     """A whole version of a fragment, as far as it has come."""
 
@@ -121,6 +132,18 @@ class FragmentArrival:
     """Bytes in all, also those of a version that was given up for a newer one."""
     part: PartArrival = field(default_factory=lambda: ArrivalMeter().expect_part())
     """Meter of its pieces."""
+    coded: CodedBody | None = None
+    """Form that the reader takes beside the values."""
+
+    @property
+    def target(self) -> memoryview:
+        """Buffer that the body goes into, of its exact size."""
+        return self.into if self.coded is None or self.coded.data is None else self.coded.data
+
+    @property
+    def values_at(self) -> int:
+        """Bytes of values that have arrived: 4 for each, in either form of the body."""
+        return self.at * self.into.nbytes // max(1, self.target.nbytes)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -132,15 +155,20 @@ class FragmentArrival:
     def begin(self, response: aiohttp.ClientResponse) -> None:
         """PeerError: it is not what was asked for."""
         version, round, digest = _labels(response)
+        codec = response.headers.get(CODEC_HEADER, "")
+        if codec and (self.coded is None or codec != self.coded.codec):
+            raise PeerError(f"{response.url} answered in a form that was not asked for: {codec[:32]}")
         if response.status != 206:
             self.at = 0
+            if self.coded is not None:  # a version that comes anew may have another form
+                self.coded.data = memoryview(bytearray(self.coded.nbytes)) if codec else None
         elif not self.at or (version, digest) != (self.version, self.digest):
             raise PeerError(f"{response.url} answered with a part of another version")
-        if response.content_length != self.into.nbytes - self.at:
-            expected = f"{self.into.nbytes - self.at} were expected"
-            raise PeerError(f"{response.url} has {response.content_length} bytes, {expected}")
+        left = self.target.nbytes - self.at
+        if response.content_length != left:
+            raise PeerError(f"{response.url} has {response.content_length} bytes, {left} were expected")
         self.version, self.round, self.digest = version, round, digest
-        self.part.begin(self.into.nbytes - self.at)
+        self.part.begin(left)
 
     def count(self, size: int) -> None:
         self.at += size
@@ -161,7 +189,7 @@ async def get_body(
     came_at, wait_s = clock(), limits.backoff_s
     try:
         async with asyncio.timeout(deadline_s):
-            while arrival.at < arrival.into.nbytes or not arrival.digest:
+            while arrival.at < arrival.target.nbytes or not arrival.digest:
                 before = arrival.received
                 try:
                     await _get_rest(session, url(), arrival, deadline_s, limits)
@@ -173,9 +201,9 @@ async def get_body(
                     await asyncio.sleep(wait_s)
                     wait_s = min(2 * wait_s, limits.backoff_cap_s)
             with arrival.part.working():
-                found = await _checked_digest(url(), arrival.into, arrival.digest)
+                found = await _checked_digest(url(), arrival.target, arrival.digest)
     except TimeoutError:
-        came = f"{arrival.at} of {arrival.into.nbytes} bytes came"
+        came = f"{arrival.at} of {arrival.target.nbytes} bytes came"
         raise Unreachable(f"{url()} was not done within {deadline_s:g} s: {came}") from None
     return arrival.version, arrival.round, found
 
@@ -196,7 +224,7 @@ async def _get_rest(
             asked(session, "GET", url, deadline_s, headers=arrival.headers) as response,
         ):
             arrival.begin(response)
-            await receive_body(response, arrival.into[arrival.at :], count)
+            await receive_body(response, arrival.target[arrival.at :], count)
     except TimeoutError:
         raise Unreachable(f"{url} was silent for too long, after {arrival.at} bytes") from None
     finally:

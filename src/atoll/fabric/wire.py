@@ -35,6 +35,13 @@ VERSION_HEADER = "Atoll-Version"
 ROUND_HEADER = "Atoll-Round"
 STEPS_HEADER = "Atoll-Steps"
 """The digests of encoded steps, the oldest first, with commas; then they are the body, one behind the other."""
+CODEC_HEADER = "Atoll-Codec"
+"""Form of a version 0 that is sent in 2 bytes a value (numerics/initial.py); its digest is that of the body."""
+BF16 = "bf16"
+"""Name of that form."""
+LOSS_HEADER = "Atoll-Loss"
+"""Relative error of the rounded parameters that a body of version 0 is of, as its sender measured it, in parts per
+billion."""
 PROTOCOL_HEADER = "Atoll-Protocol"
 """In the answer that opens a control channel: the oldest and the newest version that the syncer understands, `2-3`; or
 the only one."""

@@ -15,6 +15,7 @@ plan changes.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -53,6 +54,7 @@ from atoll.mailbox.channel import (
 )
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan
+from atoll.numerics.initial import is_halved
 from atoll.numerics.rank_plan import choose_senders, make_rank_plan
 from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.learner import effects as fx
@@ -112,13 +114,32 @@ class Boundary:
         """Step and version at the last copy of each fragment."""
         self._base_copies: dict[int, Future[None]] = {}
         """Copies of bases that a snapshot has not finished, keyed by fragment."""
-        for part in box.plan.fragments if is_base else ():
-            for at, own in zip(part.offsets, self._own(part.index), strict=True):
-                values = own.detach().to("cpu", torch.float32).contiguous()
-                box.write_base(part.index, values.numpy(), at)
+        self._rounding_error: float | None = None
+        """Relative error of a base that was rounded, as long as the model holds the values from before."""
+        if is_base:
+            self._write_base(rounds=settings.rounds_initial)
         if self._offload.takes_time:
             threading.Thread(target=self._tell_copies, name="atoll-copies", daemon=True).start()
             courier.read_in_background(self._bring, self._offload.enter_thread)
+
+    def _write_base(self, *, rounds: bool) -> None:
+        """Make the model's values the base, which is version 0 if the run asks this learner for it. `rounds`: to bf16,
+        by the rules of numerics/initial.py. The model keeps its own values until the run has taken version 0: another
+        learner may be the one that gives it."""
+        lost, whole = 0.0, 0.0
+        for part in self._box.plan.fragments:
+            for piece, at, own in zip(part.pieces, part.offsets, self._own(part.index), strict=True):
+                values = own.detach().to("cpu", torch.float32).contiguous()
+                if rounds:
+                    rounded = values.to(torch.bfloat16).to(torch.float32) if is_halved(piece.tensor) else values
+                    lost += float((rounded - values).square().sum(dtype=torch.float64))
+                    whole += float(values.square().sum(dtype=torch.float64))
+                    values = rounded
+                self._box.write_base(part.index, values.numpy(), at)
+        if rounds:
+            self._rounding_error = math.sqrt(lost / whole) if whole else 0.0
+            if math.isfinite(self._rounding_error):  # else the syncer refuses these parameters
+                self._box.set_count("loss_ppb", round(1e9 * self._rounding_error))
 
     def _make_offload(self) -> Offload:
         if self._box.layout.on_device:
@@ -160,11 +181,22 @@ class Boundary:
             case fx.Own():
                 self._tape.add(OwnedEntry(self._t))
                 self.take_base()
+                self._take_rounded()
                 self._box.adopted[:] = 0
             case ForgetOrder(epoch, reset):
                 self._forget(epoch)
                 if reset:
                     self._reset_to_base()
+
+    def _take_rounded(self) -> None:
+        """Take version 0 into the model, if it is this model rounded. A model that has made steps meanwhile keeps its
+        values: what the rounding took away is then part of its first contribution."""
+        if (error := self._rounding_error) is None:
+            return
+        self._reset_to_base()
+        self._rounding_error = None
+        of = " of this rank" if self._together else ""
+        say(f"version 0 is this model{of} rounded to bf16: relative error {error:.2e} (norm of the difference / norm)")
 
     def continue_from(self, t: int, total: int, position: int) -> None:
         """Go on after this step."""
@@ -172,6 +204,7 @@ class Boundary:
 
     def count_step(self, t: int, tokens: int, total: int = 0, position: int = -1) -> None:
         self.continue_from(t, total, position)
+        self._rounding_error = None
         self._steps += 1
         self._tokens += tokens
 
@@ -269,6 +302,7 @@ class Boundary:
             steps = int(self._box.steps[f]) - order.minus_steps
             tokens = int(self._box.tokens[f]) - order.minus_tokens
         self._prepare()
+        self._rounding_error = None
         self._write(f, self._offload.arrived(f, order.slot), order.rule, blend=order.blend, read=read)
         if order.moments:
             self._take_moments(order, steps)

@@ -37,7 +37,8 @@ from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.settings import Settings
 
 PAGE = 4096
-COUNTS = ("incarnation", "term")
+COUNTS = ("incarnation", "term", "loss_ppb")
+"""`loss_ppb`: relative error of a base that was rounded, in parts per billion. Written by the training process."""
 PER_FRAGMENT = ("steps", "tokens", "dropped", "missed", "adopted", "base_version", "feedback_t")
 RUN_BYTES = 64
 SPARE_BYTES = 256 * 2**20
@@ -336,8 +337,9 @@ def serves(made_for: Settings, settings: Settings) -> bool:
     """Return whether shared memory made for some settings serves others of the same plan.
 
     H, τ, adoption and phases may change during a run, and slots are reserved by need. Only a run that may carry needs
-    memory made for one: with placement device, the copies to subtract are on the device."""
-    same = [(one.codec, one.version_codec, one.shares_moments) for one in (made_for, settings)]
+    memory made for one: with placement device, the copies to subtract are on the device. A run that rounds version 0
+    needs a base that was rounded when it was written."""
+    same = [(one.codec, one.version_codec, one.shares_moments, one.rounds_initial) for one in (made_for, settings)]
     return same[0] == same[1] and (made_for.may_carry or not settings.may_carry)
 
 

@@ -47,6 +47,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How contributions travel. It encodes Δ = base − θ, never θ."""
     version_codec: ChoiceName = "fp32"
     """How versions come down. fp32: whole, as Θ. Any other encodes what changes Θ, once, with feedback of its own."""
+    initial_codec: Literal["fp32", "bf16"] | UnsetType = UNSET
+    """How version 0 travels, up and down. bf16: in 2 bytes a value; each trained fp32 value is rounded to 8 significant
+    bits, with an error of at most 2^-8 of it, and the rounded values are version 0. Unset, it is fp32: 4 bytes a value,
+    no loss, and no message and no record has a word of it."""
     plan: ChoiceName = "balanced"
     """How tensors are dealt into fragments."""
     share: Literal["parameters", "moments"] | UnsetType = UNSET
@@ -247,6 +251,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def shares_moments(self) -> bool:
         return self.share == "moments"
+
+    @property
+    def rounds_initial(self) -> bool:
+        """Whether version 0 is rounded to bf16 and travels so."""
+        return self.initial_codec == "bf16"
 
     @property
     def adopts(self) -> set[str]:

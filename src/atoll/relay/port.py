@@ -26,6 +26,7 @@ from aiohttp import StreamReader, web
 
 from atoll.fabric.authorizer import OpenAuthorizer, Rejected, Visitor
 from atoll.fabric.body_meter import PartArrival
+from atoll.fabric.body_port import codec_of
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.host import Port, error_response, range_start, send_pieces, within
 from atoll.fabric.intake import Intake
@@ -34,7 +35,7 @@ from atoll.fabric.wire import DIGEST_HEADER, RELAY_HEADER, SESSION_HEADER, SMALL
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.relay.passage import Passage, serve_passage
 from atoll.relay.upstream import Upstream
-from atoll.relay.versions import WHOLE, KeptVersion, version_of
+from atoll.relay.versions import CODED, WHOLE, KeptVersion, version_of
 
 if TYPE_CHECKING:
     from atoll.relay.service import RelayService
@@ -133,12 +134,13 @@ class RelayPort(Port):
         if not known or "rank" in request.query or (have and not re.fullmatch(_NUMBER, have, re.ASCII)):
             return await self._pass_on(request)
         fragment, start = int(request.match_info["fragment"]), range_start(request)
+        asked = int(have) if have else CODED if codec_of(request) else WHOLE
 
         async def fetch() -> KeptVersion:
             return await self._fetch(request)
 
         try:
-            kept = await self._service.versions.get(fragment, int(have) if have else WHOLE, fetch)
+            kept = await self._service.versions.get(fragment, asked, fetch)
         except Unreachable as error:
             raise Rejected(503, str(error)) from None
         named = (request.headers.get(VERSION_HEADER), request.headers.get(DIGEST_HEADER))

@@ -5,6 +5,7 @@ Rules:
 - several that ask for the same at once wait for one fetch;
 - a fragment is kept whole, or as the steps from one version: in the form in which the syncer served it. A whole one
   answers everybody; steps answer whoever holds that version;
+- version 0 in 2 bytes a value answers only a reader that asks for that form;
 - of each fragment only the newest version is kept.
 """
 
@@ -15,10 +16,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from atoll.fabric.wire import VERSION_HEADER
+from atoll.fabric.wire import CODEC_HEADER, VERSION_HEADER
 
 WHOLE = -1
 """In place of the version that a reader holds: it gets the fragment whole."""
+CODED = -2
+"""Also in its place: the reader gets it whole, and takes version 0 in 2 bytes a value (numerics/initial.py)."""
 
 
 class KeptVersion(NamedTuple):
@@ -36,7 +39,7 @@ class VersionCopies:
     newest: dict[int, int] = field(default_factory=dict)
     """By fragment, as announced."""
     _kept: dict[tuple[int, int], KeptVersion] = field(default_factory=dict)
-    """By fragment and the version that its reader holds."""
+    """By fragment and the version that its reader holds, WHOLE or CODED."""
     _coming: dict[tuple[int, int], asyncio.Task[KeptVersion]] = field(default_factory=dict)
     served: int = 0
     """Answers that needed no fetch of their own."""
@@ -77,7 +80,7 @@ class VersionCopies:
         """One that was fetched for whoever holds version `have`."""
         self.note_version(fragment, found.version)
         if found.version >= self.newest.get(fragment, 0):
-            self._kept[fragment, have if found.steps else WHOLE] = found
+            self._kept[fragment, have if found.steps or CODEC_HEADER in found.headers else WHOLE] = found
 
     def clear(self) -> None:
         """Another run, or another term: nothing of before is served any more."""

@@ -2,6 +2,8 @@
 
 - They come from one learner at a time, in one of its sessions. If it dies on the way, or sends numbers that are not
   finite, another one is asked, and what the first sent counts for nothing.
+- They come as values, or in 2 bytes a value where nothing is lost by it (numerics/initial.py). A body in that form is
+  kept as it came, for the learners that fetch version 0.
 - Of a learner of several ranks they come as parts, which are put together here. In a syncer of several shards
   (docs/adr/0031) each shard gets its part of every fragment; all of them have to be whole.
 """
@@ -15,9 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from atoll.digests import compute_digest
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.fragments import Fragment
+from atoll.numerics.initial import count_initial_bytes, decode_initial, encode_initial
 from atoll.numerics.rank_plan import RankPlan
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Refused
@@ -26,7 +31,7 @@ from atoll.protocol.syncer import effects as fx
 from atoll.syncer.lead import ShardLead
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks
-from atoll.syncer.versions import is_finite
+from atoll.syncer.versions import CodedVersion, is_finite
 from atoll.telemetry.events import EventLog
 
 
@@ -38,6 +43,17 @@ class AssembledFragment(NamedTuple):
     """Ranks whose parts are put into it …"""
     here: set[int]
     """… and those whose parts are in it."""
+
+
+class InitialBody(NamedTuple):
+    """Body of version 0: of a whole fragment, or of what one rank sends of it."""
+
+    values: FloatArray
+    digest: str
+    """Digest of the values."""
+    finite: bool
+    coded: CodedVersion | None = None
+    """The same in 2 bytes a value; None: it has no such form, or is a part."""
 
 
 class FirstParameters:
@@ -61,24 +77,37 @@ class FirstParameters:
     def is_asked(self, learner: str, session: str) -> bool:
         return self._are_wanted() and (learner, session) == self._asked
 
-    def make_room(self, fragment: int, plan: RankPlan | None = None) -> memoryview:
+    def make_room(self, fragment: int, plan: RankPlan | None = None, codec: str = "") -> memoryview:
         """Where a body is received: apart from the parameters, since one that is no longer asked may still send.
-        `plan`: of the rank whose part it is; None: it is the whole."""
+        `plan`: of the rank whose part it is; None: it is the whole. `codec`: its form."""
         if fragment >= len(self._parameters.plan.fragments):
             raise PeerError(f"there is no fragment {fragment}")
-        part = self._parameters.plan.fragments[fragment] if plan is None else plan.sent(fragment)
+        part = self._part_of(fragment, plan)
         if not part.size:
             who = "this rank sends" if plan is not None else "this shard holds"
             raise PeerError(f"{who} nothing of fragment {fragment}")
-        return np.empty(part.size, np.float32).view(np.uint8).data
+        return np.empty(count_initial_bytes(part) if codec else 4 * part.size, np.uint8).data
+
+    def _part_of(self, fragment: int, plan: RankPlan | None) -> Fragment:
+        return self._parameters.plan.fragments[fragment] if plan is None else plan.sent(fragment)
+
+    async def read_body(
+        self, fragment: int, plan: RankPlan | None, body: memoryview, digest: str, codec: str
+    ) -> InitialBody:
+        """Return what is in a body that has arrived, which has this digest."""
+        part = self._part_of(fragment, plan)
+        work = partial(_read_coded, part, body, digest) if codec else partial(_read_values, body, digest)
+        return await asyncio.to_thread(work) if 4 * part.size > SMALL_BYTES else work()
 
     async def join_part(
-        self, fragment: int, rank: int, plans: Sequence[RankPlan], values: FloatArray
-    ) -> tuple[FloatArray, str] | None:
+        self, fragment: int, rank: int, plans: Sequence[RankPlan], received: InitialBody, codec: str
+    ) -> InitialBody | None:
         """Put a rank's part to those of the others. The whole fragment and its digest, with the last one; None before,
-        and for a part that came twice: the first one counts. PeerError: all was asked for anew meanwhile."""
-        size = self._parameters.plan.fragments[fragment].size
-        whole = self._assembled.setdefault(fragment, AssembledFragment(np.empty(size, np.float32), set(), set()))
+        and for a part that came twice: the first one counts. PeerError: all was asked for anew meanwhile. `codec`: the
+        form in which the part came, which the whole has too if every part has it."""
+        part, values = self._parameters.plan.fragments[fragment], received.values
+        empty = np.empty(part.size, np.float32)
+        whole = self._assembled.setdefault(fragment, AssembledFragment(empty, set(), set()))
         if self.has_part(fragment, rank):
             return None
         whole.begun.add(rank)
@@ -87,13 +116,16 @@ class FirstParameters:
         whole.here.add(rank)
         if whole.here != {number for number, plan in enumerate(plans) if plan.sent(fragment).size}:
             return None
-        digest = await digest_aside(whole.values.view(np.uint8).data)
+        digest, coded = await digest_aside(whole.values.view(np.uint8).data), None
+        if codec:
+            encode = partial(_code_whole, part, whole.values)
+            coded = await asyncio.to_thread(encode) if whole.values.nbytes > SMALL_BYTES else encode()
         if self._assembled.get(fragment) is not whole:
             raise PeerError("the first parameters were asked for anew")
-        return whole.values, digest
+        return InitialBody(whole.values, digest, finite=True, coded=coded)
 
-    def accept_fragment(self, fragment: int, values: FloatArray, digest: str) -> None:
-        self._parameters.put_initial(fragment, values, digest)
+    def accept_fragment(self, fragment: int, received: InitialBody) -> None:
+        self._parameters.put_initial(fragment, received.values, received.digest, received.coded)
         self._here.add(fragment)
         if self.is_complete:
             self._parameters.commit_initial()
@@ -107,6 +139,23 @@ class FirstParameters:
     @property
     def is_complete(self) -> bool:
         return len(self._here) == len(self._parameters.plan.fragments)
+
+
+def _read_values(body: memoryview, digest: str) -> InitialBody:
+    values = np.frombuffer(body, np.float32)
+    return InitialBody(values, digest, is_finite(values))
+
+
+def _read_coded(part: Fragment, body: memoryview, digest: str) -> InitialBody:
+    data, values = np.frombuffer(body, np.uint8), np.empty(part.size, np.float32)
+    decode_initial(part, data, values)
+    of_values = compute_digest(values.view(np.uint8).data)
+    return InitialBody(values, of_values, is_finite(values), CodedVersion(data, digest))
+
+
+def _code_whole(part: Fragment, values: FloatArray) -> CodedVersion | None:
+    data = encode_initial(part, values)
+    return None if data is None else CodedVersion(data, compute_digest(data.data))
 
 
 class FirstUpload:
@@ -126,42 +175,53 @@ class FirstUpload:
         self._events, self._tell, self._lead = events, tell, lead
         self._shards_here: set[int] = set()
         """Other shards that hold all their parts."""
+        self._loss = 0.0
+        """Relative error that was told of the parameters; of several ranks the largest."""
 
     def ask_learner(self, channel: ControlChannel) -> None:
         self._first.ask_learner(channel.learner, channel.session)
+        self._loss = 0.0
         self._shards_here.clear()
         if self._lead is not None:
             self._lead.ask_initial(channel.learner, channel.session, channel.token)
 
-    def expect_body(self, learner: str, session: str, fragment: int, rank: int) -> memoryview:
+    def expect_body(self, learner: str, session: str, fragment: int, rank: int, codec: str = "") -> memoryview:
         if not self._first.is_asked(learner, session):
             raise PeerError(f"{learner} was not asked for the first parameters")
-        body = self._first.make_room(fragment, self._ranks.find_sender(learner, rank))
+        body = self._first.make_room(fragment, self._ranks.find_sender(learner, rank), codec)
         self._tell(fx.Uploading(learner, body.nbytes))
         return body
 
     async def take_body(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        body: memoryview,
+        digest: str,
+        rank: int,
+        codec: str = "",
+        loss: float = 0.0,
     ) -> None:
         self._find_uploader(learner, session)
-        values = np.frombuffer(body, np.float32)
-        small = values.nbytes <= SMALL_BYTES
-        finite = is_finite(values) if small else await asyncio.to_thread(is_finite, values)
+        plan = self._ranks.find_sender(learner, rank)
+        received = await self._first.read_body(fragment, plan, body, digest, codec)
         channel = self._find_uploader(learner, session)  # again: another may be asked by now
-        if not finite:
+        self._loss = max(self._loss, loss)
+        if not received.finite:
             self._refuse(channel, f"fragment {fragment} of the first parameters is not finite")
             return
         if plans := self._ranks.plans_of(learner):
             known = self._first.has_part(fragment, rank)
-            whole = await self._first.join_part(fragment, rank, plans, values)
+            whole = await self._first.join_part(fragment, rank, plans, received, codec)
             self._find_uploader(learner, session)
             if whole is None:  # other ranks' parts are to come
                 if not known:
                     self._tell(fx.Uploading(learner, 0))
                 return
-            values, digest = whole
+            received = whole
         known = self._first.has_fragment(fragment)
-        self._first.accept_fragment(fragment, values, digest)
+        self._first.accept_fragment(fragment, received)
         if not known:
             self._tell(fx.Uploading(learner, 0))
         self._end_if_complete(learner, session)
@@ -184,7 +244,7 @@ class FirstUpload:
         if self._first.is_complete and not others:
             if self._lead is not None:
                 self._lead.end_initial()
-            self._tell(fx.Initialised(learner, session))
+            self._tell(fx.Initialised(learner, session, self._loss))
 
     def _find_uploader(self, learner: str, session: str) -> ControlChannel:
         channel = self._channels.get(learner)

@@ -169,6 +169,7 @@ def memory_bound(
     | a cut | the outer state once more, while it is written |
     | a lossy version codec | feedback like one more slot; what a round encodes, decodes and leaves out |
     | its encoded steps | of each fragment up to the size of its Θ, and those that readers of OLD versions hold |
+    | version 0 in 2 bytes a value | as it came, until version 1; three fragments that are decoded meanwhile |
     | shared moments | those of as many versions as Θ; while they are averaged, three times a fragment in float64 |
     | a rollback | Θ three times, the outer state twice and the feedback once more, with guard = "rollback" |
     | a mean of the last versions | all of a cut once more, the sum in float64, and the mean |
@@ -191,6 +192,8 @@ def memory_bound(
         feedback = model if codec.needs_feedback else 0
         fixed += 2 * feedback + 6 * largest
         fixed += model + (1 + OLD) * sum(body_nbytes(codec, part) for part in plan.fragments)
+    if settings.rounds_initial:
+        fixed += model // 2 + 3 * (largest + largest // 2)
     if settings.shares_moments:
         fixed += COPIES * len(plan.fragments) * most_bytes(plan) + 6 * largest
     if settings.guard == "rollback":

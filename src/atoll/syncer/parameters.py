@@ -38,7 +38,14 @@ from atoll.numerics.updates import (
 )
 from atoll.protocol.errors import PeerError
 from atoll.syncer.outer_state import FEEDBACK, OuterState, Overflow
-from atoll.syncer.versions import AveragedMoments, EncodedStep, FragmentVersions, VersionBuffer, VersionCheck
+from atoll.syncer.versions import (
+    AveragedMoments,
+    CodedVersion,
+    EncodedStep,
+    FragmentVersions,
+    VersionBuffer,
+    VersionCheck,
+)
 
 
 class StagedUpdate(NamedTuple):
@@ -86,11 +93,11 @@ class Parameters:
         """Version 0 of a fragment, to be filled in place."""
         return self._versions[fragment].committed.values.view(np.uint8).data
 
-    def put_initial(self, fragment: int, values: FloatArray, mark: str) -> None:
-        """These are version 0 of a fragment. They are taken over, not copied."""
+    def put_initial(self, fragment: int, values: FloatArray, mark: str, coded: CodedVersion | None = None) -> None:
+        """These are version 0 of a fragment. They are taken over, not copied. `coded`: the same in 2 bytes a value."""
         assert values.size == self.plan.fragments[fragment].size
         buffer = self._versions[fragment].committed
-        buffer.values, buffer.digest = values, mark
+        buffer.values, buffer.digest, buffer.coded = values, mark, coded
 
     def commit_initial(self) -> None:
         for buffer in self.committed_buffers():
@@ -415,12 +422,12 @@ class Parameters:
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def serve_fragment(self, fragment: int, have: int = -1) -> ServedFragment:
+    def serve_fragment(self, fragment: int, have: int = -1, codec: str = "") -> ServedFragment:
         """`have`: the version that the reader holds. It gets the steps from there, where they are kept, and the whole
-        otherwise."""
+        otherwise. `codec`: a form of version 0 that it can read."""
         if not self._has_fragment(fragment):
             raise PeerError(f"there is no fragment {fragment}: the run has {len(self._versions)}")
-        return self._versions[fragment].serve_values(have)
+        return self._versions[fragment].serve_values(have, codec)
 
     def serve_moments(self, fragment: int, version: int) -> ServedFragment:
         """The averaged moments of the committed version; PeerError: it is another one by now, or has none."""

@@ -21,6 +21,7 @@ from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.wire import SMALL_BYTES
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.initial import encode_initial
 from atoll.numerics.rank_plan import RankPlan, check_tiling, make_rank_plans
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Hello, RankBoxes
@@ -89,17 +90,18 @@ class LearnerRanks:
         return self.find_plan(learner, rank) if rank or self.plans_of(learner) else None
 
     async def serve_part(
-        self, learner: str, rank: int, fragment: int, serve_whole: Callable[[], ServedFragment]
+        self, learner: str, rank: int, fragment: int, serve_whole: Callable[..., ServedFragment], codec: str = ""
     ) -> ServedFragment:
-        """What the rank holds of the version that is served when its turn has come."""
+        """What the rank holds of the version that is served when its turn has come. `codec`: a form of version 0 that
+        it can read."""
         plan, turn = self.find_plan(learner, rank), self._turns[learner]
         if not self._holds_something(plan, fragment):
             raise PeerError(f"rank {rank} of {learner} holds nothing of fragment {fragment}")
         if plan.plan.fragments[fragment].pieces == self._plan.fragments[fragment].pieces:
-            return serve_whole()
+            return serve_whole(codec=codec)
         await turn.acquire()
         try:
-            return await _copy_part(plan, fragment, serve_whole(), turn.release)
+            return await _copy_part(plan, fragment, serve_whole(), turn.release, codec)
         except BaseException:
             turn.release()
             raise
@@ -109,20 +111,24 @@ class LearnerRanks:
 
 
 async def _copy_part(
-    plan: RankPlan, fragment: int, whole: ServedFragment, release: Callable[[], None]
+    plan: RankPlan, fragment: int, whole: ServedFragment, release: Callable[[], None], codec: str
 ) -> ServedFragment:
     """The version itself is let go."""
     try:
         large = 4 * plan.plan.fragments[fragment].size > SMALL_BYTES
-        work = partial(_take_and_hash, plan, fragment, np.frombuffer(whole.data, np.float32))
-        data, digest = await asyncio.to_thread(work) if large else work()
+        form = codec if whole.version == 0 else ""
+        work = partial(_take_and_hash, plan, fragment, np.frombuffer(whole.data, np.float32), form)
+        data, digest, form = await asyncio.to_thread(work) if large else work()
     finally:
         whole.release()
-    return ServedFragment(whole.version, whole.round, digest, data, release)
+    return ServedFragment(whole.version, whole.round, digest, data, release, codec=form)
 
 
-def _take_and_hash(plan: RankPlan, fragment: int, whole: FloatArray) -> tuple[memoryview, str]:
-    values = np.empty(plan.plan.fragments[fragment].size, np.float32)
+def _take_and_hash(plan: RankPlan, fragment: int, whole: FloatArray, codec: str) -> tuple[memoryview, str, str]:
+    """Return the part, its digest and its form."""
+    part = plan.plan.fragments[fragment]
+    values = np.empty(part.size, np.float32)
     plan.take(fragment, whole, values)
-    data = values.view(np.uint8).data
-    return data, compute_digest(data)
+    coded = encode_initial(part, values) if codec else None
+    data = (values.view(np.uint8) if coded is None else coded).data
+    return data, compute_digest(data), codec if coded is not None else ""

@@ -353,22 +353,31 @@ class SyncerService:
     def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str, rank: int = 0) -> None:
         self._require_begun().inbox.mark_aborted((learner, round, attempt), rank)
 
-    def expect_initial(self, learner: str, session: str, fragment: int, rank: int = 0) -> memoryview:
-        return self._require_begun().first.expect_body(learner, session, fragment, rank)
+    def expect_initial(self, learner: str, session: str, fragment: int, rank: int = 0, codec: str = "") -> memoryview:
+        return self._require_begun().first.expect_body(learner, session, fragment, rank, codec)
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int = 0
+        self,
+        learner: str,
+        session: str,
+        fragment: int,
+        body: memoryview,
+        digest: str,
+        rank: int = 0,
+        codec: str = "",
+        loss: float = 0.0,
     ) -> None:
-        await self._require_begun().first.take_body(learner, session, fragment, body, digest, rank)
+        await self._require_begun().first.take_body(learner, session, fragment, body, digest, rank, codec, loss)
 
-    def fragment(self, index: int, have: int) -> ServedFragment:
+    def fragment(self, index: int, have: int, codec: str = "") -> ServedFragment:
         if self.begun is None:
             raise PeerError("the run has no parameters yet")
-        return self.begun.parameters.serve_fragment(index, have)
+        return self.begun.parameters.serve_fragment(index, have, codec)
 
-    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
+    async def fragment_of_rank(self, index: int, learner: str, rank: int, codec: str = "") -> ServedFragment:
         run = self._require_begun()
-        return await run.ranks.serve_part(learner, rank, index, partial(run.parameters.serve_fragment, index))
+        serve = partial(run.parameters.serve_fragment, index)
+        return await run.ranks.serve_part(learner, rank, index, serve, codec)
 
     def moments(self, index: int, version: int) -> ServedFragment:
         return self._require_begun().parameters.serve_moments(index, version)

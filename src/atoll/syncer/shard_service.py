@@ -19,8 +19,7 @@ import numpy as np
 from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.shard_channel import LeadConnection
 from atoll.fabric.shard_server import ShardServer
-from atoll.fabric.wire import SMALL_BYTES, one_line
-from atoll.numerics.arrays import FloatArray
+from atoll.fabric.wire import one_line
 from atoll.numerics.codec import make_codec
 from atoll.numerics.merge import NormExchange
 from atoll.numerics.rank_plan import check_tiling
@@ -50,14 +49,14 @@ from atoll.store.disk import NoRoom, Rests
 from atoll.store.writer_lease import Deposed
 from atoll.syncer.contributions import LARGE, Inbox, PendingContribution
 from atoll.syncer.credentials import PortAccess
-from atoll.syncer.first_parameters import FirstParameters
+from atoll.syncer.first_parameters import FirstParameters, InitialBody
 from atoll.syncer.outer_state import Overflow
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks
 from atoll.syncer.shard_norms import NormGathering, body_here
 from atoll.syncer.shard_store import CapturedPart, ShardStore
 from atoll.syncer.shared_filter import SharedFilter
-from atoll.syncer.versions import VersionBuffer, is_finite
+from atoll.syncer.versions import VersionBuffer
 
 AGAIN_S = 0.1
 """Between two tries on a full disk."""
@@ -429,29 +428,31 @@ class ShardService:
             raise PeerError(f"{learner} was not asked for the first parameters")
         return asked
 
-    def expect_initial(self, learner: str, session: str, token: str, fragment: int, rank: int) -> memoryview:
+    def expect_initial(
+        self, learner: str, session: str, token: str, fragment: int, rank: int, codec: str = ""
+    ) -> memoryview:
         if self._check_asked(learner, session).token != token:
             raise PeerError(f"{learner} came to the lead under another token than this request shows")
-        body = self._first.make_room(fragment, self._ranks.find_sender(learner, rank))
+        body = self._first.make_room(fragment, self._ranks.find_sender(learner, rank), codec)
         self._handle(sh.Came(InitialHere(learner=learner, session=session, size=body.nbytes)))
         return body
 
     async def initial_arrived(
-        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int
+        self, learner: str, session: str, fragment: int, body: memoryview, digest: str, rank: int, codec: str = ""
     ) -> None:
-        values = np.frombuffer(body, np.float32)
-        finite = is_finite(values) if values.nbytes <= SMALL_BYTES else await asyncio.to_thread(is_finite, values)
+        plan = self._ranks.find_sender(learner, rank)
+        received = await self._first.read_body(fragment, plan, body, digest, codec)
         self._check_asked(learner, session)
-        if not finite:
+        if not received.finite:
             reason = f"fragment {fragment} of the first parameters is not finite"
             self._handle(sh.Came(InitialHere(learner=learner, session=session, reason=reason)))
             return
-        whole: tuple[FloatArray, str] | None = (values, digest)
+        whole: InitialBody | None = received
         if plans := self._ranks.plans_of(learner):
-            whole = await self._first.join_part(fragment, rank, plans, values)
+            whole = await self._first.join_part(fragment, rank, plans, received, codec)
             self._check_asked(learner, session)
         if whole is not None:
-            self._first.accept_fragment(fragment, *whole)
+            self._first.accept_fragment(fragment, whole)
         complete = whole is not None and self._first.is_complete
         self._handle(sh.Came(InitialHere(learner=learner, session=session, complete=complete)))
 
@@ -461,14 +462,15 @@ class ShardService:
             raise PeerError(f"there is no fragment {fragment}: the run has {len(model.plan.fragments)}")
         return model.committed_buffers()[fragment].version
 
-    def fragment(self, index: int, have: int) -> ServedFragment:
-        return self._served().serve_fragment(index, have)
+    def fragment(self, index: int, have: int, codec: str = "") -> ServedFragment:
+        return self._served().serve_fragment(index, have, codec)
 
     def knows_rank(self, learner: str, rank: int) -> bool:
         return self._learner_ranks is not None and rank < len(self._ranks.plans_of(learner))
 
-    async def fragment_of_rank(self, index: int, learner: str, rank: int) -> ServedFragment:
-        return await self._ranks.serve_part(learner, rank, index, partial(self._served().serve_fragment, index))
+    async def fragment_of_rank(self, index: int, learner: str, rank: int, codec: str = "") -> ServedFragment:
+        serve = partial(self._served().serve_fragment, index)
+        return await self._ranks.serve_part(learner, rank, index, serve, codec)
 
     def _served(self) -> Parameters:
         if self._parameters is None:

@@ -39,6 +39,14 @@ class AveragedMoments(NamedTuple):
     digest: str
 
 
+class CodedVersion(NamedTuple):
+    """Version 0 in 2 bytes a value (numerics/initial.py)."""
+
+    data: ByteArray
+    digest: str
+    """Digest of the body."""
+
+
 class EncodedStep(NamedTuple):
     """What made a version of the one before it."""
 
@@ -50,7 +58,7 @@ class EncodedStep(NamedTuple):
 class VersionBuffer:
     """One fragment's values, and how many readers hold them."""
 
-    __slots__ = ("digest", "disconnects", "marks", "moments", "readers", "round", "values", "version")
+    __slots__ = ("coded", "digest", "disconnects", "marks", "moments", "readers", "round", "values", "version")
 
     def __init__(self, values: FloatArray) -> None:
         self.values = values
@@ -63,6 +71,7 @@ class VersionBuffer:
         self.marks = b""
         """See `Parameters.piece_marks`."""
         self.moments: AveragedMoments | None = None
+        self.coded: CodedVersion | None = None
 
 
 class Reader:
@@ -118,6 +127,7 @@ class FragmentVersions:
         rule needs versions before the committed one."""
         self._keep_step(step)
         self._spare.append(before := self.committed)
+        before.coded = None  # a reader that is still fetching it holds its bytes
         self.committed = new
         if keep_base:
             self._bases.append((before, Reader(before)))
@@ -166,15 +176,18 @@ class FragmentVersions:
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def serve_values(self, have: int) -> ServedFragment:
+    def serve_values(self, have: int, codec: str = "") -> ServedFragment:
         """`have`: the version that the reader holds. It gets the steps from there, where they are kept, and the whole
-        otherwise."""
+        otherwise. `codec`: a form of version 0 that it can read."""
         buffer = self.committed
         if buffer.version < 0:
             raise PeerError("the run has no parameters yet")
         reader, data = Reader(buffer), buffer.values.view(np.uint8).data
-        steps = tuple((one.digest, one.data.data) for one in self._steps_since(have))
         held = (reader.release, reader.on_disconnect)
+        if codec and buffer.coded is not None:
+            body, digest = buffer.coded
+            return ServedFragment(buffer.version, buffer.round, digest, body.data, *held, codec=codec)
+        steps = tuple((one.digest, one.data.data) for one in self._steps_since(have))
         return ServedFragment(buffer.version, buffer.round, buffer.digest, data, *held, steps)
 
     def serve_moments(self, version: int) -> ServedFragment | None:

@@ -12,6 +12,7 @@ of hellos that are refused, which may come under any name, so many of each token
 | waiting | syncer | missing, seconds: the first parameters are here, and so many more learners are waited for |
 | joined | syncer | learner, incarnation, declared (tokens per step), known_as (its incarnation before; 0: none) |
 | fetching | syncer | learner, whole_bytes, lacking_bytes, left_s: on its way into the run |
+| initial | syncer | relative_error (of its rounding, with `initial_codec = "bf16"`): version 0 is here |
 | begun | syncer | seconds (since the first parameters): the learners hold version 0, and training begins |
 | recovered | syncer | learner, incarnation, seconds |
 | returned | syncer | learner, incarnation, away_s, t, steps (made meanwhile; merged, kept or dropped, as means over the

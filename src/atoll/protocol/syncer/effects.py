@@ -50,6 +50,8 @@ class Initialised(Fact, frozen=True):
 
     learner: str
     session: str
+    loss: float = 0.0
+    """Relative error of its rounding, as the learner measured it. 0: nothing was lost, or nothing was told."""
 
 
 class Uploading(Fact, frozen=True):

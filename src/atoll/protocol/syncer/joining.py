@@ -203,10 +203,11 @@ class RunStart:
     Rules kept here, each with its test: the first that comes is asked, but one that has adopted a global model goes
     before one with weights of its own, while nothing of these has come; version 0 is durable before anyone adopts it;
     when that one is gone, or sends nothing more (`UploadWait`), whatever it sent is discarded and the next
-    is asked. It alone goes on with its own weights, as version 0: a process that was restarted under its name fetches
-    like everybody else. Once all of it is there, the run begins when as many learners are there as it is meant for, or
-    `wait_for_learners_s` later: until then nobody trains, so that the first rounds have everybody in them and the
-    run's step is that of everybody. Training begins once those that are there hold version 0 (beginning.py).
+    is asked. It alone goes on with its own weights, as version 0 (rounded, with `initial_codec`): a process that was
+    restarted under its name fetches like everybody else. Once all of it is there, the run begins when as many learners
+    are there as it is meant for, or `wait_for_learners_s` later: until then nobody trains, so that the first rounds
+    have everybody in them and the run's step is that of everybody. Training begins once those that are there hold
+    version 0 (beginning.py).
     """
 
     def __init__(self, state: SyncerState, cuts: Cuts, beginning: Beginning) -> None:
@@ -219,6 +220,8 @@ class RunStart:
         self._upload = UploadWait()
         self._whole_at: float | None = None
         """Since when all of the first parameters are there."""
+        self._loss = 0.0
+        """Relative error of their rounding."""
 
     def consider_uploader(self, hello: Hello) -> None:
         """One more that could be asked."""
@@ -268,12 +271,13 @@ class RunStart:
         self.state.out.note("warning", f"{chosen.name} is asked for the first parameters instead", chosen)
         return chosen
 
-    def note_upload_done(self, now: float, uploader: str, session: str) -> None:
-        """All first parameters have arrived from this process. What one sent that had the name before is no use."""
+    def note_upload_done(self, now: float, uploader: str, session: str, loss: float = 0.0) -> None:
+        """All first parameters have arrived from this process. What one sent that had the name before is no use.
+        `loss`: relative error of their rounding."""
         asked = (uploader, session) == (self._uploader, self._uploader_session)
         if self.state.phase != "empty" or not asked or self._whole_at is not None:
             return
-        self._whole_at = now
+        self._whole_at, self._loss = now, loss
         settings = self.state.settings
         if settings.wait_for_learners_s and self.missing_learners:
             some, wait_s = f"{self.missing_learners} more of {settings.learners} learners", settings.wait_for_learners_s
@@ -311,7 +315,12 @@ class RunStart:
         self.state.out.persist(StartedRecord(uploader))
         self.state.enter_phase("running")
         self.state.versions = [0] * len(self.state.versions)
-        self.state.out.note("initial", f"{uploader} gave the first parameters")
+        text = f"{uploader} gave the first parameters"
+        if self._loss:
+            lossy = f"relative error {self._loss:.2e} (norm of the difference / norm)"
+            self.state.out.note("initial", f"{text}, rounded to bf16: {lossy}", relative_error=self._loss)
+        else:
+            self.state.out.note("initial", text)
         # The uploader goes on with its own weights. One that was restarted since has other weights: it fetches.
         owner = self.state.members.learners[uploader]
         same_process = owner.session == self._uploader_session

@@ -161,8 +161,8 @@ class Syncer:
                     self._route_learner_event(now, learner, event)
             case fx.Uploading(name, size):
                 self.run_start.note_upload(now, name, size)
-            case fx.Initialised(name, session):
-                self.run_start.note_upload_done(now, name, session)
+            case fx.Initialised(name, session, loss):
+                self.run_start.note_upload_done(now, name, session, loss)
             case fx.Merged():
                 self.rounds.commit_round(now, event)
             case fx.Unmergeable(number, reason, reset):
