@@ -81,7 +81,8 @@ def test_one_narrow_learner_of_four_gets_a_share_and_h_is_as_asked() -> None:
     assert interval.describe_way(narrow) == "way down 20 Mbit/s"
     texts = [note.text for _, note in world.notes if note.kind == "share" and note.data.get("share") == 0.25]
     assert texts[-1] == (
-        "learner-2: way down of learner-2 carries 20 Mbit/s, every round takes 63.5: it takes part in 25 % of the rounds"
+        "learner-2: way down of learner-2 carries 20 Mbit/s, every round takes 63.5: "
+        "it takes part in 25 % of the rounds"
     )
 
 
