@@ -103,3 +103,45 @@ def test_a_round_is_not_due_before_its_steps() -> None:
     assert world.syncer.committed == 0
     world.run_until(seconds=0.2)
     assert world.syncer.committed == 1
+
+
+# ---- by what a link carries ----------------------------------------------------------------------------------------
+
+
+def narrow_pace(carried_s: float) -> Pace:
+    pace = Pace(1.0, carried_s=carried_s)
+    pace.set_members({"a": 0})
+    pace.move_learner("a", 100)
+    return pace
+
+
+def test_a_round_waits_until_the_narrowest_part_is_free() -> None:
+    pace = narrow_pace(carried_s=0.5)
+    pace.use_turn(10.0)
+    pace.free_at = 10.5
+    assert not pace.is_due(10.4)
+    assert pace.is_due(10.5)
+
+
+def test_rounds_follow_each_other_at_the_pace_of_the_narrowest_part() -> None:
+    pace, frozen, now = narrow_pace(carried_s=0.5), 0, 0.0
+    while now < 100:
+        if pace.is_due(now):
+            pace.use_turn(now)
+            frozen += 1
+        now += 0.07
+        pace.move_learner("a", int(1000 + 20 * now))
+    assert frozen == pytest.approx(200, abs=2)
+
+
+def test_a_part_that_idled_makes_up_for_half_a_round_at_most() -> None:
+    pace = narrow_pace(carried_s=2.0)
+    pace.use_turn(0.0)
+    pace.use_turn(100.0)
+    assert pace.free_at == pytest.approx(101.0)
+
+
+def test_a_pace_of_steps_alone_waits_for_no_time() -> None:
+    pace = narrow_pace(carried_s=0.0)
+    pace.use_turn(10.0)
+    assert pace.is_due(10.0)
