@@ -9,6 +9,9 @@ from atoll.numerics.fragments import make_plan
 from atoll.numerics.screen import NormScreen, UsualNorms
 from atoll.protocol.messages import TensorSpec, buffer_name
 
+WIDTH = 4096
+CYCLE = 24
+
 
 def of_norm(norm: float, size: int = 4) -> FloatArray:
     values = np.zeros(size, np.float32)
@@ -159,6 +162,42 @@ def test_a_learner_that_was_not_heard_for_long_has_more_to_give() -> None:
     assert refusal.startswith("norm per step 4.17 is 41.7 times the running median 0.1 (limit 10); ")
 
 
+@pytest.mark.parametrize("cycle", [CYCLE, 20 * CYCLE])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("wander", [0.0, 1.0])
+def test_the_last_steps_of_learners_that_no_longer_drift_are_taken(codec: str, cycle: int, wander: float) -> None:
+    """They were refused at the end of a run, and their tokens were lost: the norm of steps that undo each other does
+    not grow with their number (`wander` = 0), and that of random ones only with its root."""
+    dice = np.random.default_rng(0)
+    screen = screen_of(codec)
+
+    def give(steps: int) -> str | None:
+        length = 1.0 + wander * (np.sqrt(steps) - 1.0)
+        return screen.judge(0, (length * dice.standard_normal(WIDTH)).astype(np.float32), steps)
+
+    assert [give(cycle) for _ in range(16)] == [None] * 16
+    assert [give(steps) for steps in (1, 2, 1)] == [None] * 3
+    assert [give(cycle) for _ in range(16)] == [None] * 16, "and those of a cycle as before"
+
+
+def test_a_short_contribution_may_be_as_large_as_one_of_usual_length_and_no_larger() -> None:
+    screen = NormScreen([4])
+    for steps in (CYCLE,) * 8 + (16 * CYCLE,) * 7:
+        assert screen.judge(0, of_norm(0.3 * steps), steps) is None
+    most = 10 * 0.3 * CYCLE
+    assert screen.judge(0, of_norm(1.01 * most), 1, key="above") is not None
+    assert screen.judge(0, of_norm(0.99 * most), 1, key="below") is None
+    assert screen.judge(0, of_norm(1.99 * most), 2 * CYCLE, key="of its own steps") is None
+
+
+def test_a_new_term_knows_how_many_steps_are_usual() -> None:
+    screen = NormScreen([4])
+    assert [screen.judge(0, of_norm(0.3 * CYCLE), CYCLE) for _ in range(8)] == [None] * 8
+    later = NormScreen([4])
+    later.restore_norms(screen.usual_norms())
+    assert later.judge(0, of_norm(0.3 * CYCLE), 1) is None
+
+
 def test_another_length_or_fragment_is_refused() -> None:
     assert NormScreen([4, 2]).judge(1, of_norm(1.0, size=4)) == "4 values came, fragment 1 has 2"
     assert NormScreen([4, 2]).judge(2, of_norm(1.0)) == "fragment 2 is not one of the plan's 2"
@@ -184,9 +223,6 @@ def test_what_is_found_in_order_but_not_merged_does_not_shift_what_is_usual() ->
 
 
 # ---- codecs with feedback -------------------------------------------------------------------------------------------
-
-WIDTH = 4096
-CYCLE = 24
 
 
 class Sender:
@@ -248,9 +284,10 @@ def test_feedback_excuses_no_absurd_norm(codec: str, steps: int) -> None:
 
 
 def test_with_feedback_one_step_may_be_as_large_as_the_longest_contribution_and_no_larger() -> None:
-    for feedback, most in ((True, 10 * 0.3 * CYCLE), (False, 10 * 0.3)):
+    for feedback, most in ((True, 10 * 0.3 * 16 * CYCLE), (False, 10 * 0.3 * CYCLE)):
         screen = NormScreen([4], feedback=feedback)
-        assert [screen.judge(0, of_norm(0.3 * CYCLE), steps=CYCLE) for _ in range(8)] == [None] * 8
+        for steps in (CYCLE,) * 8 + (16 * CYCLE,):
+            assert screen.judge(0, of_norm(0.3 * steps), steps) is None
         assert screen.judge(0, of_norm(1.01 * most), key="above") is not None
         assert screen.judge(0, of_norm(0.99 * most), key="below") is None
 

@@ -84,6 +84,17 @@ def test_the_steps_of_a_minute_alone_are_merged_within_two_cycles(step_s: float,
     assert by_learner[ALONE].merged_share() >= 0.99  # type: ignore[operator]
 
 
+def test_steps_without_tokens_have_all_of_their_weight_which_is_none() -> None:
+    """The first report of such a learner after an absence ended the syncer, by a division by zero."""
+    world = Cut(seed=0)
+    world.alone.tokens_per_step = 0
+    world.run_until(seconds=80.0)
+    assert isinstance(world, Cut)
+    world.cut_for(60.0).run_until(seconds=3.0)
+    [note] = world.said("returned")
+    assert note.data["weight_share"] == 1.0
+
+
 def test_overwrite_drops_the_steps_of_an_absence_and_says_so() -> None:
     world = Cut(adopt="overwrite").run_until(seconds=80.0)
     assert isinstance(world, Cut)

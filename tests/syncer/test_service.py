@@ -270,15 +270,23 @@ async def test_a_nan_contribution_is_refused_three_times_over_and_the_parameters
     ("codec", "kind"),
     [("fp32", "refused"), ("bf16", "refused"), ("int8", "round"), ("int4", "round"), ("topk", "round")],
 )
-async def test_one_step_as_large_as_many_is_merged_where_it_may_be_feedback(
+async def test_one_step_as_large_as_the_longest_is_merged_where_it_may_be_feedback(
     stage: Stage, codec: str, kind: str
 ) -> None:
     learner, pull = await one_at_work(stage, codec=codec)
     learner.codec = make_codec(codec)
-    stage.service.begun.screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2, [[48] * 16] * 2))
+    stage.service.begun.screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2, [[1] * 15 + [48]] * 2))
     await learner.contribute(pull, 0.1, steps=1, tokens=8)
     await stage.until(kind)
     assert len(stage.events("refused", "round")) == 1
+
+
+async def test_one_step_as_large_as_most_are_is_merged(stage: Stage) -> None:
+    learner, pull = await one_at_work(stage)
+    stage.service.begun.screen.restore_norms(UsualNorms([[1e-3] * 16] * 2, [1e-3] * 2, [[1] * 7 + [48] * 9] * 2))
+    await learner.contribute(pull, 0.1, steps=1, tokens=8)
+    await stage.until("round")
+    assert not stage.events("refused")
 
 
 async def test_a_body_that_is_not_the_one_its_message_names_is_refused(stage: Stage) -> None:

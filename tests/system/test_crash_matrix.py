@@ -59,6 +59,7 @@ def check_nothing_lost(run: Run, points: tuple[str, ...], *, silent: int = 0) ->
     """Of a run whose syncer died at these points, and nobody else; `silent`: lives that left no record. Its fates."""
     assert [death["point"] for death in facts.deaths(run)] == list(points)
     assert [e["process"] for e in run.events("restarted")] == ["syncer"] * len(points), "and no learner"
+    assert not [e["text"] for e in run.events("refused") if "running median" in e["text"]], "nobody did anything absurd"
     facts.check_rounds(run, most_untold=len(points))
     report = facts.check_files(run)
     assert report.facts["terms"] == len(points) + 1 - silent

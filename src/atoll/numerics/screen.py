@@ -12,9 +12,11 @@ Rules kept here:
   is above a million times the least norm that the fragment's committed buffers had since then is refused;
 - norms are compared per inner step, because a learner that was disconnected for a while has more steps to give. Steps
   are the learner's own claim: no more than `most_steps` of them count;
-- with a codec that keeps feedback a body also brings what earlier ones left out, so the body of one step may be as
-  large as theirs. It is judged as if it had as many steps as the longest of the recently merged contributions to the
-  fragment. What counts as usual, once it is merged, is its norm by its own steps;
+- the norm of n steps grows as n only while all steps go the same way: as √n where they are random, and hardly at all
+  where they only move about. So a contribution of fewer steps than usual, such as a learner's last step, is judged as
+  if it had the median number of steps of the recently merged contributions to the fragment: it may be as large as any
+  of them. With a codec that keeps feedback a body also brings what earlier ones left out, so there it is judged by the
+  longest of them. What counts as usual, once it is merged, is its norm by its own steps;
 - only merged contributions count: nobody can shift what is usual by sending what is refused anyway;
 - a norm is the root of the exact sum of the squares of the fragment's cuts (`MeasuredPart`), each of which is summed
   apart. So a verdict does not depend on which shard of the syncer (docs/adr/0031) has which of them.
@@ -27,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 import msgspec
@@ -63,7 +65,7 @@ class UsualNorms(msgspec.Struct, frozen=True):
     highest: list[float] = []
     """Per fragment, the highest of these medians so far."""
     steps: list[list[int]] = []
-    """Per fragment, the steps of the contributions that had these norms; none without feedback."""
+    """Per fragment, the steps of the contributions that had these norms."""
 
 
 class MeasuredPart(NamedTuple):
@@ -126,8 +128,10 @@ class NormScreen:
         self.limit = limit
         self._least, self.most_steps = least, most_steps
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
-        self._steps: list[deque[int]] = [deque(maxlen=window if feedback else 0) for _ in self._sizes]
-        """Per fragment, the steps of the contributions that had these norms: the feedback may be of as many."""
+        self._steps: list[deque[int]] = [deque(maxlen=window) for _ in self._sizes]
+        """Per fragment, the steps of the contributions that had these norms."""
+        self._steps_held = max if feedback else median_low
+        """Of these steps, as many as a contribution may hold with fewer of its own; feedback may be of the most."""
         self._highest = [0.0] * len(self._sizes)
         """Per fragment, the highest running median so far."""
         self._least_buffers = [math.inf] * len(self._sizes)
@@ -173,7 +177,7 @@ class NormScreen:
     def judge_measured(self, fragment: int, norm: float, steps: int, key: Hashable) -> str | None:
         """The same of a contribution without buffers that somebody else has measured (`measure_delta`)."""
         own = min(max(steps, 1), self.most_steps)
-        held = max([own, *self._steps[fragment]])
+        held = max(own, self._steps_held(self._steps[fragment])) if self._steps[fragment] else own
         refusal = self._judge_norm(fragment, norm / held, "norm" if held == 1 else "norm per step")
         if refusal is None:
             self._waiting[key] = (fragment, norm / own, own)

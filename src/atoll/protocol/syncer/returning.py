@@ -132,7 +132,8 @@ class Returns:
         if len(others) < FEW or not own:
             return 1.0
         limit = limit_of(learner.name, learner.usual.steps, self.state.settings)
-        return min(1.0, min(limit * median(others), fsum(others)) / median(own))
+        most, usual = min(limit * median(others), fsum(others)), median(own)
+        return 1.0 if usual <= most else most / usual  # steps without tokens weigh nothing
 
     def _tell_given_up(self, before: KnownLearner, hello: Hello, away_s: float) -> None:
         steps, settings = max(0, hello.t - before.t), self.state.settings
