@@ -49,7 +49,7 @@ CLOCKS = {
     *("moved_at", "_seen", "_news_at"),  # of a download
     *("up_rate", "down_rate", "up_rates", "down_rates", "up_bytes", "down_bytes"),  # of a link
     "_bodies",  # of a way: bytes, and the seconds they took
-    "_latencies",
+    *("_latencies", "_ordered_alone"),
     *("carried_s", "free_at"),  # of the pace
     *("_near_s", "_round_s", "merging_s"),  # of the interval between rounds
     "_alone",  # what counts of it depends on time
