@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from atoll.protocol.learner import effects as fx
-from atoll.protocol.learner.versions import Versions
+from atoll.protocol.learner.versions import MEASURED_EVERY, Versions
 from atoll.protocol.learner.ways import RECENT, WayRate, Ways
 from atoll.protocol.messages import Announce, Member
 
@@ -104,6 +104,54 @@ def test_then_one_comes_after_another_and_the_one_needed_soonest_is_first() -> N
     versions.way_is_free = True  # the last bytes of it are coming
     versions.fetch_missing(gathering=4)
     assert orders == [(3, 2), (5, 2), (1, 2)]
+
+
+def test_the_latency_of_a_version_that_waited_behind_another_does_not_count() -> None:
+    versions, orders = make_versions(measured=False)
+    for fragment in range(3):
+        announce(versions, fragment, 2)
+    versions.fetch_missing(gathering=0)
+    assert len(orders) == 3, "all at once: they queue in front of the link"
+    for fragment, latency_s in ((0, 0.08), (1, 1.08), (2, 2.08)):
+        versions.measure_way(fragment, 1000, 1.0, latency_s)
+        arrive(versions, fragment, 2)
+    assert versions.ways.latency_s == 0.08
+    announce(versions, 3, 2)
+    announce(versions, 4, 2)
+    versions.fetch_missing(gathering=3)
+    assert orders[3:] == [(3, 2)], "the queue of the beginning does not last"
+
+
+def test_a_way_without_latency_holds_one_version_at_a_time() -> None:
+    versions, orders = make_versions(measured=False)
+    for number in (0, 1, 2):
+        announce(versions, number, 2)
+        if number < 2:
+            versions.fetch_missing(gathering=number)
+    versions.measure_way(0, 1000, 1.0, 0.0)
+    arrive(versions, 0, 2)
+    versions.fetch_missing(gathering=1)
+    assert orders == [(0, 2), (1, 2)]
+
+
+def test_a_way_that_is_always_full_empties_at_times_and_its_latency_is_measured_anew() -> None:
+    """The first latency was measured behind the versions of a process before this one."""
+    versions, orders = make_versions(fragments=3)
+    versions.ways = Ways()
+    versions.ways.down.add(1000, 1.0)
+    versions.ways.add_latency(20.0)
+    arrived, alone = 0, -1
+    for _ in range(8 * MEASURED_EVERY):
+        for fragment in range(3):  # there is always a newer one
+            announce(versions, fragment, versions.newest[fragment] + 1)
+        alone = arrived if arrived and len(orders) == arrived else alone  # the next one waits behind none
+        versions.fetch_missing(gathering=0)
+        fragment, version = orders[arrived]
+        versions.measure_way(fragment, 1000, 1.0, 0.08 if arrived == alone else 20.0)
+        arrived += 1
+        arrive(versions, fragment, version)
+    assert versions.ways.latency_s == 0.08
+    assert versions.ways.pipe_bytes == pytest.approx(80), "and the queue is gone"
 
 
 def test_a_version_that_waits_is_not_sent_once_there_is_a_newer_one() -> None:

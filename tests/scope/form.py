@@ -44,22 +44,30 @@ CLOCKS = {
         "busy_s",
         "merge_s",
     ),
-    *("asked_at", "deadline_s", "_short_since", "said_at", "_started_at", "_idle_since", "_back_by", "_stop_by"),
-    *("_whole_at", "_moved_at", "merging_at", "gap_s", "_counted_at"),
+    *("asked_at", "missed_at", "deadline_s", "_short_since", "said_at", "_started_at", "_idle_since", "_back_by"),
+    *("_stop_by", "_whole_at", "_moved_at", "merging_at", "gap_s", "_counted_at"),
     *("moved_at", "_seen", "_news_at"),  # of a download
-    *("up_rate", "down_rate"),  # of a link
+    *("up_rate", "down_rate", "up_rates", "down_rates", "up_bytes", "down_bytes"),  # of a link
+    "_bodies",  # of a way: bytes, and the seconds they took
+    *("_latencies", "_ordered_alone"),
+    *("carried_s", "free_at"),  # of the pace
+    *("_near_s", "_round_s", "merging_s"),  # of the interval between rounds
     "_alone",  # what counts of it depends on time
 }
 TALK = {
     *("reason", "why_out", "loss", "progress", "weight", "failed", "last_members", "last_reason", "_since", "_alarmed"),
     *("digest", "_outcome", "_end_reason", "_effects", "text", "data"),
-    *("weights", "limits", "limit", "factors", "agreement", "influence"),  # of what was given
+    *("weights", "last_weights", "limits", "limit", "factors", "agreement", "influence"),  # of what was given
     "usual",  # of a life that is judged later than any search looks
     *("missed", "_windows"),  # why tokens were dropped, and what of late was merged: for people
     *("overlaps", "_overlaps"),  # steps from reading to adoption: for people
+    *("narrowest", "_told_h"),  # what makes rounds rarer: for people
     "budgeted",  # without a budget of tokens it is what was reported
 }
-COUNTS = {"clock", "due", "interval", "step", "_ahead", "_anchored_at", "_anchors", "_places", "_sorted", "datasets"}
+COUNTS = {
+    *("clock", "due", "interval", "step", "_ahead", "_anchored_at", "_anchors", "_places", "_sorted", "datasets"),
+    *("asked_steps", "share"),  # of a learner's rounds
+}
 ORDERED = {"waiting", "_asked", "inbox"}
 """Dictionaries of which the order counts."""
 

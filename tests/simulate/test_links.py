@@ -142,6 +142,16 @@ def test_it_takes_part_also_where_its_answer_takes_longer_than_a_cycle(fragments
     assert world.overlap_p95(40 * STEP_S, "learner-0") <= 4
 
 
+def test_with_one_fragment_it_is_asked_in_its_turn() -> None:
+    """Nobody can be asked ahead there: the round before is of the same fragment."""
+    world = LinkedWorld([60, 60, 60, 15], up_bytes=2e6, down_bytes=4e6, fragments=1, sync_every=4).run_steps(400)
+    assert world.share_of("learner-3") < 1.0
+    notes = [note.data for at, note in world.notes if note.kind == "round" and at > 200 * STEP_S]
+    names = [{one["learner"] for one in data["members"]} for data in notes]  # type: ignore[attr-defined]
+    assert sum("learner-3" in some for some in names) / len(names) == pytest.approx(0.25, abs=0.15)
+    assert world.merged_share("learner-3") > 0.9
+
+
 def test_when_the_wide_learners_are_gone_it_goes_on_alone() -> None:
     """Shares follow from commits, and no round was committed without a learner that had a turn in it."""
     world = LinkedWorld([20, 3], up_bytes=2e5, down_bytes=2e5, fragments=8, sync_every=8).run_steps(60)

@@ -2,10 +2,13 @@
 
     floor = ⌈(latency + a body up + a body down + merge + disk) / step⌉ + the boundary
 
-It follows from the links as they are set, not from what the machines measure. Checked is every contribution of a
+A version may wait behind one that queues for `HEADROOM_ROUNDS` longer: the interval counts whole versions, and one more
+or less is none that queues, so it drains by the headroom alone.
+
+The floor follows from the links as they are set, not from what the machines measure. Checked is every contribution of a
 learner that takes part in every round, if it was read so many cycles after the last change of a link, of the roster,
 of H or of the term, in worlds without faults. A round waits for its members, so the way up is that of the slowest of
-them.
+them; learners with a share count among them where there is one fragment, since nobody can be asked ahead there.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ from math import ceil
 from typing import Any
 
 from atoll.protocol.learner.ways import RECENT
+from atoll.protocol.syncer.interval import HEADROOM
 from atoll.simulate.oracle import Violation
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
 
 STEADY_CYCLES = 3
 """Cycles of P rounds after a change: two in which the rules follow it, and one that begins without a queue."""
+HEADROOM_ROUNDS = ceil(1 / (HEADROOM - 1))
+"""Rounds in which a version that queues drains by the headroom of the interval."""
 ALIKE = 1.2
 """Slowest over quickest step up to which overlaps are checked: a quick learner waits for the slow ones' boundaries."""
 TOLERANCE = 2
@@ -60,7 +66,8 @@ class LinkChecks:
         seen = (syncer.term, settings, tuple(ways.items()), tuple((one.incarnation, one.share) for one in stepping))
         if seen != self._seen or not self._is_calm or data["attempt"] > 1:
             self._seen, self._changed_at = seen, number
-        up_s = max((ways[one.name][0] for one in stepping if one.share == 1.0), default=0.0)
+        awaited = [one for one in stepping if one.share == 1.0 or settings.fragments == 1]
+        up_s = max((ways[one.name][0] for one in awaited), default=0.0)
         steps_s = sorted(self._learners[one.name].step_s for one in stepping)
         alike = bool(steps_s) and steps_s[-1] <= ALIKE * steps_s[0]
         for member in data["members"]:
@@ -73,7 +80,9 @@ class LinkChecks:
             if settings.synchronous or machine.state.draining or machine.members.learners[name].share < 1.0:
                 continue
             step_s = self._learners[name].step_s
-            floor = ceil((self._fixed_s + up_s + ways[name][1]) / step_s) + 1
+            drained = read_in >= self._changed_at + STEADY_CYCLES * settings.fragments + HEADROOM_ROUNDS
+            down_s = ways[name][1] if drained else 2 * ways[name][1]
+            floor = ceil((self._fixed_s + up_s + down_s) / step_s) + 1
             self.checked += 1
             if member["overlap"] > floor + TOLERANCE:
                 said = f"{name} adopts what it gave to round {read_in} {member['overlap']} steps later, not {floor}"

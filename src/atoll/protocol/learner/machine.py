@@ -214,8 +214,7 @@ class LearnerMachine:
             case fx.Adopted():
                 self._take_adoption(now, event)
             case fx.Fetched(fragment, version):
-                self.ways.down.add(event.nbytes, event.seconds)
-                self.ways.add_latency(event.latency_s)
+                self._versions.measure_way(fragment, event.nbytes, event.seconds, event.latency_s)
                 self._order_adoption(fragment, version)
                 self._fetch_missing()
             case fx.Arriving():

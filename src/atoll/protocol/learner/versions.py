@@ -3,6 +3,7 @@
 Rules kept here, each with its test:
 - versions may be skipped, but never adopted twice or backwards;
 - after a reconnect every missing version is fetched;
+- versions on their way at once fill the link and do not queue in front of it, also where they once did;
 - a version that the run was rolled back with replaces the learner's own values;
 - with adopt = "carry" the adoption names the copy that the version already contains, also when the announcement was
   lost with the connection;
@@ -21,6 +22,11 @@ from atoll.protocol.messages import Announce, Member, Welcome
 
 RETRY_S = 0.5
 """After a failed fetch."""
+SHORTEST_S = 1e-6
+"""The least that a latency counts for: 0 means that none was measured."""
+MEASURED_EVERY = 4
+"""So many versions, times the latencies that are remembered, are ordered behind others; then one is ordered alone, and
+the latency is measured anew."""
 
 
 @dataclass(slots=True)
@@ -40,6 +46,10 @@ class Versions:
     way_is_free: bool = False
     """Whether most of the version ordered last has arrived: the next one is ordered while the rest is on its way."""
     _fetching: set[int] = field(default_factory=set)
+    _ordered_alone: int = -1
+    """Fragment of the version that was ordered last while none was on its way; −1: it has arrived."""
+    _not_alone: int = 0
+    """Versions of which the rate was measured, ordered since then."""
     _unannounced: set[int] = field(default_factory=set)
     """Fragments of which a version arrived before its announcement, which is on its way."""
     counted: list[int] = field(default_factory=list)
@@ -121,14 +131,32 @@ class Versions:
             if not wanted:
                 return
             soonest = min(wanted, key=lambda fragment: (fragment - gathering) % len(self.newest))
+            if not self._fetching:
+                self._ordered_alone, self._not_alone = soonest, 0
+            elif self.ways.down.bytes_per_s:
+                self._not_alone += 1
             self._fetching.add(soonest)
             self.way_is_free = False
             self.do(Fetch(soonest, self.newest[soonest]))
 
     def _may_order(self) -> bool:
-        """Whether the bodies on their way leave room in the pipe, or most of the last one has arrived."""
+        """Whether the bodies on their way leave room in the pipe, or most of the last one has arrived. At times the way
+        empties, to measure its latency."""
+        if not self._fetching:
+            return True
+        if self._not_alone >= MEASURED_EVERY * max(1, self.ways.latencies):
+            return False
         on_the_way = len(self._fetching) * self.ways.down.body_bytes
-        return not self._fetching or self.way_is_free or on_the_way <= self.ways.pipe_bytes
+        return self.way_is_free or on_the_way <= self.ways.pipe_bytes
+
+    def measure_way(self, fragment: int, nbytes: int, seconds: float, latency_s: float) -> None:
+        """A version has arrived. The latency counts if it was ordered alone: one that waits behind another on the link
+        has the time of that one in it, and a pipe of that size would keep the queue that it was measured in."""
+        self.ways.down.add(nbytes, seconds)
+        if fragment == self._ordered_alone:
+            self._ordered_alone = -1
+            if seconds > 0:  # else it came in one piece
+                self.ways.add_latency(max(latency_s, SHORTEST_S))
 
     def _is_wanted(self, fragment: int, owed_only: bool) -> bool:
         if not self.lacks_newest(fragment) or fragment in self.adopting:
@@ -158,6 +186,7 @@ class Versions:
 
     def retry_later(self, now: float, fragment: int) -> None:
         self._fetching.discard(fragment)
+        self._ordered_alone = -1 if fragment == self._ordered_alone else self._ordered_alone
         self.retry_at[fragment] = now + RETRY_S
 
     def take_adoption(self, fragment: int, version: int) -> int | None:

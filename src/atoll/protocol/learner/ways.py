@@ -58,9 +58,14 @@ class Ways:
             self._latencies.append(seconds)
 
     @property
+    def latencies(self) -> int:
+        """How many latencies are remembered."""
+        return len(self._latencies)
+
+    @property
     def latency_s(self) -> float:
-        """Seconds from a request to the first piece of its answer: the shortest of the last bodies, because a busy
-        syncer answers later and its link is no longer for that."""
+        """Seconds from a request to the first piece of its answer: the shortest of late, because a busy syncer answers
+        later and its link is no longer for that. Of versions that were ordered alone (`Versions.measure_way`)."""
         return min(self._latencies, default=0.0)
 
     @property

@@ -20,7 +20,7 @@ An asynchronous round closes when all five hold:
 5. Fewer than `RoundInterval.allowed` rounds are pulling, merging or void (interval.py).
 
 A learner that takes part in a share of the rounds is waited for only in those (`without_turn`), and was asked before
-(`Rounds.pull_ahead`): it is ready once its contribution is there.
+(`Rounds.pull_ahead`): it is ready once its contribution is there. With one fragment it is asked like the others.
 
 A second attempt is due at once: it waits for no pace, turn, change or free flight, since rounds behind it may be
 frozen, and commit after it. It waits for its quorum and a grace window of its own.
@@ -166,7 +166,7 @@ class RoundClosing:
         were asked ahead and had nothing to give."""
         if self.state.draining or self.state.settings.synchronous:
             return []
-        return [one for one in self.state.members.stepping_learners() if not _has_part(one, round_)]
+        return [one for one in self.state.members.stepping_learners() if not self._has_part(one, round_)]
 
     def _is_ready(self, one: KnownLearner, round_: Round) -> bool:
         if not one.may_give(round_.fragment):
@@ -177,7 +177,16 @@ class RoundClosing:
             return one.offers_from <= round_.number <= one.offer
         if (seat := round_.seats.get(one.name)) is not None:  # an attempt asks once, ahead or when it freezes
             return seat.state == "given"
-        return _has_part(one, round_) and one.is_ready(round_.fragment)
+        return self._has_part(one, round_) and one.is_ready(round_.fragment)
+
+    def _has_part(self, one: KnownLearner, round_: Round) -> bool:
+        """Whether this round is one of the learner's share. With one fragment nobody can be asked ahead, since the
+        round before is of the same fragment: in its turn a learner with a share is asked like the others."""
+        if (seat := round_.seats.get(one.name)) is not None:
+            return seat.state != "out"
+        if self.state.settings.fragments == 1 and schedule.has_turn(round_.number, one.share, self.state.settings):
+            return True
+        return one.share == 1.0 or round_.overdue
 
     def has_last_steps(self, one: KnownLearner, fragment: int) -> bool:
         """Its training loop has ended, and it can be asked for what is left of this fragment."""
@@ -302,12 +311,6 @@ class RoundClosing:
                 one.late.discard(round_.fragment)
             else:
                 one.late.add(round_.fragment)
-
-
-def _has_part(one: KnownLearner, round_: Round) -> bool:
-    if (seat := round_.seats.get(one.name)) is not None:
-        return seat.state != "out"
-    return one.share == 1.0 or round_.overdue
 
 
 def _may_yet_copy(one: KnownLearner, round_: Round) -> bool:
