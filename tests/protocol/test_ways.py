@@ -140,15 +140,14 @@ def test_a_way_that_is_always_full_empties_at_times_and_its_latency_is_measured_
     versions.ways = Ways()
     versions.ways.down.add(1000, 1.0)
     versions.ways.add_latency(20.0)
-    arrived, alone = 0, -1
-    for _ in range(8 * MEASURED_EVERY):
+    alone = -1
+    for arrived in range(8 * MEASURED_EVERY):
         for fragment in range(3):  # there is always a newer one
             announce(versions, fragment, versions.newest[fragment] + 1)
         alone = arrived if arrived and len(orders) == arrived else alone  # the next one waits behind none
         versions.fetch_missing(gathering=0)
         fragment, version = orders[arrived]
         versions.measure_way(fragment, 1000, 1.0, 0.08 if arrived == alone else 20.0)
-        arrived += 1
         arrive(versions, fragment, version)
     assert versions.ways.latency_s == 0.08
     assert versions.ways.pipe_bytes == pytest.approx(80), "and the queue is gone"
