@@ -73,12 +73,12 @@ def narrow_world(adopt: str, narrow: float) -> LinkedWorld:
 
 @pytest.mark.parametrize("adopt", RULES)
 def test_a_learner_with_a_quarter_of_the_link_changes_nothing_for_the_others(adopt: str) -> None:
-    alike, world, steady = narrow_world(adopt, 60), narrow_world(adopt, 15), 200 * STEP_S
+    alike, world, steady = narrow_world(adopt, 60), narrow_world(adopt, 15), 320 * STEP_S
     assert world.share_of("learner-3") == 0.25 and world.h == pytest.approx(alike.h, rel=0.02)
     for name in ("learner-0", "learner-1", "learner-2"):
         assert world.overlap_p95(steady, name) <= alike.overlap_p95(steady, name)
         assert world.merged_share(name) >= alike.merged_share(name) - 0.01
-    assert world.merged_share("learner-3") >= 0.8
+    assert world.merged_share("learner-3") >= (0.97 if adopt == "carry" else 0.75)
     members = world.members_since(steady, "learner-3")
     rounds = len([note for at, note in world.notes if note.kind == "round" and at >= steady])
     assert len(members) / rounds == pytest.approx(0.25, abs=0.04)
@@ -88,7 +88,7 @@ def test_a_learner_with_a_quarter_of_the_link_changes_nothing_for_the_others(ado
 
 def test_no_round_waits_for_a_learner_without_a_turn_and_participation_does_not_count_it() -> None:
     world = narrow_world("carry", 15)
-    notes = [note.data for at, note in world.notes if note.kind == "round" and at > 200 * STEP_S]
+    notes = [note.data for at, note in world.notes if note.kind == "round" and at > 320 * STEP_S]
     for data in notes:
         names: set[str] = {one["learner"] for one in data["members"]}  # type: ignore[attr-defined]
         assert data["live"] == len(names) == (4 if "learner-3" in names else 3)
@@ -98,7 +98,7 @@ def test_no_round_waits_for_a_learner_without_a_turn_and_participation_does_not_
 def test_it_is_asked_just_in_time_and_once() -> None:
     world = narrow_world("carry", 15)
     frozen = {pull.round: at for at, pull in world.sent(Pull, "learner-0")}
-    asked = [(pull.round, at) for at, pull in world.sent(Pull, "learner-3") if at > 200 * STEP_S]
+    asked = [(pull.round, at) for at, pull in world.sent(Pull, "learner-3") if at > 320 * STEP_S]
     assert len({number for number, _ in asked}) == len(asked)
     ahead = [frozen[number] - at for number, at in asked if number in frozen]
     way_s = DEFAULTS["up_bytes"] / (15 * MBIT)
@@ -108,15 +108,15 @@ def test_it_is_asked_just_in_time_and_once() -> None:
 def test_it_fetches_only_versions_that_hold_its_own_steps() -> None:
     world = narrow_world("carry", 15)
     adoptions = [t for t, _, _ in world.learners["learner-3"].adoptions if t > 200]
-    members = world.members_since(200 * STEP_S, "learner-3")
+    members = world.members_since(320 * STEP_S, "learner-3")
     assert len(adoptions) <= len(members) + 2
 
 
 def test_its_quorum_is_lowered_for_rounds_without_it() -> None:
     world = LinkedWorld([60, 60, 60, 15], **DEFAULTS, quorum=4, adopt="carry").run_steps(400)
-    rounds = [note.data for at, note in world.notes if note.kind == "round" and at > 200 * STEP_S]
+    rounds = [note.data for at, note in world.notes if note.kind == "round" and at > 320 * STEP_S]
     assert {len(data["members"]) for data in rounds} == {3, 4}  # type: ignore[arg-type]
-    assert world.overlap_p95(200 * STEP_S, "learner-0") <= world.floor_steps(60) + 1
+    assert world.overlap_p95(320 * STEP_S, "learner-0") <= world.floor_steps(60) + 1
 
 
 @pytest.mark.parametrize("mbit", [7.27, 5.0, 2.0])
@@ -146,7 +146,7 @@ def test_with_one_fragment_it_is_asked_in_its_turn() -> None:
     """Nobody can be asked ahead there: the round before is of the same fragment."""
     world = LinkedWorld([60, 60, 60, 15], up_bytes=2e6, down_bytes=4e6, fragments=1, sync_every=4).run_steps(400)
     assert world.share_of("learner-3") < 1.0
-    notes = [note.data for at, note in world.notes if note.kind == "round" and at > 200 * STEP_S]
+    notes = [note.data for at, note in world.notes if note.kind == "round" and at > 320 * STEP_S]
     names = [{one["learner"] for one in data["members"]} for data in notes]  # type: ignore[attr-defined]
     assert sum("learner-3" in some for some in names) / len(names) == pytest.approx(0.25, abs=0.15)
     assert world.merged_share("learner-3") > 0.9
