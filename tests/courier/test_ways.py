@@ -40,7 +40,7 @@ from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.syncer.parameters import Parameters
 
-RATE = 1.5e6
+RATE = 5e5
 """Bytes per second of the narrow link."""
 TENSORS = (TensorSpec("a", (400, 256), "float32"),)
 FRAGMENT_BYTES = 4 * 400 * 256
