@@ -46,7 +46,7 @@ PROTOCOL_HEADER = "Atoll-Protocol"
 """In the answer that opens a control channel: the oldest and the newest version that the syncer understands, `2-3`; or
 the only one."""
 RECEIVED_HEADER = "Atoll-Received"
-"""In the answer to a body: seconds that it took to arrive, from its first byte to its last; 0: it came in one piece."""
+"""Header of the answer to a body: seconds from its first byte to its last; 0: it came in one piece."""
 RELAY_HEADER = "Atoll-Relay"
 """Of what comes through a relay: its session. In the answer that opens a channel: this is a relay, of that name."""
 

@@ -131,7 +131,7 @@ class NormScreen:
         self._steps: list[deque[int]] = [deque(maxlen=window) for _ in self._sizes]
         """Per fragment, the steps of the contributions that had these norms."""
         self._steps_held = max if feedback else median_low
-        """Of these steps, as many as a contribution may hold with fewer of its own; feedback may be of the most."""
+        """Function of these steps: how many a contribution with fewer of its own may hold."""
         self._highest = [0.0] * len(self._sizes)
         """Per fragment, the highest running median so far."""
         self._least_buffers = [math.inf] * len(self._sizes)

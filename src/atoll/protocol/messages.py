@@ -457,7 +457,7 @@ class RoundShare(Message, frozen=True):
     """Share of the rounds that this learner takes part in from now on, since its link carries no more."""
 
     share: Real
-    """From 1/P to 1 (`schedule.has_turn`)."""
+    """Number above 0 and at most 1 (`schedule.has_turn`)."""
     reason: Words
 
 

@@ -50,7 +50,7 @@ from atoll.relay.versions import VersionCopies
 AGAIN_S = 0.5
 """Between two dials."""
 RATES_S = 1.0
-"""Between two looks whether the syncer should hear new rates."""
+"""Seconds between two looks whether the syncer should hear new rates."""
 CHANGED = 0.05
 """Part of a rate by which it has changed when the syncer hears of it."""
 

@@ -39,7 +39,7 @@ class VersionCopies:
     newest: dict[int, int] = field(default_factory=dict)
     """By fragment, as announced."""
     _kept: dict[tuple[int, int], KeptVersion] = field(default_factory=dict)
-    """By fragment and the version that its reader holds, WHOLE or CODED."""
+    """Copies by fragment and the version that its reader holds, WHOLE or CODED."""
     _coming: dict[tuple[int, int], asyncio.Task[KeptVersion]] = field(default_factory=dict)
     served: int = 0
     """Answers that needed no fetch of their own."""

@@ -178,7 +178,7 @@ class SeedPlan(msgspec.Struct, frozen=True):
     relays: DrawnRelays | None = None
     """In worlds with relays between learners and the syncer."""
     links: DrawnLinks | None = None
-    """In worlds whose links have a width."""
+    """Settings of worlds whose links have a width."""
 
     @property
     def kind(self) -> WorldKind:

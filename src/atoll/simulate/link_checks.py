@@ -50,7 +50,7 @@ class LinkChecks:
         """Round at which one of them was another than at the round before."""
         self._is_calm = True
         self._last_round: dict[tuple[str, int], int] = {}
-        """By learner and fragment, the round that its contribution was last in."""
+        """Round by learner and fragment that its contribution was last in."""
         self.checked = 0
         """Contributions whose overlap was held against the floor."""
 

@@ -68,7 +68,7 @@ class Network:
         self.redials = False
         """Whether a learner that lost its syncer dials again by itself."""
         self.links: dict[str, SimulatedLink] = {}
-        """By learner, links of a given width. Without one, bodies travel side by side."""
+        """Links of a given width, by learner. Without one, bodies travel side by side."""
         self.link_s = 0.0
         """Seconds that a body takes at most on one of these links."""
         self._backoff: dict[str, float] = {}

@@ -46,7 +46,7 @@ class HeldUpload(NamedTuple):
     key: ContributionKey
     digest: str
     seconds: float
-    """What the body took on a link of a given width to the relay; 0: it has none."""
+    """Seconds the body took on a link of a given width to the relay; 0: it has none."""
 
     @property
     def relay(self) -> SimulatedRelay:

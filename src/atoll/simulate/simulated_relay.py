@@ -106,9 +106,9 @@ class SimulatedRelay:
         self.up = self.sums = False
         self._summed: dict[int, rl.SumAsked] = {}
         self.ways = Ways()
-        """What its link carries, as it has measured."""
+        """Rates of its link, as it has measured."""
         self._coming: dict[int, tuple[int, float]] = {}
-        """By fragment, the version that is on its way down the link, and when its last byte is through."""
+        """Version of each fragment that is on its way down the link, and when its last byte is through."""
 
     # ---- its processes ------------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ class World:
         interval.up_bytes, interval.down_bytes = self.body_bytes
 
     def link_seconds(self, name: str) -> tuple[float, float]:
-        """What a contribution and a version take on the links of a learner, and on that of its relay."""
+        """Return the seconds of a contribution and of a version on the links of a learner and its relay."""
         relay = self.relay_of(self.learners[name])
         above = relay.body_link if relay is not None else None
         links = [link for link in (self.network.links.get(name), above) if link is not None]

@@ -25,7 +25,7 @@ RETRY_S = 0.5
 SHORTEST_S = 1e-6
 """The least that a latency counts for: 0 means that none was measured."""
 MEASURED_EVERY = 4
-"""So many versions, times the latencies that are remembered, are ordered behind others; then one is ordered alone, and
+"""Number of versions for each latency that is remembered that are ordered behind others; then one is ordered alone, and
 the latency is measured anew."""
 
 

@@ -1,4 +1,4 @@
-"""What a learner's link carries: the rate of its way up and of its way down, measured from the bodies it sends anyway.
+"""Rates of a learner's link: the rate of its way up and of its way down, measured from the bodies it sends anyway.
 
 A body counts from its first piece to its last, so waiting for an answer is no part of it. The rate is the median of the
 last `RECENT` bodies: a link that becomes wider or narrower is known after a few rounds, and a single body that stood
