@@ -5,8 +5,9 @@ second its way up and its way down carry, and the syncer measures its own merges
 trials:
 
 - **The interval.** The longest of H/P steps, of (overlap + 1)/P steps with an H below P, of the time that the narrower
-  way of the median learner needs for one round's body, and of the time of merge and disk. Rounds that follow each other
-  more slowly than their bodies pass do not queue, so a contribution is never older than its way is long.
+  way of the median learner needs for one round's body, and of the time of merge and disk. What a part needs is kept in
+  seconds (`Pace.free_at`): the steps of a learner vary, what a link carries does not. Rounds that follow each other
+  more slowly than their bodies pass do not queue, so a contribution is hardly older than its way is long.
 - **The rounds under way**: as many as start while one of them, without waiting for others, is between freezing and
   commit; within the memory that the settings allow.
 - **The shares.** A learner whose ways are narrower than those of the median learner takes part in so many rounds as its
