@@ -119,6 +119,15 @@ def test_orders_go_to_its_standard_input(make: Callable[..., Child]) -> None:
     child.send_order("to nobody")
 
 
+def test_an_order_that_it_did_not_live_to_hear_does_not_end_its_supervisor(make: Callable[..., Child]) -> None:
+    child = make("import time; time.sleep(60)", obeys=True)
+    child.start()
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    child.send_order("begin")
+    assert wait(child) == -signal.SIGKILL
+
+
 def test_exits_in_words() -> None:
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-signal.SIGKILL) == "killed by SIGKILL"

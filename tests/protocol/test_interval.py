@@ -130,6 +130,14 @@ def test_merge_and_disk_count_as_they_are() -> None:
     assert committing.interval.narrowest is not None and committing.interval.narrowest.part == "merge and disk"
 
 
+@pytest.mark.parametrize("slow", range(6))
+def test_a_disk_that_stands_still_once_leaves_h_alone(slow: int) -> None:
+    committing = Committing([WIDE] * 3, round_s=10.0)
+    for commit in range(6):
+        committing.merge_s = 9.0 if commit == slow else 0.01
+        assert committing.commit(1) == 1.0
+
+
 @pytest.mark.parametrize("claim", [1e-4, 1e29, 1.0, 0.0])
 @given(others=st.integers(1, 5), rate=st.floats(1e5, 2e6))
 def test_no_single_claim_moves_the_pace_by_more_than_near(claim: float, others: int, rate: float) -> None:

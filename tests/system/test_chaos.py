@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -27,6 +28,12 @@ PLAN = {
     ],
     "verdict": {"participation": 0.3, "syncer_back_s": 30.0, "recovery_s": 60.0},
 }
+
+
+def goes_on_in_a_new_term(events: list[dict[str, Any]]) -> bool:
+    """Whether a round was committed after the syncer was started again."""
+    kinds = [event["kind"] for event in events]
+    return "reigned" in kinds and "round" in kinds[kinds.index("reigned") :]
 
 
 @pytest.mark.faults
@@ -96,6 +103,7 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
     attack = run.beside("chaos", plan, "--run", run.out, "--json")
     run.until(lambda events: any(event["kind"] == "spared" for event in events))
     run.until(lambda events: len({life for name, life in members(events) if name == "learner-1"}) >= 2)
+    run.until(goes_on_in_a_new_term)
     run.interrupt()
     run.ended()
     assert attack.wait(60) == 0, (run.folder / "beside.log").read_text()

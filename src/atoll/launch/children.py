@@ -148,7 +148,8 @@ class Child:
         if self.process is None or (code := self.process.poll()) is None:
             return None
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with suppress(OSError):  # an order it did not live to hear is still in the buffer
+                self.process.stdin.close()
         self.process = None
         return code
 

@@ -47,10 +47,18 @@ def test_and_before_the_one_that_took_its_base_away() -> None:
     assert part(first, second, copies=[copy]).acts() == [first, copy, second]
 
 
-def test_other_fragments_and_other_orders_do_not_matter() -> None:
-    acts = [AdoptedEntry(1, 0, 7), AdoptedEntry(3, 1, 8), InformedEntry(3, 5)]
+def test_and_before_all_else_of_its_step_where_its_base_is_there() -> None:
+    first, others = AdoptedEntry(1, 0, 7), [AdoptedEntry(3, 1, 8), InformedEntry(3, 5)]
     copy = RecordedCopy(3, 10, 0, base=7, steps=2)
-    assert part(*acts, copies=[copy]).acts() == [*acts, copy]
+    assert part(first, *others, copies=[copy]).acts() == [first, copy, *others]
+
+
+def test_learners_that_adopt_the_last_rounds_in_different_orders_do_not_wait_for_each_other() -> None:
+    """At the end all fragments are copied at the same step, and each learner takes their versions as they come."""
+    copies = [RecordedCopy(5, 10, 0, base=0, steps=5), RecordedCopy(5, 11, 1, base=0, steps=5)]
+    versions = [AdoptedEntry(5, 0, 1), AdoptedEntry(5, 1, 1)]
+    for order in (versions, versions[::-1]):
+        assert part(OwnedEntry(0), *order, copies=copies).acts() == [OwnedEntry(0), *copies, *order]
 
 
 def test_the_first_parameters_are_a_base_of_every_fragment() -> None:

@@ -1,7 +1,7 @@
 """What a journal recorded: the syncer's decisions in order, and the actions of every training process.
 
-A process's actions are the entries of its tape, with the copies that rounds merged put where they were made: after the
-adoption that gave them their base, before the one that replaced it. A copy goes with the rest of the one before it
+A process's actions are the entries of its tape, with the copies that rounds merged put after the adoption that gave
+them their base, and before all else that the tape has of their step. A copy goes with the rest of the one before it
 (courier/feedback.py): of the last that was merged of its fragment, since the process was told to forget and since the
 run was rolled back.
 """
@@ -238,7 +238,12 @@ def _part(score: RunRecording, learner: str, session: str) -> ProcessRecording:
 
 
 def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[RecordedCopy]) -> list[RecordedAction]:
-    """Copies between the entries; those that were made before them are left out."""
+    """Copies between the entries; those that were made before them are left out.
+
+    A copy of a step stands as early in that step as its base allows. What is adopted between two steps does not change
+    what a copy of another fragment holds, and the real copy may have been made before the process waited for a version:
+    two learners that adopt each other's last rounds in different orders would wait for each other otherwise.
+    """
     held = ModelVersions()
     for entry in before:
         held.take(entry)
@@ -246,18 +251,22 @@ def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[Reco
     waiting = deque(sorted((copy for copy in copies if copy.t >= since), key=lambda copy: (copy.t, copy.round)))
     acts: list[RecordedAction] = []
     now: list[RecordedCopy] = []
-    """Copies of the step that is being looked at."""
+    """Copies of the step that is being looked at, whose base is still to be adopted."""
+
+    def place_copies() -> None:
+        acts.extend(copy for copy in now if held.is_base_of(copy))
+        now[:] = [copy for copy in now if not held.is_base_of(copy)]
+
     for entry in entries:
         if now and now[0].t < entry.t:
             acts.extend(now)
-            now = []
+            now.clear()
         while waiting and waiting[0].t <= entry.t:
             (now if waiting[0].t == entry.t else acts).append(waiting.popleft())
-        if isinstance(entry, AdoptedEntry | ForgotEntry):
-            acts.extend(copy for copy in now if held.is_base_of(copy, entry))
-            now = [copy for copy in now if not held.is_base_of(copy, entry)]
+        place_copies()
         held.take(entry)
         acts.append(entry)
+        place_copies()
     return [*acts, *now, *waiting]
 
 
@@ -304,7 +313,5 @@ class ModelVersions:
             self._versions.clear()
             self._others = 0 if isinstance(entry, OwnedEntry) else -1
 
-    def is_base_of(self, copy: RecordedCopy, before: AdoptedEntry | ForgotEntry) -> bool:
-        """Whether a copy of this very step was made before that entry took its base away."""
-        touched = isinstance(before, ForgotEntry) or before.fragment == copy.fragment
-        return touched and self._versions.get(copy.fragment, self._others) == copy.base
+    def is_base_of(self, copy: RecordedCopy) -> bool:
+        return self._versions.get(copy.fragment, self._others) == copy.base

@@ -27,7 +27,7 @@ from operator import lt
 
 from atoll.protocol import schedule
 from atoll.protocol.messages import RoundShare
-from atoll.protocol.statistics import Average
+from atoll.protocol.statistics import median
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
@@ -47,6 +47,9 @@ WORTH_TELLING = 0.2
 """Change of H that people are told of."""
 COMMITS = 24
 """Commits whose quickest says how long a round takes that waits for no other."""
+MERGES, FIRST_MERGES = 5, 3
+"""Commits whose median says how long merge and disk take, and how many there have to be: a disk that stands still once,
+or the first use of a kernel, does not space the rounds."""
 MBIT = 1e6 / 8
 
 
@@ -86,7 +89,7 @@ class RoundInterval:
         """Memory of one contribution under way in the syncer (0: not known, no limit), and of all together at most."""
         self.needed = schedule.least_flights(state.settings)
         """Rounds under way that keep the interval."""
-        self.merging_s = Average()
+        self._merges_s: deque[float] = deque(maxlen=MERGES)
         """Seconds from the last answer to the commit, once it is the round's turn: merge and disk."""
         self._told_h = float(state.settings.sync_every)
         self._round_s: deque[float] = deque(maxlen=COMMITS)
@@ -133,7 +136,7 @@ class RoundInterval:
         if self._state.draining or round_.attempt > 1 or not step_s:  # 0: all reports so far came in one burst
             return
         self._round_s.append(max(0.0, now - round_.frozen_at))
-        self.merging_s.add(now - round_.merging_at)
+        self._merges_s.append(now - round_.merging_at)
         asked = max(schedule.interval(settings), self._interval_by_overlap(overlap))
         asked_s = asked * step_s
         self.narrowest = self._find_narrowest()
@@ -188,7 +191,8 @@ class RoundInterval:
         return min(MOST_DRAIN, DRAIN * max(0, queue))
 
     def _find_narrowest(self) -> Narrowest | None:
-        merge = Narrowest("merge and disk", self.merging_s.value or 0.0)
+        merge_s = median(self._merges_s) if len(self._merges_s) >= FIRST_MERGES else 0.0
+        merge = Narrowest("merge and disk", merge_s)
         ways = sorted((self._narrower_way(one) for one in self._state.members.stepping_learners()), key=_seconds)
         if not ways:
             return merge
