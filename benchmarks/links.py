@@ -536,6 +536,8 @@ def compare_losses(options: argparse.Namespace) -> dict[str, Any]:
             with tempfile.TemporaryDirectory(dir=os.environ.get("ATOLL_SCRATCH")) as scratch:
                 words = (document, driver, Path(scratch), bodies.down)
                 run = asyncio.run(run_ours(*words, script=WORKLOAD, evaluator=True))
+            if links is not None:
+                keep_events(options, run)
             row = describe_real(run, rates if links else None, options.delay, bodies)
             found[name][str(seed)] = row
             say(f"seed {seed} {name:7} loss {row['loss']:.4f}, overlap {row['overlap']['median']}")

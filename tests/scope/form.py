@@ -51,7 +51,7 @@ CLOCKS = {
     "_bodies",  # of a way: bytes, and the seconds they took
     *("_latencies", "_ordered_alone"),
     *("carried_s", "free_at"),  # of the pace
-    *("_near_s", "_round_s", "merging_s"),  # of the interval between rounds
+    *("_near_s", "_round_s", "_merges_s"),  # of the interval between rounds
     "_alone",  # what counts of it depends on time
 }
 TALK = {
