@@ -12,7 +12,7 @@ from tests.fabric.narrow_link import ObservedLink
 from atoll.chaos.tcp_relay import TcpRelay
 from atoll.digests import compute_digest
 from atoll.fabric.bodies import BodyConnection
-from atoll.fabric.body_meter import ArrivalMeter, MeasuredArrival
+from atoll.fabric.body_meter import ArrivalMeter, ArrivedBytes, MeasuredArrival
 from atoll.fabric.intake import ReceivedBody
 from atoll.fabric.transfer import SentBody
 
@@ -91,6 +91,25 @@ def test_parts_that_arrive_together_share_the_time_and_a_wait_between_them_does_
     )
     assert meter.measure() == MeasuredArrival(40, pytest.approx(3.5))
     assert meter.latency_s == pytest.approx(0.5), "the shortest of all requests"
+
+
+def test_what_arrives_of_another_version_meanwhile_was_carried_by_the_link_too(clock: Clock) -> None:
+    arrived = ArrivedBytes()
+    meters = [ArrivalMeter(clock=clock, arrived=arrived) for _ in range(2)]
+    one, two = (meter.expect_part() for meter in meters)
+    play(
+        meters[0],
+        clock,
+        (1.0, lambda: one.count(10)),
+        (2.0, lambda: one.count(10)),
+        (3.0, lambda: two.count(10)),
+        (4.0, lambda: one.count(10)),
+        (4.0, one.stop),
+        (5.0, lambda: two.count(10)),
+        (5.0, two.stop),
+    )
+    assert [meter.measure() for meter in meters] == [MeasuredArrival(30, 3.0), MeasuredArrival(20, 2.0)]
+    assert meters[0].measure_whole() == pytest.approx(3.0), "of its own 30 bytes"
 
 
 def test_work_that_takes_longer_than_the_link_is_what_counts(clock: Clock) -> None:

@@ -185,7 +185,8 @@ class TcpRelay:
         sender = start_for_connection(send, writer.transport.abort, self.mistakes)
         loop, due, held = asyncio.get_running_loop(), 0.0, 0
         try:
-            while data := await reader.read(CHUNK):
+            # A quarter of the buffer at most: what frees it has to come while the rest of it still keeps the line busy.
+            while data := await reader.read(min(CHUNK, max(self._packet, self.buffer_bytes // 4))):
                 if upwards and not control.is_set() and b"Upgrade: websocket" in data[:2048]:
                     control.set()
                 due = max(due, loop.time() + self.delay_s + self.jitter_s * self._dice.random())

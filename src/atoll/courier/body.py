@@ -39,7 +39,7 @@ from atoll.courier.slots import COPY_GONE, IncomingSlots, OutgoingSlots
 from atoll.courier.turns import UploadTurns
 from atoll.digests import combine_digests
 from atoll.fabric.bodies import BodyConnection, fetch_one_version, run_together
-from atoll.fabric.body_meter import ArrivalMeter, PartArrival
+from atoll.fabric.body_meter import ArrivalMeter, ArrivedBytes, PartArrival
 from atoll.fabric.transfer import CodedBody, FetchedVersion
 from atoll.fabric.wire import BF16, SMALL_BYTES, digest_aside
 from atoll.mailbox.box import BoxLayout, Mailbox, can_spare
@@ -149,13 +149,14 @@ class VersionArrival:
 
     def __init__(
         self,
+        arrived: ArrivedBytes,
         pipe_bytes: float,
         tell_arriving: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """`pipe_bytes`: bytes that are under way at once on a full link: with no more to come than these, the next
         request is due."""
-        self.meter = ArrivalMeter(self._look)
+        self.meter = ArrivalMeter(self._look, arrived=arrived)
         self._pipe_bytes, self._tell_arriving, self._spawn = pipe_bytes, tell_arriving, spawn
         self._is_near = self._told = False
 
@@ -202,6 +203,7 @@ class FragmentTransfers:
         self.feedback = Feedback(box)
         self.ways = ways or Ways()
         self._turns = UploadTurns(self.ways.up)
+        self._arrived = ArrivedBytes()
         self._held = HeldVersions(box, settings.version_codec if rank_plan is None else "fp32")
         self.encoded_with: dict[int, int] = {}
         """Placement device: slot → the step of the copy whose rest the copy in it was encoded with."""
@@ -505,7 +507,7 @@ class FragmentTransfers:
     async def _fetch(self, fragment: int) -> None:
         slot = await self.incoming.take_slot()
         part = self._box.plan.fragments[fragment]
-        arrival = VersionArrival(self.ways.pipe_bytes, lambda: self._tell(fx.Arriving()), self._spawn)
+        arrival = self._expect_version(fx.Arriving())
         # Moments that may follow the version are still to come: the way down is not free before them.
         moments = arrival.meter.expect_part() if self._may_fetch_moments(part) else None
         try:
@@ -522,6 +524,9 @@ class FragmentTransfers:
         arrival.tell()
         self._tell(fx.Fetched(fragment, version, *self._add_arrival(arrival.meter)))
         self.incoming.release_unwanted(fragment)
+
+    def _expect_version(self, arriving: fx.Arriving | PartArriving) -> VersionArrival:
+        return VersionArrival(self._arrived, self.ways.pipe_bytes, lambda: self._tell(arriving), self._spawn)
 
     def _add_arrival(self, meter: ArrivalMeter) -> tuple[int, float, float]:
         """Add a version to what was measured; return its bytes, its seconds and its latency."""
@@ -541,7 +546,7 @@ class FragmentTransfers:
 
     async def _fetch_part(self, order: FetchPart) -> None:
         fragment = order.fragment
-        arrival = VersionArrival(self.ways.pipe_bytes, lambda: self._tell(PartArriving(fragment)), self._spawn)
+        arrival = self._expect_version(PartArriving(fragment))
         try:
             version = await self._bring(self._box.plan.fragments[fragment], order.slot, arrival.meter)
         except (PeerError, Unreachable) as error:

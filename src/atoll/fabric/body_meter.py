@@ -4,6 +4,8 @@ Rules:
 - a body counts from its first piece to its last, without the bytes of that piece: the wait for it is latency;
 - bodies that arrive at the same time share a link (the parts of a fragment from several shards, or what a relay fetches
   for several learners): time counts once while any of them is arriving;
+- what arrives of other versions meanwhile counts as well: the link carried it. The next version is asked for before the
+  last one is whole, so their ends overlap;
 - a body that breaks off and is asked for again does not count in between;
 - a body that came in one piece says nothing about a rate.
 """
@@ -22,6 +24,13 @@ class MeasuredArrival(NamedTuple):
 
     nbytes: int = 0
     seconds: float = 0.0
+
+
+class ArrivedBytes:
+    """Bytes that have arrived over a link, of all bodies."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
 
 
 class PartArrival:
@@ -80,10 +89,16 @@ class ArrivalMeter:
     """The bodies of one link, or the parts of one version."""
 
     def __init__(
-        self, on_progress: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+        self,
+        on_progress: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        arrived: ArrivedBytes | None = None,
     ) -> None:
-        """`on_progress` is called after every piece."""
+        """`on_progress` is called after every piece; `arrived` is shared by all meters of a link."""
         self.on_progress, self.clock = on_progress, clock
+        self._arrived = arrived or ArrivedBytes()
+        self._seen = 0
+        """Bytes that had arrived over the link by the last piece."""
         self.arriving = 0
         """Number of bodies between their first piece and their last."""
         self.latency_s = 0.0
@@ -117,14 +132,18 @@ class ArrivalMeter:
         if self.arriving:
             self.note_piece(now, nbytes)
         else:
-            self._last_at = now
-            self._whole_nbytes += nbytes
+            self._note(now, nbytes)
         self.arriving += 1
 
     def note_piece(self, now: float, nbytes: int) -> None:
-        self._seconds += now - self._last_at
-        self._last_at = now
-        self._nbytes += nbytes
+        since, seen = self._last_at, self._seen
+        self._note(now, nbytes)
+        self._seconds += now - since
+        self._nbytes += self._seen - seen
+
+    def _note(self, now: float, nbytes: int) -> None:
+        self._arrived.nbytes += nbytes
+        self._last_at, self._seen = now, self._arrived.nbytes
         self._whole_nbytes += nbytes
 
     @property
@@ -133,8 +152,8 @@ class ArrivalMeter:
         return sum(part.to_come for part in self._parts)
 
     def measure(self) -> MeasuredArrival:
-        """Return the bytes behind the first piece and the seconds that they took to arrive; or all bytes and the
-        seconds of work on them, if the work is the slower of the two."""
+        """Return the bytes that the link carried behind the first piece and the seconds that they took to arrive; or
+        all bytes of the body and the seconds of work on them, if the work is the slower of the two."""
         if not self._nbytes or not self._seconds:
             return MeasuredArrival()
         work_s = self.work_s + max((part.work_s for part in self._parts), default=0.0)
