@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_a_disk_that_stands_still_once_leaves_h_alone(slow: int) -> None:
         assert committing.commit(1) == 1.0
 
 
-@pytest.mark.parametrize("claim", [1e-4, 1e29, 1.0, 0.0])
+@pytest.mark.parametrize("claim", [5e-324, 1e-305, 1e-4, 1e29, 1.0, 0.0])
 @given(others=st.integers(1, 5), rate=st.floats(1e5, 2e6))
 def test_no_single_claim_moves_the_pace_by_more_than_near(claim: float, others: int, rate: float) -> None:
     honest = Committing([rate] * others).commit()
@@ -152,6 +153,18 @@ def test_no_single_claim_moves_the_pace_by_more_than_near(claim: float, others: 
     # Nobody's share but the claimant's own falls, unless what it claims is the wider way of two.
     shares = [claiming.learner(number).share for number in range(others)]
     assert shares == [1.0] * others or wider
+
+
+@pytest.mark.parametrize("claim", [5e-324, 1e-305, 1e-4])
+def test_the_smallest_claim_leaves_every_time_finite(claim: float) -> None:
+    """One report of 1e-305 bytes per second divided by zero, and ended the syncer."""
+    alone = Committing([claim])
+    alone.commit()
+    assert alone.interval.carried_s < inf and len(alone.notes("pace")) == 1, "told once"
+    claiming = Committing([2e6] * 3 + [claim])
+    claiming.commit()
+    assert claiming.learner(3).share == pytest.approx(1 / 24)
+    assert claiming.interval.lead_s(claiming.learner(3)) < inf
 
 
 def test_a_claim_just_above_the_middle_moves_it_by_near_at_most() -> None:

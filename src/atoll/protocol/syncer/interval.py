@@ -50,6 +50,8 @@ COMMITS = 24
 MERGES, FIRST_MERGES = 5, 3
 """Commits whose median says how long merge and disk take, and how many there have to be: a disk that stands still once,
 or the first use of a kernel, does not space the rounds."""
+LEAST_RATE = 1.0
+"""Bytes per second. A learner that claims less counts as this: the times that follow from its claim stay finite."""
 MBIT = 1e6 / 8
 
 
@@ -239,7 +241,7 @@ class RoundInterval:
 
 def _seconds_of(nbytes: float, rates: tuple[float, float]) -> float:
     """Seconds that a body takes on a way of which each stretch has a rate; 0: the stretch was not measured."""
-    return max((nbytes / rate for rate in rates if rate > 0), default=0.0)
+    return max((nbytes / max(LEAST_RATE, rate) for rate in rates if rate > 0), default=0.0)
 
 
 def _seconds(part: Narrowest) -> float:
