@@ -51,6 +51,23 @@ def test_a_way_up_is_named_with_the_codec_of_contributions() -> None:
     assert describe_shortage(world.syncer).endswith("H is 39.9 instead of 24; codec = int8 would hold H = 24")
 
 
+def test_where_both_ways_carry_less_both_codecs_are_named() -> None:
+    """The defaults ask twice as much of the way down: a smaller codec of versions alone left H where it was."""
+    world = usual_world()
+    give_links(world, 20, 40)
+    world.run_until(seconds=150)
+    said = describe_shortage(world.syncer)
+    assert said.startswith("way down of learner-1: 38.5 of 40 Mbit/s: H is 39.9 instead of 24; ")
+    assert said.endswith("; codec = int8 and version_codec = bf16 would hold H = 24")
+
+
+def test_no_codec_is_named_where_one_of_two_narrow_ways_carries_none() -> None:
+    world = usual_world()
+    give_links(world, 5, 40)
+    world.run_until(seconds=300)
+    assert describe_shortage(world.syncer).endswith("H is 160 instead of 24; sync_every = 160 says as much")
+
+
 def test_where_no_codec_is_small_enough_the_h_that_is_carried_is_named() -> None:
     world = usual_world()
     give_links(world, 100, 5)

@@ -19,7 +19,7 @@ from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import LearnerTime, format_score, participation, spread
-from atoll.protocol.syncer.interval import HEADROOM, RoundInterval
+from atoll.protocol.syncer.interval import HEADROOM, Narrowest, RoundInterval
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer.recovery import outer_of
@@ -365,13 +365,23 @@ def describe_shortage(machine: Syncer) -> str:
     if settings.synchronous:
         return f"{used}: its learners wait for it"
     fits = f"sync_every = {ceil(carried_h - 1e-6)} says as much"
-    behind = carried_h / settings.sync_every
-    for name, own in (("version_codec", settings.version_codec), ("codec", settings.codec)):
-        body = interval.bodies.get(own, 0)
-        smaller = [one for one, size in interval.bodies.items() if size * behind <= body]
-        if smaller and narrowest.part.startswith("way down" if name == "version_codec" else "way up"):
-            fits = f"{name} = {max(smaller, key=interval.bodies.__getitem__)} would hold H = {settings.sync_every}"
+    codecs, asked_s = (settings.codec, settings.version_codec), schedule.interval(settings) * step_s
+    if smaller := _name_smaller_codecs(interval, narrowest, codecs, asked_s):
+        fits = f"{smaller} would hold H = {settings.sync_every}"
     return f"{used}: H is {carried_h:.3g} instead of {settings.sync_every}; {fits}"
+
+
+def _name_smaller_codecs(interval: RoundInterval, narrowest: Narrowest, codecs: tuple[str, str], asked_s: float) -> str:
+    """Name the codecs whose bodies both ways carry within `asked_s`; empty if one way carries no codec's."""
+    named = []
+    for name, own, way_s in zip(("codec", "version_codec"), codecs, narrowest.ways_s, strict=True):
+        body, times = interval.bodies.get(own, 0), HEADROOM * way_s / asked_s
+        if times > 1:
+            smaller = [codec for codec, size in interval.bodies.items() if size * times <= body]
+            if not smaller:
+                return ""
+            named.append(f"{name} = {max(smaller, key=interval.bodies.__getitem__)}")
+    return " and ".join(named)
 
 
 def _describe_lacking_memory(interval: RoundInterval, learners: int) -> str:

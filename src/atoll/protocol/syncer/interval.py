@@ -65,6 +65,8 @@ class Narrowest:
     """Seconds that one round takes of it."""
     nbytes: float = 0.0
     """Bytes of one round that pass it; 0: the part is no link."""
+    ways_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds that one round takes of the learner's way up and of its way down; 0: not measured, or no link."""
 
     def describe(self, interval_s: float) -> str:
         """Say how much of the part is used: "way down of site-2: 58 of 60 Mbit/s"."""
@@ -207,8 +209,8 @@ class RoundInterval:
         """The learner's way that takes longer for one round; 0 seconds if nothing was measured yet."""
         up_s, down_s = _seconds_of(self.up_bytes, learner.up_rates), _seconds_of(self.down_bytes, learner.down_rates)
         if up_s > down_s:
-            return Narrowest(f"way up of {learner.name}", up_s, self.up_bytes)
-        return Narrowest(f"way down of {learner.name}", down_s, self.down_bytes)
+            return Narrowest(f"way up of {learner.name}", up_s, self.up_bytes, (up_s, down_s))
+        return Narrowest(f"way down of {learner.name}", down_s, self.down_bytes, (up_s, down_s))
 
     def lead_s(self, learner: KnownLearner) -> float:
         """Seconds before a round in which a learner with a share has to be asked for its contribution."""
