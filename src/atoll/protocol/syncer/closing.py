@@ -129,15 +129,15 @@ class RoundClosing:
         return changed
 
     def _give_full_shares(self, stepping: list[KnownLearner]) -> None:
-        """Let all take part in every round if no learner with a wider link is left: shares follow from commits, and no
-        round would be committed without a learner that has a turn in it."""
-        if any(one.share == 1.0 for one in stepping):
+        """Let all learners take part in every round if none with a full share is left. Shares change at commits only,
+        and a round in which no learner has a turn is not committed."""
+        if any(learner.share == 1.0 for learner in stepping):
             return
         reason = "no learner with a wider link trains any more: it takes part in every round"
-        for one in stepping:
-            one.share = 1.0
-            self.state.out.send(one.name, RoundShare(share=1.0, reason=reason))
-            self.state.out.note("share", f"{one.name}: {reason}", one, share=1.0)
+        for learner in stepping:
+            learner.share = 1.0
+            self.state.out.send(learner.name, RoundShare(share=1.0, reason=reason))
+            self.state.out.note("share", f"{learner.name}: {reason}", learner, share=1.0)
 
     def count_steps(self, now: float, learner: KnownLearner) -> None:
         """It has reported its steps. A synchronous run's step follows from its rounds alone."""
@@ -162,11 +162,11 @@ class RoundClosing:
         return [one for one in some if self._is_ready(one, round_)]
 
     def without_turn(self, round_: Round) -> list[KnownLearner]:
-        """Return the learners that have no part in this round: their links carry only a share of the rounds, or they
-        were asked ahead and had nothing to give."""
+        """Return the stepping learners that have no part in this round: it is not one of their share, or they were
+        asked ahead and had nothing to give."""
         if self.state.draining or self.state.settings.synchronous:
             return []
-        return [one for one in self.state.members.stepping_learners() if not self._has_part(one, round_)]
+        return [learner for learner in self.state.members.stepping_learners() if not self._has_part(learner, round_)]
 
     def _is_ready(self, one: KnownLearner, round_: Round) -> bool:
         if not one.may_give(round_.fragment):
@@ -180,8 +180,8 @@ class RoundClosing:
         return self._has_part(one, round_) and one.is_ready(round_.fragment)
 
     def _has_part(self, one: KnownLearner, round_: Round) -> bool:
-        """Whether this round is one of the learner's share. With one fragment nobody can be asked ahead, since the
-        round before is of the same fragment: in its turn a learner with a share is asked like the others."""
+        """Return whether this round is one of the learner's share, or is overdue. With one fragment no learner can be
+        asked ahead, since the round before takes the same fragment: a learner with a share is asked in its turn."""
         if (seat := round_.seats.get(one.name)) is not None:
             return seat.state != "out"
         if self.state.settings.fragments == 1 and schedule.has_turn(round_.number, one.share, self.state.settings):
@@ -217,8 +217,8 @@ class RoundClosing:
         """Count the learners that step and have a part in this round, and those that are ready though their training
         loop has ended: without the latter, one of them would stand in for a learner that still steps, and the round
         would not wait for that one."""
-        names = {one.name for one in (*self.state.members.stepping_learners(), *ready)}
-        return len(names - {one.name for one in self.without_turn(round_)})
+        names = {learner.name for learner in (*self.state.members.stepping_learners(), *ready)}
+        return len(names - {learner.name for learner in self.without_turn(round_)})
 
     def note_frozen(self, now: float, round_: Round) -> None:
         """Book what the gathering took."""
@@ -295,7 +295,7 @@ class RoundClosing:
         steps to come round. The wait is at most the steps from one round to the next, so it does not delay that one."""
         step_s = self.state.members.step_s()
         stepping = self.state.members.stepping_learners()
-        late = any(round_.fragment in one.late for one in stepping if one.share == 1.0)
+        late = any(round_.fragment in learner.late for learner in stepping if learner.share == 1.0)
         if not late or step_s is None:
             return self.grace_s
         return self._wait_s(min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
@@ -528,8 +528,8 @@ class Pace:
         return self.clock >= self.due - 1e-9 and now >= self.free_at
 
     def use_turn(self, now: float) -> None:
-        """A round has used its turn. The clock moves by whole steps, to each of which several rounds may belong. A part
-        that idled makes up for half a round at most: more would queue."""
+        """Count a round that has used its turn. The clock moves by whole steps, to each of which several rounds may
+        belong. After a pause the narrowest part makes up for half a round at most; more would queue."""
         self.free_at = max(self.free_at, now - self.carried_s / 2) + self.carried_s if self.carried_s else now
         self.due = max(self.due + self.interval, self.clock - max(1.0, self.interval))
 

@@ -146,8 +146,8 @@ class Rounds:
     # ---- learners with a share of the rounds ---------------------------------------------------------------------
 
     def pull_ahead(self, now: float) -> None:
-        """Ask every learner with a share for its next contribution, so that it is there when its round freezes. Not
-        sooner: it would only be older then."""
+        """Ask every learner with a share for its next contribution, in time for the round to freeze with it. Asking
+        earlier would only make the contribution older."""
         if self.state.settings.synchronous or self.state.draining or self.state.changing_rounds:
             return
         for learner in self.state.members.stepping_learners():
@@ -160,8 +160,9 @@ class Rounds:
         return sum(seat is not None and seat.state == "asked" for seat in seats)
 
     def _next_turn(self, learner: KnownLearner) -> int | None:
-        """Return the round of its share that its contribution would be just in time for, or None if none is near. As
-        many answers may be on their way as rounds begin in the time of one; more would only queue."""
+        """Return the next round in which the learner has a turn and for which its contribution would be just in time.
+        None: there is no such round, or as many of its answers are on their way as rounds begin in the time of one
+        answer; more would only queue."""
         settings, step_s = self.state.settings, self.state.members.step_s()
         if not step_s:
             return None
@@ -169,9 +170,10 @@ class Rounds:
         lead = ceil(self.interval.lead_s(learner) / (self.interval.steps * step_s))
         if self._count_asked(learner) >= max(1, lead):
             return None
-        # Where its answer takes longer than a cycle it is asked as early as a fragment is free. It comes late then, and
-        # its round waits for it; otherwise it would never be asked.
-        last_free = first + settings.fragments - 1 - sum(one.is_under_way for one in self.state.open_rounds.values())
+        # If the answer takes longer than a cycle, the learner is asked as early as a fragment is free. The answer comes
+        # late then and its round waits for it, but otherwise the learner would never be asked.
+        under_way = sum(round_.is_under_way for round_ in self.state.open_rounds.values())
+        last_free = first + settings.fragments - 1 - under_way
         soonest = max(min(first + lead, last_free), self.state.next_round)
         for number in range(soonest, min(soonest + 2, first + settings.fragments)):
             fragment = schedule.fragment_of(number, settings)
@@ -196,9 +198,10 @@ class Rounds:
         self.state.out.send(learner.name, pull)
 
     def _void_ahead(self, reason: str) -> None:
-        """Open every round up to the last one that was asked for ahead, to be passed over: if its number were used
-        again, a late answer would be taken for that of another pull."""
-        last = max((one.number for one in self.state.open_rounds.values() if one.stage == "ahead"), default=-1)
+        """Void every round up to the last one that a learner was asked for ahead. If a number were used again, a late
+        answer would be taken for the answer to another pull."""
+        rounds = self.state.open_rounds.values()
+        last = max((round_.number for round_ in rounds if round_.stage == "ahead"), default=-1)
         for number in range(self.state.next_round, last + 1):
             fragment = schedule.fragment_of(number, self.state.settings)
             round_ = self.state.open_rounds.setdefault(number, Round(number, fragment, 0.0, stage="ahead"))
@@ -230,7 +233,7 @@ class Rounds:
             else:
                 round_.enter_stage("void")
                 round_.reason = "the run ends"
-                for seat in round_.seats.values():  # of learners that were asked ahead
+                for seat in round_.seats.values():  # seats of learners that were asked ahead
                     self.leave_out(round_, seat, "the run ends")
         self.state.next_round = max(self.state.open_rounds, default=self.state.committed - 1) + 1
         self.state.draining = True
@@ -275,13 +278,14 @@ class Rounds:
         round_.enter_stage("pulling")
         round_.frozen_at, round_.reason = now, reason
         alive = self.state.members.names_alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
-        without_turn = {one.name for one in self.closing.without_turn(round_)}
-        round_.alive = len({*(name for name in alive if name not in without_turn), *(one.name for one in ready)})
-        for seat in round_.asked:  # ahead, and late: from now on the round waits for it
+        without_turn = {learner.name for learner in self.closing.without_turn(round_)}
+        round_.alive = len((set(alive) - without_turn) | {learner.name for learner in ready})
+        for seat in round_.asked:  # asked ahead, and late: from now on the round waits for the answer
             seat.deadline_s = self.closing.deadline_of(self.state.members.learners[seat.learner])
-        for one in [one for one in ready if not round_.has_seat(one.name)]:
-            deadline_s = self.closing.last_deadline_s if round_.last else self.closing.deadline_of(one)
-            round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s, asked_at=now)
+        for learner in [learner for learner in ready if not round_.has_seat(learner.name)]:
+            deadline_s = self.closing.last_deadline_s if round_.last else self.closing.deadline_of(learner)
+            seat = Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now)
+            round_.seats[learner.name] = seat
             pull = Pull(
                 round=round_.number,
                 attempt=round_.attempt,
@@ -289,7 +293,7 @@ class Rounds:
                 gathering=max(round_.number + 1, self.state.gathering_round),
                 deadline_s=deadline_s,
             )
-            self.state.out.send(one.name, pull)
+            self.state.out.send(learner.name, pull)
         self.state.out.add_effect(ConfirmSent(round_.number, round_.attempt))
 
     def pulls_sent(self, now: float, number: int, attempt: int) -> None:
