@@ -28,8 +28,8 @@ def interval(settings: Settings) -> float:
 
 
 def has_turn(round: int, share: float, settings: Settings) -> bool:
-    """Whether a learner with this share of the rounds takes part in this one. The turns of every cycle begin one
-    fragment earlier than those of the cycle before, so that each fragment has its turn."""
+    """Return whether a learner with this share of the rounds takes part in this one. The turns of each cycle begin one
+    fragment earlier than those of the cycle before, so that every fragment has its turn."""
     turn = round % settings.fragments + round // settings.fragments
     return floor((turn + 1) * share + 1e-9) > floor(turn * share + 1e-9)
 

@@ -235,14 +235,14 @@ class Orders:
         self._first_step = t + self._rounds_per_step.steps_to_next(self.settings)
 
     def order_ahead(self, t: int, waited_for: Iterable[int]) -> None:
-        """Order the copies that rounds may want before the boundary after the coming one, and what pulls wait for. With
-        a share of the rounds it is only the latter: pulls come so early that there is time for a fresh copy."""
+        """Order the copies that rounds may want before the boundary after the coming one, and those for waiting pulls.
+        A learner with a share of the rounds orders only the latter: its pulls leave time for a fresh copy."""
         step = max(t + 1, self._first_step)
         count = self._rounds_per_step.count_ahead(self.settings) if self.share == 1.0 else 0
         wanted = dict.fromkeys(range(self.gathering, self.gathering + count), step)
         wanted |= dict.fromkeys(waited_for, t)
-        # Those of this boundary may be on their way off the device; older ones had no slot and were never made. Where
-        # no boundary comes, probes go on ordering: of one fragment only the newest order stays.
+        # Copies of this boundary may be on their way off the device; older ones had no slot and were never made. While
+        # no boundary comes, probes keep ordering copies: only the newest order of each fragment stays.
         newest = {schedule.fragment_of(n, self.settings): n for n in sorted({*self.pending, *wanted})}
         for number in [
             n for n, at in self.pending.items() if n not in wanted and (at != t or n not in newest.values())
@@ -440,8 +440,8 @@ class Pulls:
     def _is_overtaken(self, fragment: int) -> bool:
         """Return whether a copy is of no use because another version is on its way into the model.
 
-        After the last step a copy on the version before could not be sent any more, and nobody asks again. With carry
-        it could not be subtracted any more. The next copy, on the new version, holds the same steps.
+        After the last step a copy on the version before could no longer be sent, and no round asks again. With carry it
+        could no longer be subtracted. The next copy, on the new version, holds the same steps.
         """
         return fragment in self._versions.adopting and (self._carries or not self._standing().stepping)
 

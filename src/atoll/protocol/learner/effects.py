@@ -98,12 +98,12 @@ class Fetched(Fact, frozen=True):
 
 
 class Arriving(Fact, frozen=True):
-    """Event: of the bodies that were fetched, at most rate times round trip is still to come: the way down is free for
-    the next one."""
+    """Event: at most rate times round trip of the requested bodies is still to come, so the way down is free for the
+    next one."""
 
 
 class Lacking(Fact, frozen=True):
-    """Event: bytes of the run's parameters that have not arrived yet."""
+    """Event: number of bytes of the run's parameters that have not arrived yet."""
 
     nbytes: int
 
@@ -338,7 +338,7 @@ class Begin(Fact, frozen=True):
 
 
 class HoldBack(Fact, frozen=True):
-    """Effect: a training process that has made no step makes none before BeginTraining (it does not wait for ever)."""
+    """Effect: a training process that has made no step waits with its first for BeginTraining, but not for ever."""
 
 
 class BeginTraining(Fact, frozen=True):

@@ -89,7 +89,7 @@ class LearnerMachine:
         self._helping = Helping(self._do, self._connection.send_message, self._versions)
         self._final: tuple[int, ...] | None = None
         self._held_back = False
-        """Training has not begun, by the syncer's word."""
+        """Whether training has not begun, as the syncer's last welcome said."""
         self._lacking_bytes = 0
         """Bytes of the run's parameters that have not arrived yet."""
 
@@ -127,7 +127,7 @@ class LearnerMachine:
 
     @property
     def fetches_parameters(self) -> bool:
-        """Whether it is on its way into a run that has parameters."""
+        """Whether this learner joins a run that has parameters."""
         return self.phase == "joining" and self._connection.connected and min(self.newest, default=-1) >= 0
 
     @property
@@ -349,10 +349,10 @@ class LearnerMachine:
         self._pulls.plan_copies()
         self._send_report(now)
         if not welcome.waits and self.t == 0:
-            self._begin_training("")  # it may have been held back by an earlier term, or by the word to a dead courier
+            self._begin_training("")  # an earlier term, or a courier that died, may have held the training process back
 
     def _begin_training(self, reason: str) -> None:
-        """Let the training process go, once its next orders are on their way to it."""
+        """Let the training process make its first step, after its next orders are on their way to it."""
         self._held_back = False
         self._train_if_recovered()
         self._do(fx.BeginTraining(reason))
@@ -385,7 +385,7 @@ class LearnerMachine:
         self._restored = False
 
     def _train_if_recovered(self) -> None:
-        """The run's parameters are there, a peer's state is, or will not come, and training has begun."""
+        """Begin to contribute, if the run's parameters are there, no peer's state is to come and training has begun."""
         if self.phase == "joining" and self._may_train:
             self.phase = "training"
             self._pulls.plan_copies()
@@ -433,7 +433,7 @@ class LearnerMachine:
             self._seeking.stop_seeking("the run ends: no peer's inner optimizer is needed any more")
             self._orders.pending.clear()
             self._do(fx.Stop(reason))
-            self._fetch_missing()  # with a share of the rounds it had passed some versions over
+            self._fetch_missing()  # a learner with a share of the rounds has passed over some versions
 
     def _lose_connection(self, reason: str) -> None:
         is_news = self._connection.note_lost(reason)
@@ -461,7 +461,7 @@ class LearnerMachine:
 
     @property
     def _takes_owed_only(self) -> bool:
-        """Whether the way down has room only for versions that this learner can use: those that hold its own steps."""
+        """Whether to fetch only versions that hold own steps, because the way down has no room for others."""
         return self._orders.share < 1.0 and self.phase == "training"
 
     def _take_share(self, share: float, reason: str) -> None:

@@ -3,12 +3,13 @@
 Rules kept here, each with its test:
 - versions may be skipped, but never adopted twice or backwards;
 - after a reconnect every missing version is fetched;
-- versions on their way at once fill the link and do not queue in front of it, also where they once did;
+- versions on their way fill the link and do not queue in front of it; a queue that formed once drains;
 - a version that the run was rolled back with replaces the learner's own values;
 - with adopt = "carry" the adoption names the copy that the version already contains, also when the announcement was
   lost with the connection;
-- with adopt = "carry" no other version is adopted over a copy that was given to a round and may be merged yet: the copy
-  is of the base, so behind that adoption it could not be subtracted any more, and all steps made since would be lost.
+- with adopt = "carry" no other version is adopted over a copy that was given to a round and may still be merged: the
+  copy belongs to the base, so after that adoption it could no longer be subtracted, and all steps made since would be
+  lost.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from atoll.protocol.messages import Announce, Member, Welcome
 RETRY_S = 0.5
 """After a failed fetch."""
 SHORTEST_S = 1e-6
-"""The least that a latency counts for: 0 means that none was measured."""
+"""Least latency that is counted, because 0 means that none was measured."""
 MEASURED_EVERY = 4
-"""Number of versions for each latency that is remembered that are ordered behind others; then one is ordered alone, and
-the latency is measured anew."""
+"""Number of versions that may be ordered behind others for each latency that is remembered. Then a version is ordered
+alone, to measure the latency anew."""
 
 
 @dataclass(slots=True)
@@ -44,18 +45,19 @@ class Versions:
     rounds: dict[int, int] = field(default_factory=dict)
     """Per fragment, the round of its newest version; after a welcome its last round, also a passed one."""
     way_is_free: bool = False
-    """Whether most of the version ordered last has arrived: the next one is ordered while the rest is on its way."""
+    """Whether most of the version ordered last has arrived, so that the next one may be ordered."""
     _fetching: set[int] = field(default_factory=set)
     _ordered_alone: int = -1
     """Fragment of the version that was ordered last while none was on its way; −1: it has arrived."""
     _not_alone: int = 0
-    """Versions of which the rate was measured, ordered since then."""
+    """Number of versions ordered behind others since then, while a rate was known."""
     _unannounced: set[int] = field(default_factory=set)
-    """Fragments of which a version arrived before its announcement, which is on its way."""
+    """Fragments of which a version arrived before its announcement."""
     counted: list[int] = field(default_factory=list)
     """Per fragment, the adopted version that the training process's counters know of."""
     given: dict[int, int] = field(default_factory=dict)
-    """Carry: round that was given a copy, by fragment, until its outcome is known. No version is fetched before."""
+    """With carry: round that was given a copy, keyed by fragment, until the round's outcome is known. No version of the
+    fragment is fetched before that."""
     _merged: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Per fragment, the version that holds this learner's last contribution, its step and its tokens."""
     ways: Ways = field(default_factory=Ways)
@@ -123,9 +125,9 @@ class Versions:
         return self.newest[fragment] > self.held[fragment]
 
     def fetch_missing(self, gathering: int, *, owed_only: bool = False) -> None:
-        """Order the version that is needed soonest, if the way down is free for it. A version that waits is never sent
-        if a newer one of its fragment comes meanwhile. `owed_only`: pass over versions without steps of this learner;
-        it adopts their steps with the next version that holds its own."""
+        """Order the versions that are needed soonest, while the way down is free for them. A version that waits is not
+        sent if a newer one of its fragment is announced meanwhile. `owed_only`: order only versions that hold steps of
+        this learner; the next one of these contains the versions that were passed over."""
         while self._may_order():
             wanted = [fragment for fragment in range(len(self.newest)) if self._is_wanted(fragment, owed_only)]
             if not wanted:
@@ -140,8 +142,8 @@ class Versions:
             self.do(Fetch(soonest, self.newest[soonest]))
 
     def _may_order(self) -> bool:
-        """Whether the bodies on their way leave room in the pipe, or most of the last one has arrived. At times the way
-        empties, to measure its latency."""
+        """Return whether the bodies on their way leave room in the pipe, or most of the last one has arrived. From time
+        to time wait until none is on its way, to measure the latency."""
         if not self._fetching:
             return True
         if self._not_alone >= MEASURED_EVERY * max(1, self.ways.latencies):
@@ -150,8 +152,9 @@ class Versions:
         return self.way_is_free or on_the_way <= self.ways.pipe_bytes
 
     def measure_way(self, fragment: int, nbytes: int, seconds: float, latency_s: float) -> None:
-        """A version has arrived. The latency counts if it was ordered alone: one that waits behind another on the link
-        has the time of that one in it, and a pipe of that size would keep the queue that it was measured in."""
+        """Count an arrived version in the rate, and in the latency if it was ordered alone. The latency of a version
+        that waited behind another includes the other's time: a pipe of that size would keep up the queue in which it
+        was measured."""
         self.ways.down.add(nbytes, seconds)
         if fragment == self._ordered_alone:
             self._ordered_alone = -1

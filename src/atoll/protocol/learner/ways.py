@@ -1,7 +1,7 @@
-"""Rates of a learner's link: the rate of its way up and of its way down, measured from the bodies it sends anyway.
+"""Rates of a learner's link: those of its way up and its way down, measured with the bodies that pass them anyway.
 
-A body counts from its first piece to its last, so waiting for an answer is no part of it. The rate is the median of the
-last `RECENT` bodies: a link that becomes wider or narrower is known after a few rounds, and a single body that stood
+A body counts from its first piece to its last, so the wait for an answer is not included. The rate is the median of the
+last `RECENT` bodies: a link that becomes wider or narrower is noticed after a few rounds, and a single body that stood
 still does not count.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from atoll.protocol.statistics import median
 
 RECENT = 5
-"""Bodies behind a rate."""
+"""Number of bodies whose median is a rate."""
 
 
 class MeasuredBody(NamedTuple):
@@ -30,19 +30,19 @@ class WayRate:
     _bodies: deque[MeasuredBody] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Count a body. One that came in a single piece took no time and says nothing."""
+        """Count a body, unless it came in a single piece: then it took no time that could be measured."""
         if nbytes > 0 and seconds > 0:
             self._bodies.append(MeasuredBody(nbytes, seconds))
 
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second; 0 if nothing was measured yet."""
-        return median(one.nbytes / one.seconds for one in self._bodies) if self._bodies else 0.0
+        return median(body.nbytes / body.seconds for body in self._bodies) if self._bodies else 0.0
 
     @property
     def body_bytes(self) -> float:
         """Mean size of the bodies; 0 if nothing was measured yet."""
-        return sum(one.nbytes for one in self._bodies) / len(self._bodies) if self._bodies else 0.0
+        return sum(body.nbytes for body in self._bodies) / len(self._bodies) if self._bodies else 0.0
 
 
 @dataclass(slots=True)
@@ -59,18 +59,19 @@ class Ways:
 
     @property
     def latencies(self) -> int:
-        """How many latencies are remembered."""
+        """Number of latencies that are remembered."""
         return len(self._latencies)
 
     @property
     def latency_s(self) -> float:
-        """Seconds from a request to the first piece of its answer: the shortest of late, because a busy syncer answers
-        later and its link is no longer for that. Of versions that were ordered alone (`Versions.measure_way`)."""
+        """Shortest time from a request to the first piece of its answer, over the last `RECENT` that were measured: a
+        busy syncer answers later, which is not the link's latency. The learner's state machine measures it with
+        versions that were ordered alone (`Versions.measure_way`)."""
         return min(self._latencies, default=0.0)
 
     @property
     def pipe_bytes(self) -> float:
-        """Bytes on their way down at once when the link is full: rate times round trip. No limit before the rate was
-        measured, which it never is where every body comes in one piece."""
+        """Bytes that are on their way down at once if the link is full: rate times round trip. Infinite before the rate
+        was measured, which never happens if every body comes in one piece."""
         rate = self.down.bytes_per_s
         return rate * self.latency_s if rate else inf

@@ -1,16 +1,16 @@
-"""When the training of a new run begins: once every learner of its first roster holds version 0.
+"""Training of a new run begins once every learner of the first roster holds version 0.
 
-The first roster is made of the processes that are connected when the run gets its first parameters (joining.py). The
-learner that gave them would otherwise train alone while the others fetch: over a narrow link, for a minute.
+The first roster is made of the processes that are connected when the run gets its first parameters (joining.py).
+Otherwise the learner that gave them would train alone while the others fetch: over a narrow link, for a minute.
 
 Rules kept here, each with its test:
-- no learner makes a step, and no round opens, before all of the roster hold version 0;
-- a learner whose missing bytes have not become fewer for `join_stall_s` is not waited for any more, nor one that takes
-  longer than all bytes at LEAST_RATE: no claim holds the others up for ever;
-- a learner that is not connected is not waited for; if the same process comes back before the beginning, it is again;
-- one that joins meanwhile is held back until the beginning like the others, but they do not wait for it;
-- whoever connects later hears from its welcome that training has begun;
-- a new term holds nobody back: its welcomes let everybody begin who holds the parameters.
+- no learner makes a step, and no round opens, before the whole roster holds version 0;
+- a learner is no longer waited for once its missing bytes have not become fewer for `join_stall_s`, or once it takes
+  longer than all bytes would at LEAST_RATE: no claim holds the others up for ever;
+- a learner that is not connected is not waited for, unless the same process comes back before training begins;
+- a learner that joins meanwhile is held back until training begins, but the others do not wait for it;
+- a learner that connects later learns from its welcome that training has begun;
+- a new term holds no learner back: with its welcome, each learner that holds the parameters may begin.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Beginning:
     def __init__(self, state: SyncerState, assembly: Assembly) -> None:
         self.state, self.assembly = state, assembly
         self._roster: dict[str, str] | None = None
-        """Sessions of the learners that are waited for, by name. None: training is not held back by them."""
+        """Sessions of the learners that are waited for, keyed by name. None: there are none."""
         self._started_at = 0.0
 
     @property
     def holds_back(self) -> bool:
-        """Whether no learner may make a step yet. Before the run has parameters none can."""
+        """Whether no learner may make a step yet: the run has no parameters, or its first roster is waited for."""
         return self.state.phase == "empty" or self._waits_for_roster
 
     @property
@@ -48,11 +48,13 @@ class Beginning:
         """Connected learners of the roster that do not hold version 0 yet."""
         if not self._waits_for_roster or self._roster is None:
             return []
-        here = self.state.members.connected_learners()
-        return [one for one in here if self._roster.get(one.name) == one.session and not _holds_all(one)]
+        roster, connected = self._roster, self.state.members.connected_learners()
+        return [
+            learner for learner in connected if roster.get(learner.name) == learner.session and not _holds_all(learner)
+        ]
 
     def hold_back(self, now: float, owner: KnownLearner | None) -> None:
-        """The run has its first parameters. `owner` goes on with its own, and has nothing to fetch."""
+        """Hold all learners back, now that the run has its first parameters. `owner` gave them and fetches nothing."""
         self._started_at = now
         self._roster = {}
         for learner in self.state.members.connected_learners():
@@ -73,9 +75,9 @@ class Beginning:
                 given_up.append(learner)
         for learner in given_up:
             del self._roster[learner.name]
-            stood_s = self.state.settings.join_stall_s
-            stands = now >= learner.download.moved_at + stood_s
-            why = f"has not moved for {stood_s:g} s" if stands else "takes too long"
+            stall_s = self.state.settings.join_stall_s
+            stalled = now >= learner.download.moved_at + stall_s
+            why = f"has not moved for {stall_s:g} s" if stalled else "takes too long"
             text = f"training does not wait for {learner.name}: its download of version 0 {why}"
             self.state.out.note("warning", text, learner, lacking_bytes=learner.download.lacking)
         if not self.awaited:
@@ -90,7 +92,7 @@ class Beginning:
         self._roster = None
         self.assembly.note_start(now)
         for learner in self.state.members.connected_learners():
-            learner.idle_at = learner.last_step_at = now  # the wait was no step: no average may hold it
+            learner.idle_at = learner.last_step_at = now  # no average of step times may include the wait
             self.state.out.send(learner.name, TrainingBegins(reason=reason))
         waited_s = round(now - self._started_at, 3)
         after = f" after {waited_s:.1f} s" if waited_s >= 1.0 else ""

@@ -1,4 +1,4 @@
-"""How far the download of a joining learner has come, by its own reports."""
+"""Progress of a joining learner's download of the parameters, by its own reports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from atoll.protocol.messages import TensorSpec
 
 MB = 1e6
 RECENT_S = 10.0
-"""Time left is estimated from the bytes that came within this time."""
+"""Time whose bytes say how long the rest takes."""
 RECENT = 32
-"""Reports within it that are remembered."""
+"""Most reports within that time that are remembered."""
 NEWS_S = 10.0
-"""Time between two events about the same download. One that takes less has none."""
+"""Time between two events about the same download. A shorter download has none."""
 
 
 @dataclass(slots=True)
@@ -22,10 +22,10 @@ class Download:
     """Bytes of the run's parameters that a learner lacks, over time."""
 
     whole: int = 0
-    """Most bytes that were lacking; 0: none were reported."""
+    """Largest number of bytes that were lacking; 0: none were reported."""
     lacking: int = 0
     moved_at: float = 0.0
-    """When fewer bytes were lacking than ever before."""
+    """Time at which fewer bytes were lacking than ever before."""
     _least: int | None = None
     _seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
     _news_at: float | None = None
@@ -35,7 +35,7 @@ class Download:
         return self.lacking > 0
 
     def note_lacking(self, now: float, lacking: int, most: int) -> None:
-        """Take in a report. `most`: no model of this run has more bytes, whatever a learner claims; 0: not known."""
+        """Take in a report. `most`: bytes of the run's model, which bound what a learner may claim; 0: not known."""
         lacking = min(lacking, most) if most else lacking
         if not self._seen or lacking > self._seen[-1][1]:  # the first report, or it starts over
             self._seen.clear()
@@ -53,14 +53,14 @@ class Download:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left at the rate of the last ten; None: not known."""
+        """Seconds left at the rate of the last `RECENT_S`; None: not known."""
         if len(self._seen) < 2:
             return None
         (since, before), (at, lacking) = self._seen[0], self._seen[-1]
         return lacking * (at - since) / (before - lacking) if before > lacking and at > since else None
 
     def is_news(self, now: float) -> bool:
-        """Whether another event is due, which is then counted as made."""
+        """Return whether another event is due, and count it as made."""
         if not self.is_under_way or self._news_at is None or now < self._news_at:
             return False
         self._news_at = now + NEWS_S
@@ -77,7 +77,7 @@ def _in_mb(nbytes: int) -> str:
 
 
 def parameter_bytes(tensors: Sequence[TensorSpec]) -> int:
-    """Bytes of all versions together, as they travel: fp32. 0: the tensors are not known."""
+    """Return the bytes of all fragments together, as versions travel: fp32. 0: the tensors are not known."""
     total = 0
     for tensor in tensors:
         size = 4

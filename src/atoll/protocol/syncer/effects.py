@@ -51,7 +51,7 @@ class Initialised(Fact, frozen=True):
     learner: str
     session: str
     loss: float = 0.0
-    """Relative error of its rounding, as the learner measured it. 0: nothing was lost, or nothing was told."""
+    """Relative error of the rounding, as the learner measured it. 0: nothing was lost, or nothing was measured."""
 
 
 class Uploading(Fact, frozen=True):
@@ -310,7 +310,7 @@ class Finished(Fact, frozen=True):
 
 
 class RelayMeasured(Fact, frozen=True):
-    """Event: these learners share the link of a relay, which carries so much."""
+    """Event: rates of the link that these learners share because they come through one relay."""
 
     learners: tuple[str, ...]
     """Learners that are connected through the relay."""

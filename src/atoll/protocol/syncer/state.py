@@ -58,7 +58,7 @@ class Seat:
     deadline: float = inf
     """Infinite until the pull has left: a learner can be late only with what it was asked for."""
     asked_at: float = 0.0
-    """When its pull left."""
+    """Time at which its pull left."""
     state: SeatState = "asked"
     contribution: Contribution | None = None
     why_out: str = ""
@@ -95,7 +95,7 @@ class Round:
     on_time: frozenset[str] | None = None
     """Who was ready when the grace window opened."""
     overdue: bool = False
-    """Whether it was due for so long that every learner that is ready takes part, with or without a turn."""
+    """Whether every ready learner takes part, with or without a turn, because the round was due for too long."""
     frozen_at: float = 0.0
     answered_at: float = 0.0
     """When the last contribution came; misses do not count, or each would stretch the next deadline."""
