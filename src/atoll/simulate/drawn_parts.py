@@ -112,19 +112,19 @@ class DrawnLinks(msgspec.Struct, frozen=True):
     rates: tuple[tuple[float, float], ...]
     """Per learner, bytes per second up and down."""
     changes: tuple[tuple[float, int, float, float], ...]
-    """When the link of which learner gets which rates."""
+    """Changes of a link: time, number of the learner, bytes per second up and down."""
     calm: bool
-    """Whether nothing else happens: only then are links steady for long."""
+    """Whether nothing else happens, so that links are steady for long."""
 
     @property
     def slowest_s(self) -> float:
-        """The longest that a body takes on any of them."""
+        """Longest time that a body takes on any of them."""
         rates = [*self.rates, *(change[2:] for change in self.changes)]
         return max(max(self.up_bytes / up, self.down_bytes / down) for up, down in rates)
 
 
 def draw_links(seed: int, learners: int, until: float) -> DrawnLinks:
-    """Most are as wide as the others, some are narrower; some change."""
+    """Draw the links: most are equally wide, some are narrower or wider, and some change."""
     dice = random.Random(f"links of {seed}")
     up_bytes, down_bytes = 1e6, dice.choice([1e6, 2e6])
     usual = up_bytes / dice.choice([0.05, 0.2, 0.6, 1.2])

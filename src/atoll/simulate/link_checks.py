@@ -1,14 +1,18 @@
-"""The overlap is at its floor once links are steady: no contribution and no version waits in a queue.
+"""Invariant of worlds with links: the overlap is at its floor once links are steady, so nothing waits in a queue.
 
     floor = ⌈(latency + a body up + a body down + merge + disk) / step⌉ + the boundary
 
-A version may wait behind one that queues for `HEADROOM_ROUNDS` longer: the interval counts whole versions, and one more
-or less is none that queues, so it drains by the headroom alone.
+The floor follows from the links as they are set, not from what the state machines measure. A contribution is checked if
 
-The floor follows from the links as they are set, not from what the machines measure. Checked is every contribution of a
-learner that takes part in every round, if it was read so many cycles after the last change of a link, of the roster,
-of H or of the term, in worlds without faults. A round waits for its members, so the way up is that of the slowest of
-them; learners with a share count among them where there is one fragment, since nobody can be asked ahead there.
+- its learner takes part in every round;
+- it was read at least STEADY_CYCLES cycles after the last change of a link, of the roster, of H or of the term;
+- its world had no fault so far.
+
+A round waits for its members, so the way up is that of the slowest of them. With a single fragment, learners with a
+share count among them, since no learner can be asked ahead there.
+
+For the first HEADROOM_ROUNDS rounds of that, a version may wait behind one other. The interval grows for queues of
+whole versions (`RoundInterval._drain_share`); a queue of less than one drains by the headroom alone.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from atoll.simulate.simulated_syncer import SimulatedSyncer
 STEADY_CYCLES = 3
 """Cycles of P rounds after a change: two in which the rules follow it, and one that begins without a queue."""
 HEADROOM_ROUNDS = ceil(1 / (HEADROOM - 1))
-"""Rounds in which a version that queues drains by the headroom of the interval."""
+"""Rounds in which one queued version drains by the headroom of the interval."""
 ALIKE = 1.2
-"""Slowest over quickest step up to which overlaps are checked: a quick learner waits for the slow ones' boundaries."""
+"""Largest ratio of the slowest learner's step to the quickest's at which overlaps are checked: a quick learner waits
+for the boundaries of slow ones."""
 TOLERANCE = 2
 """Steps above the floor."""
 
@@ -41,34 +46,35 @@ class LinkChecks:
         *,
         fixed_s: float,
     ) -> None:
-        """`link_seconds`: what a contribution and a version of a learner take on its links; (0, 0): it has none.
-        `fixed_s`: messages of a round, merge and disk."""
+        """`link_seconds`: seconds that a contribution and a version take on a learner's links; (0, 0): it has none.
+        `fixed_s`: seconds that messages of a round, merge and disk take."""
         self._learners, self._link_seconds, self._fixed_s = learners, link_seconds, fixed_s
         self._seen: tuple[object, ...] = ()
         """Links, roster, shares and H at the last commit."""
         self._changed_at = 0
-        """Round at which one of them was another than at the round before."""
+        """Last round at which one of them differed from the round before."""
         self._is_calm = True
         self._last_round: dict[tuple[str, int], int] = {}
-        """Round by learner and fragment that its contribution was last in."""
+        """Last round with a contribution of a learner to a fragment, keyed by both."""
         self.checked = 0
-        """Contributions whose overlap was held against the floor."""
+        """Number of contributions whose overlap was compared with the floor."""
 
     def watch_fault(self) -> None:
-        """Check nothing from now on: how long a fault is felt after its end depends on what it did."""
+        """Check nothing from now on: how long the effects of a fault last depends on the fault."""
         self._is_calm = False
 
     def watch_commit(self, syncer: SimulatedSyncer, data: Any) -> None:
-        """Check the overlaps that a round's note tells."""
+        """Check the overlaps in the event of a round."""
         machine, number, fragment = syncer.machine, data["round"], data["fragment"]
         settings, stepping = machine.settings, machine.members.stepping_learners()
-        ways = {one.name: self._link_seconds(one.name) for one in stepping}
-        seen = (syncer.term, settings, tuple(ways.items()), tuple((one.incarnation, one.share) for one in stepping))
+        ways = {learner.name: self._link_seconds(learner.name) for learner in stepping}
+        lives = tuple((learner.incarnation, learner.share) for learner in stepping)
+        seen = (syncer.term, settings, tuple(ways.items()), lives)
         if seen != self._seen or not self._is_calm or data["attempt"] > 1:
             self._seen, self._changed_at = seen, number
-        awaited = [one for one in stepping if one.share == 1.0 or settings.fragments == 1]
-        up_s = max((ways[one.name][0] for one in awaited), default=0.0)
-        steps_s = sorted(self._learners[one.name].step_s for one in stepping)
+        awaited = [learner.name for learner in stepping if learner.share == 1.0 or settings.fragments == 1]
+        up_s = max((ways[name][0] for name in awaited), default=0.0)
+        steps_s = sorted(self._learners[learner.name].step_s for learner in stepping)
         alike = bool(steps_s) and steps_s[-1] <= ALIKE * steps_s[0]
         for member in data["members"]:
             name = member["learner"]

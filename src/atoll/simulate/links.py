@@ -1,8 +1,8 @@
-"""Links of a given width: what a body waits for and takes on its way.
+"""Links of a given width in virtual time.
 
-Bodies of one direction pass one after another, each at the whole rate: a queue without an end, as in front of a real
-link. Control messages take the delay of the network alone; they are small, and real links pass them between packets of
-a body.
+Bodies of one direction pass one after another, each at the whole rate, and wait in a queue without a limit, as in front
+of a real link. Control messages take only the delay of the network: they are small, and a real link passes them between
+the packets of a body.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class SimulatedLink:
     _up_free_at: float = 0.0
     _down_free_at: float = 0.0
     carried: float = 0.0
-    """Bytes that have passed, both ways."""
+    """Bytes that have passed, in both directions."""
 
     def set_rates(self, up_rate: float, down_rate: float) -> None:
-        """Make the link wider or narrower for the bodies that have not begun to pass."""
+        """Make the link wider or narrower for bodies that come from now on. Those that wait pass as they were timed."""
         self.up_rate, self.down_rate = up_rate, down_rate
 
     def pass_up(self, now: float, share: float = 1.0) -> tuple[float, float]:
-        """Let a contribution pass, or a share of one; return when its last byte is through and the seconds it took from
-        its first."""
+        """Let a contribution pass, or a share of one. Return the time at which its last byte is through, and how many
+        seconds after its first that is."""
         seconds = share * self.up_bytes / self.up_rate
         self._up_free_at = max(now, self._up_free_at) + seconds
         self.carried += share * self.up_bytes

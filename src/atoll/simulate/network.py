@@ -70,7 +70,7 @@ class Network:
         self.links: dict[str, SimulatedLink] = {}
         """Links of a given width, by learner. Without one, bodies travel side by side."""
         self.link_s = 0.0
-        """Seconds that a body takes at most on one of these links."""
+        """Longest time that a body takes on one of these links."""
         self._backoff: dict[str, float] = {}
 
     @property
@@ -393,7 +393,7 @@ class Network:
         return None
 
     def arrive_nearly(self, learner: SimulatedLearner, link: SimulatedLink, arrives_at: float) -> None:
-        """Let the learner order its next version when no more of this one is to come than the link holds."""
+        """Let the learner order its next version once all that is still to come of this one is on the link."""
         nearly_at = arrives_at - learner.machine.ways.pipe_bytes / link.down_rate
         at = max(self.queue.now, nearly_at)
         self.queue.call_at(at, self.if_same, learner, learner.machine, learner_fx.Arriving())

@@ -46,7 +46,7 @@ class HeldUpload(NamedTuple):
     key: ContributionKey
     digest: str
     seconds: float
-    """Seconds the body took on a link of a given width to the relay; 0: it has none."""
+    """Seconds that the body took on a link of a given width to the relay; 0: there is no such link."""
 
     @property
     def relay(self) -> SimulatedRelay:
@@ -265,7 +265,7 @@ class RelayedNetwork(Network):
         payload: Payload,
         seconds: float,
     ) -> object:
-        """`seconds`: what the body took on a link of a given width to the relay."""
+        """Let the relay take the body. `seconds`: how long it took on a link of a given width to the relay."""
         if learner.machine is not machine or not learner.alive:
             return False
         relay = connection.relay
@@ -277,8 +277,8 @@ class RelayedNetwork(Network):
             return self._fail_upload(learner, machine, key, why)
         digest = f"{payload.session} {payload.copy.fragment} {payload.copy.t}"
         if relay.is_newest(connection) and relay.hold_body(key, digest, payload):
-            held = HeldUpload(learner, machine, connection, relay.session, key, digest, seconds)
-            self.queue.call_later(self.delay(), self._tell_held, held, payload)
+            upload = HeldUpload(learner, machine, connection, relay.session, key, digest, seconds)
+            self.queue.call_later(self.delay(), self._tell_held, upload, payload)
         else:
             above, args_on = relay.body_link, (learner, machine, connection.syncer, *key[1:], payload, seconds)
             through_at = above.pass_up(self.queue.now)[0] if above else self.queue.now + self.body_s

@@ -128,7 +128,7 @@ class SimulatedLearner(Training):
         """The earliest wake-up that is set."""
         self.fetched: dict[int, float] = {}
         self.fetch_s = 0.0
-        """Seconds that a version takes on this learner's own way down, beside what all others take too."""
+        """Seconds that a version takes on this learner's own way down, in addition to those of all learners."""
         self.informed: list[float] = []
         # of recoveries
         self.source = ""

@@ -108,7 +108,7 @@ class SimulatedRelay:
         self.ways = Ways()
         """Rates of its link, as it has measured."""
         self._coming: dict[int, tuple[int, float]] = {}
-        """Version of each fragment that is on its way down the link, and when its last byte is through."""
+        """Version that is on its way down the link and the time at which it is through, keyed by fragment."""
 
     # ---- its processes ------------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class SimulatedRelay:
         self.versions.keep_version(fragment, WHOLE, kept)
 
     def pass_version_down(self, link: SimulatedLink, fragment: int, version: int) -> float:
-        """Let a version pass its link, once however many learners ask for it; return when it is through."""
+        """Let a version pass the link, once for all learners that ask for it. Return when it is through."""
         coming, through_at = self._coming.get(fragment, (-1, 0.0))
         if coming != version:
             through_at, seconds = link.pass_down(self.world.queue.now)
@@ -354,7 +354,7 @@ class SimulatedRelay:
         self.tell_rates()
 
     def tell_rates(self) -> None:
-        """Tell the syncer what the link carries that the learners of this region share."""
+        """Tell the syncer the rates of the link that the learners of this region share."""
         if (link := self.link) is not None:
             names = tuple(sorted(connection.learner.name for connection in self.passages))
             measured = fx.RelayMeasured(names, self.ways.up.bytes_per_s, self.ways.down.bytes_per_s)

@@ -180,7 +180,7 @@ class Training:
         self.waits = False
         """A peer's state is on its way."""
         self.held_back = False
-        """Others of the first roster fetch version 0: it makes no first step yet."""
+        """Whether the first step waits, because others of the first roster still fetch version 0."""
         self.broken = False
         """Its contributions fail screening, until its inner optimizer starts afresh."""
         self.plain = True

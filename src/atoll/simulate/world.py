@@ -406,8 +406,7 @@ class World:
         syncer.check_lease()
 
     def close_later(self, syncer: SimulatedSyncer) -> None:
-        """The committed versions are the result; whoever is still there fetches the last of them, behind one that was
-        on its way already."""
+        """Close the run once learners had time to fetch its last versions, behind one that was on its way already."""
         bodies_s = (self.settings.fragments + 1) * self.network.link_s
         fetch_s = 20 * (self.network.latency_s + self.network.body_s) + bodies_s
         self.queue.call_later(fetch_s + 2.0, self.close_run, syncer)

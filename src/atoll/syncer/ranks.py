@@ -92,8 +92,8 @@ class LearnerRanks:
     async def serve_part(
         self, learner: str, rank: int, fragment: int, serve_whole: Callable[..., ServedFragment], codec: str = ""
     ) -> ServedFragment:
-        """What the rank holds of the version that is served when its turn has come. `codec`: a form of version 0 that
-        it can read."""
+        """Return the rank's part of the version that is served when its turn has come. `codec`: form of version 0 that
+        the rank can read."""
         plan, turn = self.find_plan(learner, rank), self._turns[learner]
         if not self._holds_something(plan, fragment):
             raise PeerError(f"rank {rank} of {learner} holds nothing of fragment {fragment}")

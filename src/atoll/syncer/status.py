@@ -19,7 +19,7 @@ from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import LearnerTime, format_score, participation, spread
-from atoll.protocol.syncer.interval import HEADROOM, Narrowest, RoundInterval
+from atoll.protocol.syncer.interval import HEADROOM, RoundInterval
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer.recovery import outer_of
@@ -308,11 +308,11 @@ def describe_downloads(machine: Syncer | None) -> str:
     """Return a notice while learners fetch the run's parameters; empty: none does."""
     if machine is None or machine.phase not in ("empty", "running"):
         return ""
-    here = machine.members.connected_learners()
-    joining = [one for one in here if one.state == "joining" and one.download.is_under_way]
-    lines = [f"{one.name} fetches the run's parameters: {one.download.describe()}" for one in joining[:SHOWN]]
-    if len(joining) > SHOWN:
-        lines.append(f"{len(joining) - SHOWN} more fetch them too")
+    joining = [one for one in machine.members.connected_learners() if one.state == "joining"]
+    fetching = [(one.name, one.download) for one in joining if one.download.is_under_way]
+    lines = [f"{name} fetches the run's parameters: {download.describe()}" for name, download in fetching[:SHOWN]]
+    if len(fetching) > SHOWN:
+        lines.append(f"{len(fetching) - SHOWN} more fetch them too")
     if machine.beginning.awaited:
         lines.insert(0, "Training begins once the learners hold version 0")
     return ". ".join(lines) + ("." if lines else "")
@@ -366,15 +366,18 @@ def describe_shortage(machine: Syncer) -> str:
         return f"{used}: its learners wait for it"
     fits = f"sync_every = {ceil(carried_h - 1e-6)} says as much"
     codecs, asked_s = (settings.codec, settings.version_codec), schedule.interval(settings) * step_s
-    if smaller := _name_smaller_codecs(interval, narrowest, codecs, asked_s):
+    if smaller := _name_smaller_codecs(interval, narrowest.ways_s, codecs, asked_s):
         fits = f"{smaller} would hold H = {settings.sync_every}"
     return f"{used}: H is {carried_h:.3g} instead of {settings.sync_every}; {fits}"
 
 
-def _name_smaller_codecs(interval: RoundInterval, narrowest: Narrowest, codecs: tuple[str, str], asked_s: float) -> str:
-    """Name the codecs whose bodies both ways carry within `asked_s`; empty if one way carries no codec's."""
+def _name_smaller_codecs(
+    interval: RoundInterval, ways_s: tuple[float, float], codecs: tuple[str, str], asked_s: float
+) -> str:
+    """Name the codecs with which a body takes each way at most `asked_s`; empty if a way is too narrow for all codecs.
+    `ways_s`: seconds with the codecs of now."""
     named = []
-    for name, own, way_s in zip(("codec", "version_codec"), codecs, narrowest.ways_s, strict=True):
+    for name, own, way_s in zip(("codec", "version_codec"), codecs, ways_s, strict=True):
         body, times = interval.bodies.get(own, 0), HEADROOM * way_s / asked_s
         if times > 1:
             smaller = [codec for codec, size in interval.bodies.items() if size * times <= body]

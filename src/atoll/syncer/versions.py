@@ -183,12 +183,12 @@ class FragmentVersions:
         if buffer.version < 0:
             raise PeerError("the run has no parameters yet")
         reader, data = Reader(buffer), buffer.values.view(np.uint8).data
-        held = (reader.release, reader.on_disconnect)
+        callbacks = (reader.release, reader.on_disconnect)
         if codec and buffer.coded is not None:
             body, digest = buffer.coded
-            return ServedFragment(buffer.version, buffer.round, digest, body.data, *held, codec=codec)
-        steps = tuple((one.digest, one.data.data) for one in self._steps_since(have))
-        return ServedFragment(buffer.version, buffer.round, buffer.digest, data, *held, steps)
+            return ServedFragment(buffer.version, buffer.round, digest, body.data, *callbacks, codec=codec)
+        steps = tuple((step.digest, step.data.data) for step in self._steps_since(have))
+        return ServedFragment(buffer.version, buffer.round, buffer.digest, data, *callbacks, steps)
 
     def serve_moments(self, version: int) -> ServedFragment | None:
         """The averaged moments of the committed version; None: it is another one by now, or has none."""
