@@ -166,9 +166,9 @@ class BodyConnection:
     ) -> FetchedVersion:
         """The same for whoever holds version `have`: perhaps as steps from there, of `step_bytes` each."""
         url = fragment_url(self.url, index)
-        found = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s, least, part)
-        self.bytes_in += found.nbytes or into.nbytes
-        return found
+        fetched = await get_version(self._for_bodies(), url, have, step_bytes, into, deadline_s, least, part)
+        self.bytes_in += fetched.nbytes or into.nbytes
+        return fetched
 
     async def get_moments(
         self, index: int, version: int, into: memoryview, deadline_s: float, part: PartArrival | None = None

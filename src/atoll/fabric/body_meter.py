@@ -1,12 +1,12 @@
-"""Measures how fast bodies arrive, at the end that receives them.
+"""Meter of the rate at which bodies arrive, at the end that receives them.
 
 Rules:
-- a body counts from its first piece to its last, without the bytes of that piece: the wait for it is latency;
-- bodies that arrive at the same time share a link (the parts of a fragment from several shards, or what a relay fetches
-  for several learners): time counts once while any of them is arriving;
-- what arrives of other versions meanwhile counts as well: the link carried it. The next version is asked for before the
-  last one is whole, so their ends overlap;
-- a body that breaks off and is asked for again does not count in between;
+- a body counts from its first piece to its last, without the bytes of the first piece: the wait for it is latency;
+- bodies that arrive at the same time share a link (the parts of a fragment from several shards, or the versions that a
+  relay fetches for several learners): time counts once while any of them is arriving;
+- bytes of other versions that arrive meanwhile count as well, because the link carried them. The next version is asked
+  for before the last one is whole, so their ends overlap;
+- the time between a body that broke off and its next request does not count;
 - a body that came in one piece says nothing about a rate.
 """
 
@@ -20,21 +20,21 @@ from typing import NamedTuple
 
 
 class MeasuredArrival(NamedTuple):
-    """Bytes and the seconds that they took; both 0 if nothing was measured."""
+    """Bytes, and the seconds that they took; both 0 if nothing was measured."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
 
 class ArrivedBytes:
-    """Bytes that have arrived over a link, of all bodies."""
+    """Number of bytes of all bodies that have arrived over a link."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
 
 class PartArrival:
-    """One body, over all requests that bring it."""
+    """Arrival of one body, over all requests for it."""
 
     def __init__(self, meter: ArrivalMeter) -> None:
         self._meter = meter
@@ -43,7 +43,7 @@ class PartArrival:
         self.to_come = math.inf
         """Bytes still to come; infinite until a response has named its length."""
         self.work_s = 0.0
-        """Seconds of work on what arrived."""
+        """Seconds of work on the bytes that arrived."""
 
     def ask(self) -> None:
         """Note that a request is sent."""
@@ -65,7 +65,7 @@ class PartArrival:
         self._meter.on_progress()
 
     def stop(self) -> None:
-        """Note that nothing comes until the next request."""
+        """Note that nothing arrives until the next request."""
         if self._arriving:
             self._arriving = False
             self._meter.arriving -= 1
@@ -77,7 +77,7 @@ class PartArrival:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Time work on what arrived."""
+        """Time the work on the bytes that arrived."""
         began = self._meter.clock()
         try:
             yield
@@ -86,7 +86,7 @@ class PartArrival:
 
 
 class ArrivalMeter:
-    """The bodies of one link, or the parts of one version."""
+    """Meter of the bodies of one link, or of the parts of one version."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class ArrivalMeter:
         self.latency_s = 0.0
         """Shortest time from a request to the first piece of its response; 0 if none has come."""
         self.work_s = 0.0
-        """Seconds of work on all bodies together, beside the work on each."""
+        """Seconds of work on all bodies together, in addition to the work on each."""
         self._parts: set[PartArrival] = set()
         self._last_at = 0.0
         self._nbytes = self._whole_nbytes = 0
@@ -112,7 +112,7 @@ class ArrivalMeter:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Time work on all bodies together."""
+        """Time the work on all bodies together."""
         began = self.clock()
         try:
             yield
@@ -152,8 +152,8 @@ class ArrivalMeter:
         return sum(part.to_come for part in self._parts)
 
     def measure(self) -> MeasuredArrival:
-        """Return the bytes that the link carried behind the first piece and the seconds that they took to arrive; or
-        all bytes of the body and the seconds of work on them, if the work is the slower of the two."""
+        """Return the bytes that the link carried after the first piece, and the seconds in which they arrived. If the
+        work on the body was slower than that, return all its bytes and the seconds of work."""
         if not self._nbytes or not self._seconds:
             return MeasuredArrival()
         work_s = self.work_s + max((part.work_s for part in self._parts), default=0.0)
@@ -162,12 +162,11 @@ class ArrivalMeter:
         return MeasuredArrival(self._nbytes, self._seconds)
 
     def measure_whole(self) -> float:
-        """Return the seconds that the bodies take from their first byte to their last at the rate that was measured;
-        0 if nothing was measured."""
+        """Return the seconds that all bytes of the bodies take at the measured rate; 0 if nothing was measured."""
         return self._seconds * self._whole_nbytes / self._nbytes if self._nbytes else 0.0
 
     def take(self) -> MeasuredArrival:
-        """Return what arrived since the last call."""
+        """Return the bytes that arrived since the last call and their seconds, and start over."""
         measured = MeasuredArrival(self._nbytes, self._seconds) if self._nbytes and self._seconds else MeasuredArrival()
         self._nbytes = self._whole_nbytes = 0
         self._seconds = self.latency_s = 0.0

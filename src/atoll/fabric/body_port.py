@@ -85,7 +85,7 @@ def codec_of(request: web.Request) -> str:
 
 
 def loss_of(request: web.Request) -> float:
-    """Return the relative error that came with a body of version 0; 0: none was told."""
+    """Return the relative error that came with a body of version 0; 0: the request names none."""
     loss = request.headers.get(LOSS_HEADER, "")
     return int(loss) / 1e9 if re.fullmatch(_NUMBER, loss, re.ASCII) else 0.0
 

@@ -32,11 +32,11 @@ from atoll.protocol.errors import Unreachable
 class ReceivedBody(NamedTuple):
     digest: str
     seconds: float
-    """Seconds that it took to arrive, at the rate at which it came behind its first piece; 0: it came in one piece."""
+    """Seconds in which the body arrived, at the rate after its first piece; 0: it came in one piece."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer to it."""
+        """Headers of the answer to the body."""
         return {RECEIVED_HEADER: f"{self.seconds:.6f}"}
 
 
@@ -47,7 +47,7 @@ class Intake:
         self.bytes_in = 0
 
     async def receive(self, request: web.Request, learner: str, key: Hashable, into: memoryview) -> ReceivedBody:
-        """Return what was received, once the body is whole and right; Rejected otherwise."""
+        """Receive a body into a buffer. Rejected: it did not come whole, or not as its digest says."""
         into = into.cast("B")
         self._admit(request, learner, key, into.nbytes)
         self._taken[key] = (learner, into.nbytes)
@@ -84,7 +84,7 @@ class Intake:
             )
 
     async def _fill(self, request: web.Request, into: memoryview) -> float:
-        """Return the seconds that it took."""
+        """Fill the buffer with the body; return the seconds in which it arrived."""
         limits, clock, connection = self._limits, asyncio.get_running_loop().time, request.protocol
         start, at = clock(), 0
         meter = ArrivalMeter(clock=clock)

@@ -79,12 +79,12 @@ def showing(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
 
 class SentBody(NamedTuple):
     received_s: float | None
-    """Seconds that it took to arrive, as its receiver says; 0: it came in one piece; None: the answer says nothing."""
+    """Seconds in which the body arrived, as its receiver says; 0: in one piece; None: the answer does not say."""
     elapsed_s: float
     """Seconds from the request to the answer."""
 
     def seconds(self, latency_s: float) -> float:
-        """Return the seconds that it took to arrive. `latency_s`: how long an answer takes on this link."""
+        """Return the seconds in which the body arrived. `latency_s`: how long an answer takes on this link."""
         return max(0.0, self.elapsed_s - latency_s) if self.received_s is None else self.received_s
 
 
@@ -105,7 +105,7 @@ async def put_body(
 
 
 def _seconds_of(header: str) -> float | None:
-    """Return what the receiver of a body says; None: it says nothing that can be read."""
+    """Return the seconds that the receiver of a body named; None: the header is missing or cannot be read."""
     return float(header) if re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", header, re.ASCII) else None
 
 

@@ -40,8 +40,8 @@ CODEC_HEADER = "Atoll-Codec"
 BF16 = "bf16"
 """Name of that form."""
 LOSS_HEADER = "Atoll-Loss"
-"""Relative error of the rounded parameters that a body of version 0 is of, as its sender measured it, in parts per
-billion."""
+"""Header of a body of version 0: relative error of the rounded parameters, in parts per billion, as its sender measured
+it."""
 PROTOCOL_HEADER = "Atoll-Protocol"
 """In the answer that opens a control channel: the oldest and the newest version that the syncer understands, `2-3`; or
 the only one."""

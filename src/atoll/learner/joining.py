@@ -122,7 +122,7 @@ class JoinWait:
             say("holds version 0, and waits until the others hold it too: then training begins")
 
     def note_beginning(self, reason: str) -> None:
-        """Training begins; `reason` is empty where nobody was waited for."""
+        """Note that training begins. `reason` is empty if no learner was waited for."""
         if self.held_back and self._least is not None and reason and self._speaks:
             say(f"training begins: {reason}")
         self.held_back = False

@@ -283,8 +283,8 @@ class RunSession:
             raise self._preemption.make_unjoined()
 
     def _is_current(self) -> bool:
-        """Return whether it has the run's parameters and progress, and waits neither for a peer nor for the others'
-        download of version 0. If the run ends meanwhile, it waits for nobody."""
+        """Return whether this learner has the run's parameters and progress, and waits neither for a peer nor for the
+        others' download of version 0. Once the run ends, it does not wait for the others."""
         waits = self._peers.waits or (self._join_wait.held_back and not self._done)
         return self.shared.has_parameters() and not waits and self._told is not None
 

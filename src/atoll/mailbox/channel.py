@@ -180,10 +180,10 @@ class DialFailed(Frame, frozen=True):
 
 
 class JoinProgress(Frame, frozen=True):
-    """How far this process has come on its way into the run, about every second while it joins."""
+    """Progress of the download of the run's parameters, about twice a second while this process joins."""
 
     whole: int
-    """Bytes of the run's parameters that it fetches; 0: it fetches none."""
+    """Bytes of the run's parameters that this process fetches; 0: it fetches none."""
     lacking: int
     """Bytes of them that have not arrived yet."""
 
@@ -308,9 +308,9 @@ _TO_TRAINING = {kind.__name__: kind for kind in get_args(ToTraining)}
 
 
 def is_counted(frame: ToTraining) -> bool:
-    """Whether all ranks of a learner get this frame, and carry it out at the same step. How far the run is, how far
-    this learner has come into it and that nobody answers, only rank 0 hears. An order to stop because something failed
-    is obeyed at once: a rank that is gone could agree to nothing."""
+    """Return whether all ranks of a learner get this frame, and carry it out at the same step. Only rank 0 gets the
+    progress of the run, the progress of joining, and the notice that no syncer answers. A rank obeys an order to stop
+    because something failed at once, since a rank that is gone could not agree."""
     return isinstance(frame, COUNTED) or (isinstance(frame, StopOrder) and not frame.failed)
 
 

@@ -372,8 +372,8 @@ def h_by_phase(changes: Sequence[Event], paced: Sequence[Event]) -> list[dict[st
 
 
 def read_pace(timeline: Sequence[Event], settings: dict[str, Any], *, rounds: int) -> dict[str, Any]:
-    """Return the H that rounds were spaced by at last, and the part that made it larger than was asked. A change of H
-    and a new term of the syncer begin with the H asked for; an event says so if it becomes another one."""
+    """Return the H of the last interval between rounds, and the part that made it larger than the H in the settings.
+    After a change of H and in a new term of the syncer, H is as in the settings until an event says otherwise."""
     carried, narrowest = settings.get("sync_every") if rounds else None, ""
     for event in reversed(timeline):
         if event["kind"] == "reigned" or (event["kind"] in ("phase", "changed") and "sync_every" in event):
@@ -385,7 +385,7 @@ def read_pace(timeline: Sequence[Event], settings: dict[str, Any], *, rounds: in
 
 
 def mean_round_shares(timeline: Sequence[Event]) -> dict[str, float]:
-    """Per learner, the mean of its share of the rounds over those made while it was there."""
+    """Return the mean share of the rounds of each learner, over the rounds that were made while it was there."""
     shares: dict[str, float] = {}
     found: dict[str, list[float]] = defaultdict(list)
     there: dict[str, int] = {}

@@ -195,12 +195,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def resolved_adopt(self) -> str:
-        """The adoption rule by name. A synchronous run overwrites: that is Streaming DiLoCo."""
+        """Name of the adoption rule. A synchronous run overwrites by default, as Streaming DiLoCo does."""
         return self.adopt or ("overwrite" if self.synchronous else "carry")
 
     def resolved(self, most: int) -> Settings:
-        """With P, H and the adoption rule filled in, for a model that can be cut into so many fragments
-        (`most_fragments`)."""
+        """Return these settings with P, H and the adoption rule filled in. `most`: number of fragments that the model
+        can be cut into at most (`most_fragments`)."""
         fragments = self.fragments or min(USUAL, most, self.sync_every or USUAL)
         overlap, sync_every = self.overlap, self.resolved_sync_every
         if overlap >= sync_every and overlap > 0:
@@ -254,7 +254,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def rounds_initial(self) -> bool:
-        """Whether version 0 is rounded to bf16 and travels so."""
+        """Whether version 0 is rounded to bf16, and sent in that form."""
         return self.initial_codec == "bf16"
 
     @property

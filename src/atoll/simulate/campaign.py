@@ -228,7 +228,7 @@ def plan(seed: int, learners: int | None = None, kind: WorldKind = "plain") -> S
 
 
 def _with_links(plain: SeedPlan, links: DrawnLinks) -> SeedPlan:
-    """Add links to a plan, and to its time limits what bodies wait for each other: no learner may look dead for it."""
+    """Add links to a plan, and lengthen its time limits: no learner may look dead while bodies wait for each other."""
     drawn = plain.options.settings
     settings = msgspec.structs.replace(
         drawn,
