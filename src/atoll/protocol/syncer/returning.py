@@ -1,9 +1,9 @@
-"""Events about learners that come back after an absence: what became of the steps that they made meanwhile.
+"""A learner that comes back after an absence: one event says what became of the steps that it made meanwhile.
 
-The life of an absent learner stays open for `abandon_s`. If the learner is back by then, the adoption rule decides:
-carry keeps the steps for the coming rounds, the other rules drop them with each version that the learner missed. After
-that its life is closed, and none of the steps count. The event comes with the learner's first report, or with its hello
-if its life was closed. An absence shorter than `lost_after_s` has no event.
+Its life stays open until `abandon_s`. If it is back by then, its adoption rule decides: carry keeps the steps for the
+coming rounds, the other rules drop them with each version that it missed. Later its life is closed, and none of them
+counts. The event is told at the first report of the learner, or at its hello if its life was closed. An absence shorter
+than `lost_after_s` is not told.
 
 A contribution that holds the steps of a long absence is heavier than the others' and is limited (weights.py), so the
 event names the share of its own weight that it will have, by the weights of the last round.
@@ -38,13 +38,13 @@ class LastHeard:
 
 @dataclass(frozen=True, slots=True)
 class AbsenceOutcome:
-    """Number of steps of an absence by their fate, as means over the fragments."""
+    """Steps of an absence by what becomes of them, as means over the fragments."""
 
     steps: int
     merged: float
     dropped: float
     missed: int
-    """Number of fragments of which the learner missed a version."""
+    """Number of fragments of which it missed a version."""
 
     @property
     def kept(self) -> float:
@@ -58,7 +58,7 @@ class Returns:
         """Absences of the learners that are back and have not reported yet."""
 
     def note_hello(self, now: float, before: KnownLearner | None, hello: Hello) -> None:
-        """Remember the absence, before the learner's state is replaced. `before` is that state."""
+        """Remember the absence before the learner's state is replaced; `before`: that state."""
         self._absent.pop(hello.learner, None)
         if before is None or before.connected or before.session != hello.session or not before.last_heard:
             return
@@ -71,29 +71,29 @@ class Returns:
             )
 
     def note_report(self, learner: KnownLearner, said: Progress) -> None:
-        """Emit the event at the first report after an absence."""
+        """Tell the outcome at the first report after an absence."""
         absence = self._absent.pop(learner.name, None)
         if absence is None or absence.incarnation != learner.incarnation or learner.state != "training":
             return
-        outcome = self._outcome(learner, said, absence)
+        found = self._outcome(learner, said, absence)
         share = self._weight_share(learner, said)
-        text = f"{learner.name} was away for {absence.seconds:.1f} s and made {outcome.steps:,} steps: "
-        text += _say(outcome, self.state.settings.adopt)
-        if why := self._why_dropped(outcome):
+        text = f"{learner.name} was away for {absence.seconds:.1f} s and made {found.steps:,} steps: "
+        text += _say(found, self.state.settings.adopt)
+        if why := self._why_dropped(found):
             text += f", because {why}"
-        if outcome.kept >= 0.5:
+        if found.kept >= 0.5:
             text += f"; they get {100 * share:.0f} % of their weight in the next rounds"
             text += " (weight_limit)" if share < 1 else ""
-        figures = {
+        told = {
             "away_s": round(absence.seconds, 3),
             "t": said.t,
-            "steps": outcome.steps,
-            "merged": round(outcome.merged, 2),
-            "kept": round(outcome.kept, 2),
-            "dropped": round(outcome.dropped, 2),
+            "steps": found.steps,
+            "merged": round(found.merged, 2),
+            "kept": round(found.kept, 2),
+            "dropped": round(found.dropped, 2),
             "weight_share": round(share, 4),
         }
-        self.state.out.note("returned", text, learner, **figures)
+        self.state.out.note("returned", text, learner, **told)
 
     def _outcome(self, learner: KnownLearner, said: Progress, absence: LastHeard) -> AbsenceOutcome:
         steps, tokens = said.t - absence.t, said.tokens_total - absence.tokens
@@ -101,7 +101,7 @@ class Returns:
         for fragment, held in enumerate(said.versions):
             behind = held < versions[fragment]
             missed += behind
-            # A contribution that was on its way when the link broke may have been merged since.
+            # What was on its way when the link broke may have been merged since.
             given = max(0, min(steps, learner.synced_t.get(fragment, 0) - absence.t))
             merged += given
             if behind and self.state.settings.adopt != KEEPS_ALL:
@@ -112,16 +112,16 @@ class Returns:
         count = len(said.versions)
         return AbsenceOutcome(steps, merged / count, dropped / count, missed)
 
-    def _why_dropped(self, outcome: AbsenceOutcome) -> str:
-        if outcome.dropped < 0.5:
+    def _why_dropped(self, found: AbsenceOutcome) -> str:
+        if found.dropped < 0.5:
             return ""
         if self.state.settings.adopt == KEEPS_ALL:
             return "versions that it fetched before overwrote them"
-        missed = f"{outcome.missed} of {len(self.state.versions)} fragments"
-        return f"adopt = {self.state.settings.adopt} drops them with the versions that it missed of {missed}"
+        of = f"{found.missed} of {len(self.state.versions)} fragments"
+        return f"adopt = {self.state.settings.adopt} drops them with the versions that it missed of {of}"
 
     def _weight_share(self, learner: KnownLearner, said: Progress) -> float:
-        """Return the share of its weight that the learner's next contributions have, by the weights of the last round.
+        """Return the share of its weight that the coming contributions have, by the others' weights of late.
 
         Its fragments come up during the coming cycle, so each contribution holds H/2 more steps on average.
         """
@@ -143,14 +143,13 @@ class Returns:
             f"{before.name} was away for {away_s:.1f} s, longer than abandon_s = {settings.abandon_s:g}: none of the "
             f"{steps:,} steps that it made meanwhile counts, {data}, and it takes the run's parameters anew"
         )
-        figures = {"away_s": round(away_s, 3), "t": hello.t, "steps": steps, "merged": 0.0, "kept": 0.0}
-        self.state.out.note("returned", text, before, **figures, dropped=float(steps), weight_share=0.0)
+        told = {"away_s": round(away_s, 3), "t": hello.t, "steps": steps, "merged": 0.0, "kept": 0.0}
+        self.state.out.note("returned", text, before, **told, dropped=float(steps), weight_share=0.0)
 
 
-def _say(outcome: AbsenceOutcome, adopt: str) -> str:
-    """Return the fates that are not zero, as words. Fewer steps may be dropped than now seems: a round that asks for a
-    fragment before its missed version is adopted still merges them."""
+def _say(found: AbsenceOutcome, adopt: str) -> str:
+    """Return the fates that are not zero, as words. A round that asks before a version is adopted may save some."""
     at_most = "" if adopt == KEEPS_ALL else "up to "
-    fates = (("kept", "", outcome.kept), ("merged", "", outcome.merged), ("dropped", at_most, outcome.dropped))
+    fates = (("kept", "", found.kept), ("merged", "", found.merged), ("dropped", at_most, found.dropped))
     named = [f"{word}{count:,.0f} are {fate}" for fate, word, count in fates if count >= 0.5]
     return ", ".join(named) or "none is kept or dropped"
