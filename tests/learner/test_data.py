@@ -122,6 +122,24 @@ def test_leased_samples_are_taken_in_the_order_they_were_granted() -> None:
     assert [len(batch) for _, batch in batches] == [4] * 6, "a batch may span two leases"
 
 
+def test_the_rest_of_a_pass_is_left_out_on_demand_and_waits_for_no_step() -> None:
+    for ranges in ((Range(0, 0, 0, 90, 100), Range(1, 1, 0, 0, 8)), (Range(0, 1, 0, 0, 8), Range(1, 0, 0, 97, 100))):
+        held = leased(*ranges, over=True)
+        held.drop_last = True
+        assert [len(batch) for _, batch in taken(held)] in ([4] * 4, [4] * 2)
+        assert held.empty and held.waiting == 0 and held.position == sum(one.stop - one.start for one in ranges)
+
+
+def test_batches_drawn_ahead_take_the_rest_of_a_pass_with_them() -> None:
+    held = leased(Range(0, 0, 0, 90, 100), over=True)
+    held.drop_last = True
+    assert [held.draw_batch() is not None for _ in range(3)] == [True, True, False]
+    held.stepped(1)
+    assert held.position == 4
+    held.stepped(1)
+    assert held.position == 10 and held.empty
+
+
 @given(
     cuts=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     batch=st.integers(1, 20),

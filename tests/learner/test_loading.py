@@ -235,10 +235,15 @@ def test_a_sampler_has_no_use_for_a_stream() -> None:
             Learner(small()).sampler(stream, 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("option", ["shuffle", "sampler", "batch_sampler", "drop_last"])
+@pytest.mark.parametrize("option", ["shuffle", "sampler", "batch_sampler", "in_order"])
 def test_what_would_change_the_order_is_refused(option: str) -> None:
     with pytest.raises(TypeError, match=f"takes no {option}: the run says which samples come in which order"):
         Learner(small()).batches(Numbers(), 4, **{option: True})
+
+
+def test_a_stream_is_not_asked_to_leave_batches_out() -> None:
+    with pytest.raises(TypeError, match="takes no drop_last with a stream"):
+        Learner(small()).batches(Stream(), 4, drop_last=True)
 
 
 def test_an_option_that_no_loader_has_is_refused_by_name() -> None:

@@ -81,6 +81,8 @@ class LeasedSamples:
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
         self._lengths, self.batch_size, self._seed = lengths, batch_size, seed
+        self.drop_last = False
+        """Whether samples that fill no batch are left out, as at the end of a pass."""
         self._ranges: deque[Range] = deque()
         self._newest = -1
         self._at = 0
@@ -154,9 +156,21 @@ class LeasedSamples:
         if not parts:
             return None
         indices = np.concatenate(parts)
+        if self.drop_last and len(indices) < self.batch_size:
+            self._leave_out(len(indices))
+            return self.draw_batch()
         self._drawn.append(len(indices))
         self._ahead += len(indices)
         return dataset, indices
+
+    def _leave_out(self, samples: int) -> None:
+        """Count samples that no batch will hold with the batch before them: else the run would wait for their step."""
+        self._ahead += samples
+        if self._drawn:
+            self._drawn[-1] += samples
+        else:
+            self._drawn.append(samples)
+            self.stepped()
 
     def repeat_batch(self) -> tuple[int, Indices] | None:
         """A batch of the last lease once more: counted, not leased."""
@@ -307,13 +321,15 @@ class Feed:
         self._saved_stream, self.find_earlier = {}, dict
         return stream
 
-    def ask(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, seed: int) -> Registered:
+    def ask(
+        self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, seed: int, *, drop_last: bool = False
+    ) -> Registered:
         """Take leases from now on; what the syncer is to be told. A second loop goes on where the first was left."""
         datasets = tuple((source.name, len(source.samples), source.weight) for source in found)
         before, self.registered = self.registered, Registered(datasets, epochs, batch_size)
         if self._leased is None or before is None or before.datasets != datasets:
             self._leased = LeasedSamples([len(source.samples) for source in found], batch_size, seed)
-        self._leased.batch_size = batch_size
+        self._leased.batch_size, self._leased.drop_last = batch_size, drop_last
         if self._saved is not None:
             self._leased.load(self._saved)
             self._saved = None

@@ -261,12 +261,14 @@ class BaseLearner:
         *,
         weights: Mapping[str, float] | None = None,
         epochs: int = 0,
+        drop_last: bool = False,
         **loader: Any,
     ) -> Iterator[Any]:
         """Batches of what this run leases to this learner, until the run is done or the data is used up.
 
         `dataset` is anything with a length and an index, or several of them by name, with `weights`. `epochs` is how
-        many passes the run makes over them; 0: no end. Alone, without a syncer, it is one pass in a seeded order.
+        many passes the run makes over them; 0: no end. The rest of a pass is a smaller batch, which `drop_last` leaves
+        out. Alone, without a syncer, it is one pass in a seeded order, and its rest is always left out.
         `loader`: what torch's DataLoader takes and does not change the order (num_workers, collate_fn, pin_memory,
         prefetch_factor, ...); with any of these, batches come through a DataLoader.
         A dataset without a length is a stream: each learner reads a share of it in the stream's own order, and goes on
@@ -274,25 +276,18 @@ class BaseLearner:
         `batch_size`: it is read as it is.
         """
         if is_stream(dataset):
-            check_stream(batch_size, weights, loader, is_loader=isinstance(dataset, DataLoader))
+            options = {"drop_last": True, **loader} if drop_last else loader
+            check_stream(batch_size, weights, options, is_loader=isinstance(dataset, DataLoader))
             return self._load_stream(dataset, batch_size, epochs, loader.get("collate_fn", default_collate))
-        return self._load_leased(dataset, batch_size, weights, epochs, loader)  # type: ignore[arg-type]
-
-    def _load_leased(
-        self,
-        dataset: Datasets,
-        batch_size: int | None,
-        weights: Mapping[str, float] | None,
-        epochs: int,
-        loader: dict[str, Any],
-    ) -> Iterator[Any]:
         check_dataset(dataset, "batches")
         check_options(loader)
-        batch_size = checked_batch_size(batch_size, "batches")
-        found = self._feed.open(dataset, batch_size, weights)
-        return self._load(found, batch_size, epochs, loader)
+        size = checked_batch_size(batch_size, "batches")
+        found = self._feed.open(dataset, size, weights)  # type: ignore[arg-type]
+        return self._load(found, size, epochs, drop_last, loader)
 
-    def sampler(self, dataset: MapDataset, batch_size: int | None = None, *, epochs: int = 0) -> LeasedSampler:
+    def sampler(
+        self, dataset: MapDataset, batch_size: int | None = None, *, epochs: int = 0, drop_last: bool = False
+    ) -> LeasedSampler:
         """The same for a DataLoader of the script's own: `DataLoader(dataset, batch_sampler=learner.sampler(...))`.
 
         A batch counts when a step is made on it, however many the loader prefetches. It ends when the run is done; a
@@ -305,7 +300,7 @@ class BaseLearner:
         found = self._feed.open(dataset, batch_size, None)
 
         def begin(loop: int) -> Iterator[Drawn]:
-            ahead = DrawCounter(self._draw(found, batch_size, epochs, loop))
+            ahead = DrawCounter(self._draw(found, batch_size, epochs, drop_last, loop))
             self._feed.count_by(ahead.count_step)
             return iter(ahead)
 
@@ -356,9 +351,9 @@ class BaseLearner:
             yield batch if batch_size is None else collate(batch)
 
     def _load(
-        self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, loader: Mapping[str, Any]
+        self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, drop_last: bool, loader: Mapping[str, Any]
     ) -> Iterator[Any]:
-        draws, counted = self._draw(found, batch_size, epochs), UsedBatches()
+        draws, counted = self._draw(found, batch_size, epochs, drop_last), UsedBatches()
         self._feed.count_by(counted.count_step)
         if not loader:
             batches: Iterable[Any] = (collect(found[dataset].samples, indices) for dataset, indices in draws)
@@ -370,14 +365,16 @@ class BaseLearner:
             counted.count()
             yield batch
 
-    def _draw(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, loop: int = 1) -> Iterator[Drawn]:
+    def _draw(
+        self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, drop_last: bool, loop: int = 1
+    ) -> Iterator[Drawn]:
         """Leases; alone, one pass in an order of this loop's own."""
         session, share = self._session, self._share if self._session is None else self._session.data_share
         size = batch_size * share.parts
         if session is None or not self._inside:
             drawn = self._feed.draw_own(found, size, lambda: self.done, incarnation=loop, passes=1)
         else:
-            session.ask_for_leases(found, batch_size, epochs)
+            session.ask_for_leases(found, batch_size, epochs, drop_last=drop_last)
             drawn = self._feed.draw_leased(found, size, lambda: self.done, session.wait, self._joining.wait_s)
         return drawn if share.parts == 1 else ((dataset, share.take(indices)) for dataset, indices in drawn)
 

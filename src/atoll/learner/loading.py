@@ -22,7 +22,7 @@ OPTIONS = (
     "prefetch_factor", "persistent_workers", "pin_memory_device",
 )  # fmt: skip
 """Of DataLoader's, those that leave the order alone."""
-ORDER = ("shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+ORDER = ("shuffle", "sampler", "batch_sampler", "in_order")
 
 
 class LeasedSampler(Sampler[list[int]]):
