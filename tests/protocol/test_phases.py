@@ -200,10 +200,19 @@ def test_the_model_is_scored_as_often_by_steps_in_every_phase() -> None:
     world, clock, scored = PhasedWorld(), ScoreClock(), []
     while not world.finished and world.syncer.phase != "finished":
         world.run_until(seconds=0.5)
-        if clock.is_due(world.syncer.global_step):
+        if clock.is_due(world.syncer.global_step, 0.0):
             scored.append(world.syncer.global_step)
-            clock.note_score(world.syncer.global_step, every=5 * H / P)  # evaluate_every = 5
+            clock.note_score(world.syncer.global_step, 0.0, every=5 * H / P)  # evaluate_every = 5
     assert scored == list(range(0, STEPS + 1, 5 * H // P)), "in the first quarter there are four times as many rounds"
+
+
+def test_a_short_run_is_scored_in_each_fifth_of_it() -> None:
+    clock, scored = ScoreClock(), []
+    for step in range(61):
+        if clock.is_due(step, step / 60):
+            scored.append(step)
+            clock.note_score(step, step / 60, every=100.0)
+    assert scored == [0, 12, 24, 36, 48, 60]
 
 
 def test_an_h_set_by_hand_leaves_cuts_as_many_steps_apart() -> None:

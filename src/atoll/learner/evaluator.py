@@ -41,6 +41,7 @@ POLL_S = 0.25
 GIVE_UP_S = 60.0
 """How long a syncer may be unreachable before the evaluator gives up."""
 FETCH_S = 120.0
+FIFTHS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +167,18 @@ def name_scorer(score: Callable[..., object]) -> str:
 
 
 class ScoreClock:
-    """When the model is scored next: by learner steps, so a phase of a small H is scored no more often."""
+    """When the model is scored next: by learner steps, so a phase of a small H is scored no more often; and at least
+    once in each fifth of the run, so a short run has a curve too."""
 
     def __init__(self) -> None:
-        self._due = 0.0
+        self._due_step = self._due_fifth = 0.0
 
-    def is_due(self, step: int) -> bool:
-        return step >= self._due
+    def is_due(self, step: int, progress: float) -> bool:
+        return step >= self._due_step or FIFTHS * progress >= self._due_fifth
 
-    def note_score(self, step: int, every: float) -> None:
+    def note_score(self, step: int, progress: float, every: float) -> None:
         """`every`: learner steps between two scores."""
-        self._due = (step // every + 1) * every
+        self._due_step, self._due_fifth = (step // every + 1) * every, FIFTHS * progress // 1 + 1
 
 
 class ShardedSyncer:
@@ -232,13 +234,14 @@ class Evaluator:
                 clock, run = ScoreClock(), status.run
                 say(f"joined run {run} as its evaluator")
             final = status.phase == "finished"
-            if status.phase != "waiting" and (final or clock.is_due(status.global_step)):
+            progress = status.progress if status.budgeted else 0.0
+            if status.phase != "waiting" and (final or clock.is_due(status.global_step, progress)):
                 try:
                     every = await self._once(status.round, final)
                 except Unreachable:  # the syncer went in the middle of it: look whether it comes back
                     await asyncio.sleep(POLL_S)
                     continue
-                clock.note_score(status.global_step, every)
+                clock.note_score(status.global_step, progress, every)
             if final:
                 return
             await asyncio.sleep(POLL_S)
