@@ -87,7 +87,7 @@ ROWS = {
     "quarter-none": f"{NARROW} {INT4} --mbit 60 --adopt carry",
     "widening": f"{NARROW} --mbit 60 --steps 960 --then 320:600 --then 640:60",
     "cut-off": f"{NARROW} {INT4} --mbit 60 --steps 900 --adopt carry --cut 1:240:60",
-    "real": "--real --steps 600 --delay 0.04 --limit-from joined",
+    "real": "--real --steps 2400 --delay 0.04 --limit-from joined",
     "gpu": f"--gpu {INT4} --mbit 200 --delay 0.04 --limit-from joined",
 }
 """Options of each named row; those of the command line come behind and win. quarter-none is quarter without the narrow

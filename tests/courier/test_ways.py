@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -216,10 +217,8 @@ async def test_work_that_takes_longer_than_the_transfer_is_what_a_version_takes(
             worked_s = 100.0
             keep(*given)
 
-        def make_meter(on_progress: Callable[[], None]) -> ArrivalMeter:
-            return ArrivalMeter(on_progress, lambda: time.monotonic() + worked_s)
-
-        monkeypatch.setattr(module, "ArrivalMeter", make_meter)
+        slow_meter = functools.partial(ArrivalMeter, clock=lambda: time.monotonic() + worked_s)
+        monkeypatch.setattr(module, "ArrivalMeter", slow_meter)
         monkeypatch.setattr(here.bodies, "_keep_and_round", slow)
         fetched = await here.fetch()
         assert fetched.nbytes == FRAGMENT_BYTES and 100.0 < fetched.seconds < 110.0
