@@ -69,7 +69,7 @@ def train_apart(row: VisionRow, seed: int, steps: int, pace_s: float, deadline: 
         words += ["--learners", str(row.learners), "--tokens", str(row.learners * steps * BATCH)]
         words += [part for word in (*row.words, "wait_for_learners_s=300") for part in ("--set", word)]
         summary = msgspec.json.decode(run_atoll([*words, "--", msgspec.json.encode(task).decode()], deadline, False))
-        run_atoll(["export", str(out), str(file), "--whole"], deadline, False)
+        run_atoll(["export", str(out), str(file)], deadline, False)
         model = build_model(seed)
         found = model.load_state_dict(load_file(file), strict=False)
         assert not found.unexpected_keys, found

@@ -2,7 +2,7 @@
 
 Alone it just trains:           python examples/digits_cnn.py
 Two learners train one model:   atoll train examples/digits_cnn.py --learners 2 --steps 200
-The whole model, to load:       atoll export RUN digits.safetensors --whole
+The whole model, to load:       atoll export RUN digits.safetensors
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 Alone it just trains:           python examples/lora.py
 Two learners train one model:   atoll train examples/lora.py --learners 2 --steps 100
-The adapters alone, to load:    atoll export RUN adapters.safetensors
-With the base model:            atoll export RUN whole.safetensors --whole
+The whole model, to load:       atoll export RUN whole.safetensors
+The adapters alone:             atoll export RUN adapters.safetensors --merged
 
 It needs transformers and peft (the extra `integrations`), and downloads nothing: the base model is drawn from a seed.
 """

@@ -16,7 +16,7 @@ MORE = ("muon", "digits_cnn")
 def load_back(run: Run, script: Path) -> None:
     """Into the model that the script makes; every one of its tensors is in the export, tied ones once."""
     file = run.folder / "exported.safetensors"
-    exported = run.command("export", run.out, file, "--whole")
+    exported = run.command("export", run.out, file)
     assert exported.returncode == 0, exported.stderr
     names = runpy.run_path(str(script))  # alone, which is one short pass
     model, score = names["model"], names["score"]

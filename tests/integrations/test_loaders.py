@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
-from transformers import get_scheduler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import atoll
 from atoll.integrations.loaders import follow_run, lease_samples
@@ -52,6 +52,34 @@ def test_a_stream_stays_as_it_is() -> None:
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+DATA = torch.arange(12)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "leased"),
+    [
+        (RandomSampler(DATA), True),  # type: ignore[arg-type]
+        (SequentialSampler(DATA), True),  # type: ignore[arg-type]
+        (DistributedSampler(DATA, 1, 0), True),  # type: ignore[arg-type]
+        (RandomSampler(DATA, replacement=True), False),  # type: ignore[arg-type]
+        (WeightedRandomSampler([1.0] * 6 + [0.0] * 6, 12), False),
+        ([0, 0, 1, 1], False),
+    ],
+)
+def test_leases_replace_only_a_sampler_that_takes_every_sample(
+    sampler: Any, leased: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(1, 1)
+    with atoll.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
+        loader: Any = DataLoader(DATA, batch_size=4, sampler=sampler)
+        assert lease_samples(loader, learner) is leased
+        seen = [int(sample) for batch in loader for sample in batch]
+    assert (sorted(seen) == DATA.tolist()) is leased
+    said = capsys.readouterr().err
+    assert ("chooses the samples and stays" in said) is not leased
+    assert ("make it from learner.seed" in said) is (sampler == [0, 0, 1, 1])
+
+
 @dataclass
 class RunAt:
     progress: float
@@ -59,7 +87,9 @@ class RunAt:
 
 def test_a_schedule_is_as_far_as_the_run() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=10, num_training_steps=100)
+    schedule = pytest.importorskip("transformers").get_scheduler(
+        "linear", optimizer, num_warmup_steps=10, num_training_steps=100
+    )
     run = RunAt(0.05)
     assert follow_run(schedule, run, 100)  # type: ignore[arg-type]
     rates = [schedule.get_last_lr()[0]]

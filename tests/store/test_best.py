@@ -72,7 +72,8 @@ def test_it_is_exported_as_it_was_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no best model: a script with a scorer"):
         export_best(run.dir.path, tmp_path / "best.safetensors")
     keep_best(run)
-    file, facts = export_best(run.dir.path, tmp_path / "best.safetensors")
+    best = export_best(run.dir.path, tmp_path / "best.safetensors")
+    file, facts = best.file, best.facts
     assert file.read_bytes() == run.dir.best_model.read_bytes() and facts["score"] == "0.5"
     with pytest.raises(ConfigError, match="is there already"):
         export_best(run.dir.path, tmp_path / "best.safetensors")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.store.written import WrittenRun, with_rounds
 from torch import nn
 
@@ -16,7 +16,7 @@ from atoll.learner.snapshot import Snapshot, write
 from atoll.learner.unmerged import UnmergedTensors
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import read_manifest
-from atoll.store.export import export_run
+from atoll.store.export import NOTHING_UNMERGED, export_best, export_run
 from atoll.store.rundir import UNMERGED
 
 UNMERGED_THERE = {
@@ -36,7 +36,7 @@ def keep(run: WrittenRun, tensors: dict[str, torch.Tensor], learner: str = "lear
 def test_frozen_parameters_and_buffers_come_with_the_merged_ones(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
     keep(run, UNMERGED_THERE)
-    exported = export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+    exported = export_run(run.dir.path, tmp_path / "whole.safetensors")
     found, merged = load_file(exported.file), run.parameters.tensors_by_name()
     assert found.keys() == merged.keys() | UNMERGED_THERE.keys()
     assert all(torch.equal(found[name], torch.from_numpy(values)) for name, values in merged.items())
@@ -53,7 +53,7 @@ def test_buffers_are_those_of_the_cut(tmp_path: Path) -> None:
     keep(run, UNMERGED_THERE)
     part = read_manifest(run.dir.cuts, 3).learners["learner-0"]
     write(run.dir.learner("learner-0") / part.file, Snapshot({"buffers/steps": torch.tensor(77)}, {}))
-    exported = export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+    exported = export_run(run.dir.path, tmp_path / "whole.safetensors")
     assert load_file(exported.file)["steps"] == 77
     assert exported.remarks == ("frozen parameters and local buffers are those of learner-0",)
 
@@ -63,15 +63,67 @@ def test_a_model_of_merged_tensors_alone_is_whole_without_more(tmp_path: Path) -
     keep(run, {})
     plain, whole = (tmp_path / f"{name}.safetensors" for name in ("plain", "whole"))
     export_run(run.dir.path, plain)
-    assert export_run(run.dir.path, whole, whole=True).remarks == ()
+    assert export_run(run.dir.path, whole).remarks == ()
     one, other = load_file(plain), load_file(whole)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_without_the_file_the_next_step_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("digest", "remarks"), [(NOTHING_UNMERGED, 0), ("another", 1), ("", 1)])
+def test_without_the_file_what_is_left_out_is_told(tmp_path: Path, digest: str, remarks: int) -> None:
+    """Unless all of the model is merged, as the run's first learner said."""
+    run = with_rounds(tmp_path / "run", 2, frozen=digest)
+    exported = export_run(run.dir.path, tmp_path / "whole.safetensors")
+    assert len(exported.remarks) == remarks
+    for remark in exported.remarks:
+        assert remark.startswith("left out: frozen parameters and buffers that are not merged") and "copy it" in remark
+
+
+def test_what_is_left_out_on_purpose_is_named(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 2)
-    with pytest.raises(ConfigError, match=r"no unmerged.safetensors is in .*copy it to .*or export without --whole"):
-        export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+    keep(run, UNMERGED_THERE)
+    exported = export_run(run.dir.path, tmp_path / "merged.safetensors", merged=True)
+    assert exported.remarks == ("left out: 'embed', 'frozen.weight', 'mask', 'steps'",)
+    assert load_file(exported.file).keys() == run.parameters.tensors_by_name().keys()
+
+
+def test_the_best_model_is_whole_too(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 2)
+    keep(run, UNMERGED_THERE)
+    tensors = {name: torch.tensor(values) for name, values in run.parameters.tensors_by_name().items()}
+    save_file(tensors, run.dir.best_model, metadata={"run": "small", "figure": "loss", "score": "0.5"})
+    exported = export_best(run.dir.path, tmp_path / "best.safetensors")
+    assert load_file(exported.file).keys() == tensors.keys() | UNMERGED_THERE.keys()
+    assert exported.facts["score"] == "0.5" and len(exported.remarks) == 1
+
+
+class Fused(nn.Module):
+    """Keeps one tensor for q, k and v, and has three in its state_dict(), as torchtitan's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(2, 6, bias=False)
+        self.out = nn.Linear(2, 2)
+        self.register_state_dict_post_hook(self._split)
+
+    @staticmethod
+    def _split(module: nn.Module, held: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+        for name, part in zip("qkv", held.pop(f"{prefix}qkv.weight").chunk(3), strict=True):
+            held[f"{prefix}w{name}.weight"] = part
+
+
+def test_a_model_whose_state_dict_has_other_names_is_refused_with_them(tmp_path: Path) -> None:
+    """Whatever reads the file by names of state_dict() would drop the tensors without a word."""
+    run = with_rounds(tmp_path / "run", 1)
+    folder = run.dir.learner("learner-1")
+    model = nn.Sequential(Fused())
+    assert "0.wq.weight" in model.state_dict()
+    Saver(folder).keep_unmerged(UnmergedTensors(model, None, "refuse").capture)
+    wait_for(folder / UNMERGED)
+    out = tmp_path / "fused.safetensors"
+    with pytest.raises(ConfigError, match=r"such as '0\.qkv\.weight'.*--parameter-names"):
+        export_run(run.dir.path, out)
+    assert not out.exists()
+    assert export_run(run.dir.path, out, parameter_names=True).file.exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"no header", b"\xff" * 64])
@@ -79,7 +131,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     run = with_rounds(tmp_path / "run", 2)
     keep(run, UNMERGED_THERE).write_bytes(damage)
     with pytest.raises(ConfigError, match=r"cannot read .*unmerged.safetensors"):
-        export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+        export_run(run.dir.path, tmp_path / "whole.safetensors")
 
 
 def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
@@ -87,7 +139,7 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     path = keep(run, UNMERGED_THERE)
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ConfigError, match="ends too early"):
-        export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+        export_run(run.dir.path, tmp_path / "whole.safetensors")
     assert not (tmp_path / "whole.safetensors").exists()
 
 

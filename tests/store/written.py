@@ -45,6 +45,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.effects import Restore
 from atoll.store.cuts import CutState, LearnerPart, Manifest, digest_file, write_manifest, write_syncer_part
 from atoll.store.disk import LocalDisk
+from atoll.store.export import NOTHING_UNMERGED
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
 from atoll.store.verify import VerifyReport, verify_run
@@ -90,6 +91,7 @@ class WrittenRun:
         outer: dict[str, str | float] = OUTER,
         tensors: tuple[TensorSpec, ...] = TENSORS,
         version_codec: str = "fp32",
+        frozen: str = NOTHING_UNMERGED,
     ) -> None:
         self.dir = RunDir.create(path)
         self.dir.settings.write_text("seed = 7\n")
@@ -98,7 +100,7 @@ class WrittenRun:
         settings = Settings(learners=2, fragments=P, sync_every=6, version_codec=version_codec)
         plan = make_plan(tensors, P, settings.plan)
         self.parameters = Parameters(plan, msgspec.convert(outer, Outer), version_codec)
-        self.history = History(BegunRecord(run, settings, outer, tensors, plan.fingerprint))
+        self.history = History(BegunRecord(run, settings, outer, tensors, plan.fingerprint, frozen=frozen))
         self.rounds = [-1] * P
         self.islands: dict[str, Island] = {}
         self.journal = begin_term(self.dir.journal, 1)

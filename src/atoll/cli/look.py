@@ -165,33 +165,49 @@ def verify(run: Path | str, json_: bool) -> None:
         raise RunFailed(report.problem)
 
 
-def export(run: Path | str, out: Path, cut: int | None, best: bool, tail: int | None, force: bool, whole: bool) -> None:
+def export(
+    run: Path | str,
+    out: Path,
+    cut: int | None,
+    best: bool,
+    tail: int | None,
+    force: bool,
+    merged: bool,
+    parameter_names: bool,
+) -> None:
     console = Console()
     if tail is not None and (best or cut is not None):
         raise ConfigError("--tail averages the newest versions: give it without --best and --cut")
     if best and cut is not None:
         raise ConfigError("--best and --cut name different models: give one of them")
-    if best and whole:
-        raise ConfigError(
-            "--best holds merged parameters alone, as the evaluator kept them: leave --best or --whole out"
-        )
     with open_copy(run, console) as folder:
-        _export(console, folder, out, cut, best, tail, force, whole)
+        _export(console, folder, out, cut, best, tail, force, merged, parameter_names)
 
 
 def _export(
-    console: Console, run: Path, out: Path, cut: int | None, best: bool, tail: int | None, force: bool, whole: bool
+    console: Console,
+    run: Path,
+    out: Path,
+    cut: int | None,
+    best: bool,
+    tail: int | None,
+    force: bool,
+    merged: bool,
+    parameter_names: bool,
 ) -> None:
     if best:
-        file, facts = export_best(run, out, force=force)
+        kept = export_best(run, out, force=force, merged=merged, parameter_names=parameter_names)
+        for remark in kept.remarks:
+            console.print(f"note: {remark}", soft_wrap=True, highlight=False)
+        facts = kept.facts
         scored = (
             f"{facts.get('figure', 'score')} {facts.get('score', 'unknown')} at round {facts.get('round', 'unknown')}"
         )
         console.print(
-            f"the best of run {facts.get('run')} ({scored}) is in {short(file)}", soft_wrap=True, highlight=False
+            f"the best of run {facts.get('run')} ({scored}) is in {short(kept.file)}", soft_wrap=True, highlight=False
         )
         return
-    done = export_run(run, out, cut, force=force, whole=whole, tail=tail)
+    done = export_run(run, out, cut, force=force, merged=merged, tail=tail, parameter_names=parameter_names)
     for remark in done.remarks:
         console.print(f"note: {remark}", soft_wrap=True, highlight=False)
     where = f"cut {done.cut} and {done.replayed} rounds behind it" if done.replayed else f"cut {done.cut}"

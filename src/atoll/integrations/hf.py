@@ -90,8 +90,8 @@ class AtollCallback(TrainerCallback):  # type: ignore[misc]
         if (scaler := getattr(optimizer, "scaler", None)) is not None:
             learner.register("scaler", scaler)
         learner.__enter__()
-        if not (lease_samples(train_dataloader, learner) or share_stream(train_dataloader, learner)):
-            say("Trainer's data makes its own batches: counted but not leased (docs/huggingface.md)")
+        if not lease_samples(train_dataloader, learner):
+            share_stream(train_dataloader, learner)
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
         if learner.has_budget and not follow_run(schedule, learner, state.max_steps):
             say("the learning rate follows this learner's own steps: its schedule is no LambdaLR")

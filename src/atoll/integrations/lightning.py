@@ -62,10 +62,9 @@ class AtollCallback(Callback):  # type: ignore[misc]
         free_sigterm(trainer)
         learner.__enter__()
         loader = trainer.train_dataloader
-        if lease_samples(loader, learner) or share_stream(loader, learner):
-            iter(trainer.fit_loop._data_fetcher)  # workers have begun to load what the loader itself would choose
-        else:
-            say("Lightning's data makes its own batches: counted but not leased (docs/lightning.md)")
+        if not lease_samples(loader, learner):
+            share_stream(loader, learner)
+        iter(trainer.fit_loop._data_fetcher)  # workers have begun to load what the loader itself would choose
         if learner.has_budget:
             self._follow(trainer, learner)
 

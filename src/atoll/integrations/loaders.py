@@ -12,10 +12,13 @@ from typing import Any
 from atoll.extras import explained
 
 with explained(__name__, "torch"):
+    from torch import Generator
     from torch.optim.lr_scheduler import LambdaLR
-    from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+    from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+    from torch.utils.data.distributed import DistributedSampler
 
     from atoll.learner.learner import Learner
+    from atoll.learner.script import say
 
 __all__ = ["follow_run", "lease_samples", "share_stream"]
 
@@ -38,26 +41,59 @@ class LeasedIndices(Sampler[int]):
 
 
 def lease_samples(loader: Any, learner: Learner) -> bool:
-    """Let a dataloader load what the run leases; False: its data has no length or makes its own batches.
+    """Let a dataloader load what the run leases; False: its data has no length, or it chooses its own samples.
 
-    `loader`: torch's DataLoader, or what Accelerate's `prepare` or Lightning has made of it, before it is read."""
+    `loader`: torch's DataLoader, or what Accelerate's `prepare` or Lightning has made of it, before it is read.
+    A sampler that does more than put all samples in order or shuffle them stays, since a batch may depend on its choice
+    (groups, weights, lengths): it is seeded by the learner, and a line says so."""
     batches: Any = getattr(loader, "batch_sampler", None)
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return False
+    shard = None
     if type(batches).__name__ == "BatchSamplerShard" and not batches.split_batches:  # Accelerate's, of several ranks
-        ranks, batches = batches.num_processes, _whole(batches)
-    else:
-        ranks = getattr(getattr(batches, "sampler", None), "num_replicas", 1)  # a DistributedSampler, as Lightning's
+        shard, batches = batches, batches.batch_sampler
     if type(batches) is not BatchSampler:
+        say("the loader's own batch sampler stays: samples are counted, not leased. Let it draw by learner.seed")
         return False
+    if not _leaves_choice(batches.sampler):
+        _keep_sampler(batches.sampler, learner.seed)
+        return False
+    ranks = getattr(batches.sampler, "num_replicas", 1)  # a DistributedSampler, as Lightning's
+    if shard is not None:  # leases are parted by rank already, so the shard takes whole batches
+        ranks, shard.num_processes, shard.process_index = shard.num_processes, 1, 0
     batches.sampler = LeasedIndices(learner, loader.dataset, batches.batch_size, ranks)
     return True
 
 
+def _leaves_choice(sampler: object) -> bool:
+    """Whether a sampler takes every sample once, so that leases may take its place. Derived ones may do more."""
+    if type(sampler) is RandomSampler or type(sampler).__name__ == "SeedableRandomSampler":  # the second: Accelerate's
+        return not getattr(sampler, "replacement", False)
+    return type(sampler) in (SequentialSampler, DistributedSampler)
+
+
+def _keep_sampler(sampler: Any, seed: int) -> None:
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", sampler)  # Lightning wraps it for several ranks
+    seeded = True
+    if isinstance(getattr(inner, "generator", None), Generator):
+        inner.generator.manual_seed(seed)
+    elif hasattr(inner, "generator"):
+        inner.generator = Generator().manual_seed(seed)
+    elif isinstance(getattr(inner, "seed", None), int):
+        inner.seed = seed
+    else:
+        seeded = False
+    order = "seeded by this learner" if seeded else "its own: make it from learner.seed, or all train on the same"
+    say(f"{type(inner).__name__} chooses the samples and stays: they are counted, not leased; its order is {order}")
+
+
 def share_stream(loader: Any, learner: Learner) -> bool:
-    """Let a dataloader of a stream read this learner's share of it; False: it is something else."""
+    """Let a dataloader of a stream read this learner's share of it; False: it is something else, or makes batches."""
     inner = getattr(loader, "base_dataloader", loader)  # Accelerate wraps it
-    if not isinstance(inner, DataLoader) or not isinstance(inner.dataset, IterableDataset) or not inner.batch_size:
+    if not isinstance(inner, DataLoader) or not isinstance(inner.dataset, IterableDataset):
+        return False
+    if not inner.batch_size:
+        say("the stream makes its own batches and is read as it is: share it out by learner.index")
         return False
     dataset: Any = inner.dataset
     if type(dataset).__name__ == "IterableDatasetShard":  # each rank reads all, and takes its part of every batch
@@ -69,12 +105,6 @@ def share_stream(loader: Any, learner: Learner) -> bool:
     shared = learner._make_stream_dataset(dataset, of_all, by_rank=not dispatches)
     inner.__dict__["dataset"] = shared  # torch refuses to be told by assignment; nothing has been read yet
     return True
-
-
-def _whole(shard: Any) -> Any:
-    """What a rank's shard takes its part of: leases are parted already, so the shard is to take all."""
-    shard.num_processes, shard.process_index = 1, 0
-    return shard.batch_sampler
 
 
 def follow_run(schedule: object, learner: Learner, steps: int) -> bool:

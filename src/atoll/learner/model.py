@@ -185,6 +185,18 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield _bare(name, wrapped), module
 
 
+def renamed_tensors(model: nn.Module) -> list[str]:
+    """Parameters and persistent buffers that `state_dict()` has not under their own names: hooks of the model make
+    others of them. torchtitan's fused qkv is split there."""
+    wrapped = _wrapped(model)
+    try:
+        held = {_bare(name, wrapped) for name in model.state_dict()}
+    except Exception:  # hooks of the script's own; without their names nothing can be said
+        return []
+    names = [*(name for name, _ in named_parameters(model)), *(name for _, name, _ in persistent_buffers(model))]
+    return [name for name in names if name not in held]
+
+
 def strip_wrappers(held: Mapping[str, T]) -> dict[str, T]:
     """What a checkpoint holds, by bare names. `module.` goes where all names begin with it: then the model was wrapped
     as a whole."""

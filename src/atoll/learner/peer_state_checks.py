@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from atoll.learner.capture import OPTAX, OtherLibrary, Stateful
 from atoll.learner.model import BufferRule
 from atoll.learner.packing import Unpacking
+from atoll.learner.ranks import make_like
 from atoll.learner.snapshot import Snapshot
 from atoll.learner.state import (
     OWN_KEYS,
@@ -96,7 +97,11 @@ def take_peer_state(
     for path, optimizer in own.items():
         parameters = parameters_by_key(optimizer, model)
         for key, state in states[path].items():
-            optimizer.state[parameters[key]] = state
+            parameter = parameters[key]  # of an FSDP2 model a DTensor, whose optimizer wants a state of DTensors
+            optimizer.state[parameter] = {
+                name: make_like(parameter, value) if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+            }
 
 
 def _follow(schedule: LRScheduler) -> None:

@@ -17,8 +17,16 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from atoll.learner.model import BufferRule, merged, merged_buffers, named_parameters, persistent_buffers
-from atoll.learner.packing import Packing
+from atoll.learner.model import (
+    BufferRule,
+    merged,
+    merged_buffers,
+    named_parameters,
+    persistent_buffers,
+    renamed_tensors,
+)
+from atoll.learner.packing import Json, Packing
+from atoll.learner.ranks import take_local
 from atoll.learner.script import say
 from atoll.learner.snapshot import Snapshot, read
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
@@ -112,13 +120,20 @@ class UnmergedTensors:
         self.digest = "" if self._rule == "mine" else digest_unmerged(self._model, self._buffers)
 
     def capture(self) -> Snapshot:
-        """A copy by names in the model, to be exported; empty where all of the model is merged."""
+        """A copy by names in the model, to be exported; empty where all of the model is merged.
+
+        Beside it: which tensors it lacks, and which merged ones `state_dict()` has under other names."""
         packing = Packing()
+        left_out: list[Json] = []
         for name, tensor in [*frozen_parameters(self._model).items(), *local_buffers(self._model, self._buffers)]:
-            packing.keep(name, tensor)
+            if take_local(tensor).shape == tensor.shape:
+                packing.keep(name, take_local(tensor))
+            else:
+                left_out.append(name)
         packing.settle()
         packing.finish()
-        return Snapshot(packing.tensors, {})
+        renamed: list[Json] = list(renamed_tensors(self._model))
+        return Snapshot(packing.tensors, {"export": {"left_out": left_out, "renamed": renamed}})
 
     def copy_frozen(self) -> Mapping[str, torch.Tensor]:
         """For a newcomer, beside the rest of its copy. AtollError: they are not the run's."""

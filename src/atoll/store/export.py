@@ -5,17 +5,18 @@ appears whole or not at all; nothing is replaced without --force.
 
 With --tail a second file beside it holds the mean of the last versions (tail.py), and says which they are.
 
-With --whole the file also holds frozen parameters and buffers, which are not merged. The first learner's folder has
-them: their values at the start in UNMERGED, and its buffers in its part of every cut. They are copied byte by byte, so
-any dtype is kept and nothing is held in memory.
+The file also holds frozen parameters and buffers, which are not merged. The first learner's folder has them: their
+values at the start in UNMERGED, and its buffers in its part of every cut. They are copied byte by byte, so any dtype is
+kept and nothing is held in memory. A remark names each tensor that is left out.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,8 +26,11 @@ import safetensors.numpy
 
 from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.records import BegunRecord
 from atoll.store.atomic import staged
 from atoll.store.cuts import complete_cuts, read_manifest
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import read
 from atoll.store.rebuild import load_at_cut, load_newest
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.tail import average_tail
@@ -54,11 +58,19 @@ class ExportedModel:
 
 
 def export_run(
-    path: Path, out: Path, cut: int | None = None, *, force: bool = False, whole: bool = False, tail: int | None = None
+    path: Path,
+    out: Path,
+    cut: int | None = None,
+    *,
+    force: bool = False,
+    merged: bool = False,
+    tail: int | None = None,
+    parameter_names: bool = False,
 ) -> ExportedModel:
     """The newest version, or what a cut holds, to `out`: a `.safetensors` file, or else a folder with the settings too.
 
-    `whole`: with frozen parameters and buffers that are not merged. `tail`: the mean of the last so many versions too.
+    `merged`: without frozen parameters and buffers that are not merged. `tail`: the mean of the last so many versions
+    too. `parameter_names`: also of a model whose `state_dict()` has other names.
     ConfigError for what cannot be asked; BadCut, Corrupt or NotKept name what is wrong in the run's directory.
     """
     run = RunDir(path)
@@ -69,24 +81,34 @@ def export_run(
         _check_out(run, beside, force)
     head = load_newest(run) if cut is None else load_at_cut(run, cut)
     averaged = average_tail(run, tail) if tail is not None else None
-    unmerged, remark = find_unmerged(run, head.cut) if whole else ({}, "")
+    rest = find_unmerged(run, head.cut, merged=merged, parameter_names=parameter_names)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _save(file, head.model.tensors_by_name(), facts_of_model(head.run, head.round, head.versions), unmerged)
+        _save(file, head.model.tensors_by_name(), facts_of_model(head.run, head.round, head.versions), rest.tensors)
         if averaged is not None:
-            _save(beside, averaged.tensors_by_name(), averaged.facts(), unmerged)
+            _save(beside, averaged.tensors_by_name(), averaged.facts(), rest.tensors)
         if file != out and run.settings.exists():
             with staged(out / CONFIG) as draft:
                 shutil.copyfile(run.settings, draft)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
-    remarks = (*head.remarks, *([remark] if remark else []), *(averaged.remarks if averaged is not None else ()))
+    remarks = (*head.remarks, *rest.remarks, *(averaged.remarks if averaged is not None else ()))
     made = (head.run, head.round, tuple(head.versions), head.cut, head.replayed)
     return ExportedModel(file, *made, remarks, beside if averaged is not None else None)
 
 
-def export_best(path: Path, out: Path, *, force: bool = False) -> tuple[Path, dict[str, str]]:
-    """The model with the best score, as its evaluator kept it; where it is, and what it says of itself."""
+@dataclass(frozen=True, slots=True)
+class BestExport:
+    file: Path
+    facts: dict[str, str]
+    """What the file says of itself."""
+    remarks: tuple[str, ...]
+
+
+def export_best(
+    path: Path, out: Path, *, force: bool = False, merged: bool = False, parameter_names: bool = False
+) -> BestExport:
+    """The model with the best score, as its evaluator kept it, with the first learner's tensors that are not merged."""
     run = RunDir(path)
     _check_out(run, out, force)
     if not run.best_model.exists():
@@ -94,14 +116,20 @@ def export_best(path: Path, out: Path, *, force: bool = False) -> tuple[Path, di
             f"{path} holds no best model: a script with a scorer (atoll.evaluate) keeps one, scored every "
             "`evaluate_every` rounds; without --best the newest version is written"
         )
+    newest = max(complete_cuts(run.cuts), default=0)
+    rest = find_unmerged(run, newest, merged=merged, parameter_names=parameter_names)
     file = out if out.suffix == ".safetensors" else out / MODEL
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with staged(file) as draft:
-            shutil.copyfile(run.best_model, draft)
+        if rest.tensors:
+            metadata = {"format": "pt", **read_model_facts(run.best_model)}
+            save_whole(file, read_table(run.best_model), rest.tensors, metadata)
+        else:
+            with staged(file) as draft:
+                shutil.copyfile(run.best_model, draft)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
-    return file, read_model_facts(file)
+    return BestExport(file, read_model_facts(file), rest.remarks)
 
 
 def _check_out(run: RunDir, out: Path, force: bool) -> None:
@@ -125,6 +153,8 @@ def _save(
         safetensors.numpy.save_file(dict(tensors), draft, metadata=metadata)
 
 
+NOTHING_UNMERGED = "-".join([hashlib.blake2b(b"", digest_size=16).hexdigest()] * 2)
+"""The digest of a learner that merges all of its model (learner/unmerged.py)."""
 BUFFERS = "buffers/"
 """Under this prefix a learner's part of a cut holds buffers."""
 HEADER_LIMIT_BYTES = 32 * 2**20
@@ -142,26 +172,70 @@ class StoredTensor:
     length: int
 
 
-def find_unmerged(run: RunDir, cut: int) -> tuple[dict[str, StoredTensor], str]:
-    """By their names in the model, what is not merged (nothing, where all is), and a remark on it.
+@dataclass(frozen=True, slots=True)
+class UnmergedRest:
+    """What an export holds beside the merged tensors."""
 
-    ConfigError: no learner's folder here holds it.
+    tensors: dict[str, StoredTensor]
+    remarks: tuple[str, ...] = ()
+
+
+def find_unmerged(run: RunDir, cut: int, *, merged: bool, parameter_names: bool) -> UnmergedRest:
+    """Tensors that are not merged, by their names in the model; none of them with `merged`.
+
+    ConfigError: `state_dict()` of the model has other names, and `parameter_names` are not asked for.
     """
     found = sorted(run.learners.glob(f"*/{UNMERGED}"))
     if not found:
-        raise ConfigError(
-            f"no {UNMERGED} is in {run.learners}: the run's first learner writes it where it saves its part of cuts; "
-            f"copy it to {run.learners / 'NAME' / UNMERGED}, or export without --whole"
+        if merged or _merges_all(run):
+            return UnmergedRest({})
+        wanted = run.learners / "NAME" / UNMERGED
+        return UnmergedRest(
+            {},
+            (
+                "left out: frozen parameters and buffers that are not merged, if the model has any. The run's first "
+                f"learner keeps them in {UNMERGED} of its folder: copy it to {wanted} and export again",
+            ),
         )
-    learner, tensors = found[0].parent.name, read_table(found[0])
+    learner, tensors, facts = found[0].parent.name, read_table(found[0]), _read_facts(found[0])
+    if (renamed := facts.get("renamed")) and not parameter_names:
+        raise ConfigError(
+            f"state_dict() of this model has other names than its parameters, such as {_name_some(renamed)}: whatever "
+            "reads the file by names of state_dict() would drop these tensors. With --parameter-names it is written; "
+            "docs/models.md says how to load it"
+        )
+    if merged:
+        return UnmergedRest({}, (f"left out: {_name_some(tensors)}",) if tensors else ())
+    remarks = []
+    if shards := facts.get("left_out"):
+        remarks.append(f"left out: {_name_some(shards)}, of which each rank of {learner} holds a part")
     if not tensors:
-        return {}, ""
+        return UnmergedRest({}, tuple(remarks))
     held = read_manifest(run.cuts, cut).learners.get(learner) if cut in complete_cuts(run.cuts) else None
+    whose = f"those that {learner} began with: cut {cut} has no others"
     if held is not None and (part := found[0].parent / held.file).exists():
         saved = read_table(part)
         tensors |= {name: saved[key] for name in tensors if (key := BUFFERS + name) in saved}
-        return tensors, f"frozen parameters and local buffers are those of {learner}"
-    return tensors, f"frozen parameters and local buffers are those that {learner} began with: cut {cut} has no others"
+        whose = f"those of {learner}"
+    return UnmergedRest(tensors, (*remarks, f"frozen parameters and local buffers are {whose}"))
+
+
+def _merges_all(run: RunDir) -> bool:
+    """Whether the run's first learner said that all of its model is merged."""
+    _, begun = next(read(run.journal, disk=LocalDisk()), (None, None))
+    return isinstance(begun, BegunRecord) and begun.frozen == NOTHING_UNMERGED
+
+
+def _name_some(names: Iterable[str]) -> str:
+    shown = [f"'{name}'" for name in sorted(names)]
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """What a learner wrote beside the tensors (learner/unmerged.py)."""
+    described = json.loads(read_model_facts(path).get("atoll", "{}"))
+    facts: dict[str, Any] = described.get("states", {}).get("export", {})
+    return facts
 
 
 def read_table(path: Path) -> dict[str, StoredTensor]:
@@ -183,7 +257,7 @@ def read_table(path: Path) -> dict[str, StoredTensor]:
 
 def save_whole(
     path: Path,
-    tensors: Mapping[str, FloatArray],
+    tensors: Mapping[str, FloatArray | StoredTensor],
     unmerged: Mapping[str, StoredTensor],
     metadata: Mapping[str, str],
 ) -> None:

@@ -1,6 +1,6 @@
-"""A learner in one of several layouts: plain, ddp, fsdp, hsdp, tp, fsdp-tp. All ranks train on the same data, so that
-the mean of their gradients is the gradient of one of them, to the bit. WIDE: a net of which a syncer of several shards
-cuts a tensor. OTHER_RANK: the rank that has another net than the others."""
+"""A learner of a layout: plain, lone (FSDP2 on one rank), ddp, fsdp, hsdp, tp, fsdp-tp. All ranks train on
+the same data, so that the mean of their gradients is the gradient of one of them, to the bit. WIDE: a net of which a
+syncer of several shards cuts a tensor. OTHER_RANK: the rank that has another net than the others."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ one += one % 2 and layout.endswith("tp")  # torch's tensor parallel takes no une
 one += os.environ.get("OTHER_RANK") == str(rank)
 layers = (nn.Linear(6, one), nn.ReLU(), nn.Linear(one, two), nn.ReLU(), nn.Linear(two, 3, bias=False))
 model: nn.Module = nn.Sequential(*layers)
-if layout != "plain":
+if layout == "lone":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+elif layout != "plain":
     dist.init_process_group("gloo")
 if layout == "ddp":
     model = nn.parallel.DistributedDataParallel(model)
-elif layout in ("fsdp", "hsdp", "validating", "unsharded"):
+elif layout in ("lone", "fsdp", "hsdp", "validating", "unsharded"):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

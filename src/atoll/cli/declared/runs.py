@@ -139,7 +139,8 @@ RUNS = (
                 metavar="CYCLES",
             ),
             flag("--force", "Replace what lies there."),
-            flag("--whole", "With frozen parameters and buffers, as the first learner has them."),
+            flag("--merged", "Without frozen parameters and buffers that are not merged."),
+            flag("--parameter-names", "Also of a model whose state_dict() has other names than its parameters."),
         ),
     ),
     Command(
