@@ -288,9 +288,7 @@ class RunSession:
         waits = self._peers.waits or (self._join_wait.held_back and not self._done)
         return self.shared.has_parameters() and not waits and self._told is not None
 
-    def ask_for_leases(
-        self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, *, drop_last: bool
-    ) -> None:
+    def ask_for_leases(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, *, drop_last: bool) -> None:
         boundary = self.shared.boundary
         seed = boundary.settings.seed if boundary is not None else self._joining.seed
         size = batch_size * self.data_share.parts
