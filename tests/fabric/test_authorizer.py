@@ -146,6 +146,15 @@ def test_a_link_of_another_run_is_told_so() -> None:
         assert (status, reason) == (403, "the join link is for another run, and this is run r1: ask for its link")
 
 
+def test_a_link_of_a_lost_run_that_this_one_goes_on_for_is_as_good_as_its_own() -> None:
+    door = TokenAuthorizer(lambda: ALL, lambda: "r3", succeeds=("r1", "r2"))
+    for run in ("r1", "r2", "r3"):
+        assert door.admit(asks("/v1/control", bearer(LEARNER), Atoll_Run=run)).token == "join"
+    assert refusal(asks("/v1/control", "Bearer nobody-knows-this", Atoll_Run="r1"))[0] == 401, "only by its keys"
+    with pytest.raises(Rejected, match="for another run, and this is run r3"):
+        door.admit(asks("/v1/control", bearer(LEARNER), Atoll_Run="r4"))
+
+
 def test_a_stranger_learns_nothing_of_the_run() -> None:
     assert "r1" not in refusal(asks("/v1/control", "Bearer nobody-knows-this", Atoll_Run="r2"))[1]
 

@@ -277,3 +277,14 @@ def test_where_no_folder_can_be_made_it_trains_without(tmp_path: Path, monkeypat
 def test_what_is_no_name_is_told() -> None:
     with pytest.raises(ConfigError, match="is no name"):
         claim_folder(SYNCER, "../anna")
+
+
+def test_a_link_of_a_lost_run_leads_to_what_is_saved_of_the_run_that_goes_on_for_it(tmp_path: Path) -> None:
+    folder = LearnerFolder("anna", tmp_path)
+    assert folder.find_successor("lost") == "lost"
+    folder.note_successor("new", ())
+    assert folder.find_successor("lost") == "lost", "it goes on for none"
+    folder.note_successor("new", ("older", "lost"))
+    for run in ("older", "lost", "new"):
+        assert folder.find_successor(run) == "new"
+    assert folder.find_successor("another") == "another"

@@ -117,6 +117,19 @@ def test_to_stop_what_is_over_changes_nothing() -> None:
     assert newcomer.done == []
 
 
+def test_a_learner_of_a_lost_run_keeps_its_optimizer_in_the_run_that_goes_on_for_it() -> None:
+    settings = Settings(fragments=1).resolved(1)
+    known = {"fingerprint": "f", "versions": (5,), "gathering": 6, "committed": 6, "settings": settings}
+    for succeeds in ((), ("lost",)):
+        machine = LearnerMachine("a", "s", (TensorSpec("w", (4,), "float32"),), restored=True)
+        machine.handle(0.0, fx.Arrived(Welcome(run="lost", incarnation=1, session="s", **known)))
+        machine.handle(1.0, fx.Disconnected("its machine is gone"))
+        welcome = Welcome(run="new", incarnation=2, session="s", succeeds=succeeds, **known)
+        done = machine.handle(2.0, fx.Arrived(welcome))
+        assert [one.reset for one in done if isinstance(one, fx.ForgetVersions)] == [False]
+        assert (fx.Await() in done) == (not succeeds), "in another run it takes a peer's"
+
+
 def test_a_learner_of_several_ranks_takes_nobodys_state_and_gives_none() -> None:
     tensors, settings = (TensorSpec("w", (4,), "float32"),), Settings(fragments=1).resolved(1)
     halves = tuple((Box("w", (start,), (2,)),) for start in (0, 2))

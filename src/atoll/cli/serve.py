@@ -16,7 +16,7 @@ from rich.console import Console
 
 from atoll.cli.keys import Last, join_link, own_address, pins_of, remember
 from atoll.cli.shared import check_store, close, document_of, setting_words, settings_of, short, without_own_shards
-from atoll.cli.store import finish_upload, restore_if_empty
+from atoll.cli.store import describe_disk_loss, finish_upload, restore_if_empty
 from atoll.config import Config, Service, convert, merged, parse_settings, parse_shard
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.certificates import signs_itself
@@ -219,7 +219,7 @@ def _serve(
         console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
         console.print(f"dashboard: {look}", soft_wrap=True, highlight=False)
         own = invitation(settings.service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty())
-        for line in (*invite_shards(settings.service, url), *own):
+        for line in (describe_disk_loss(settings), *invite_shards(settings.service, url), *own):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         comings.start()
 

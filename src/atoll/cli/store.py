@@ -16,7 +16,7 @@ from atoll.bucket.journal_copy import JournalMark
 from atoll.bucket.layout import payload_place
 from atoll.bucket.uploader import make_shard_uploader, make_uploader
 from atoll.cli.shared import short
-from atoll.config import load
+from atoll.config import Config, load
 from atoll.launch.restoring import restore_run
 from atoll.launch.resume import read_head
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
@@ -87,6 +87,19 @@ def upload(*, run: Path) -> None:
     if wrong := finish_upload(out, console):
         raise RunFailed(wrong)
     console.print(f"all of {short(out.path)} is in {place.url}", soft_wrap=True, highlight=False, markup=False)
+
+
+def describe_disk_loss(config: Config) -> str:
+    """Return what the loss of this disk would cost the run, for its operator to know before that happens."""
+    if not config.service.store:
+        return "no --store: should this disk be lost, the run is lost with it"
+    if config.service.durability == "store":
+        return "durability = store: should this disk be lost, nothing that was told is lost"
+    return (
+        f"durability = {config.service.durability}: should this disk be lost, the rounds that are not in the bucket "
+        "yet are lost (about a second's), and a new run goes on from the last one there, with the same learners; "
+        "with --set durability=store nothing is lost, and every round waits for the bucket"
+    )
 
 
 def finish_unseen(out: RunDir) -> str:

@@ -29,7 +29,7 @@ from atoll.cli.shared import (
     without_own_shards,
     write_summary,
 )
-from atoll.cli.store import finish_upload, restore_if_empty
+from atoll.cli.store import describe_disk_loss, finish_upload, restore_if_empty
 from atoll.config import Config, convert, converted, merged, parse_settings
 from atoll.fabric.address import is_loopback
 from atoll.launch.children import LIMIT, cores
@@ -365,6 +365,8 @@ def _train(
     options: LaunchOptions,
 ) -> None:
     compile_kernels(console)
+    if config.service.store:
+        console.print(describe_disk_loss(config), style="dim", soft_wrap=True, highlight=False)
     if resume is None and not (config.protocol.steps or config.protocol.tokens):
         text = "No --steps and no --tokens: it trains until its scripts end; Ctrl-C ends it in good order."
         console.print(text, style="dim", soft_wrap=not console.is_terminal, highlight=False)

@@ -351,6 +351,7 @@ class Courier:
                 message.index,
                 message.frozen,
                 message.run,
+                message.succeeds,
             )
             self._shards = message.shards
             outdated = self._serving is not None and not self._serving.fits(message)

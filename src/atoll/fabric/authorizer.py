@@ -1,8 +1,9 @@
 """Who may ask what: checked for every request, before anything else of it is read.
 
 A syncer answers nobody who shows no join token (a browser: a cookie, or the code of its link): 401 for an unknown one,
-403 for one that is not for this. A link of another run is told so. A courier's port asks for none: what it gives
-away needs a ticket that nobody can guess.
+403 for one that is not for this. A link of another run is told so, unless this run goes on for that one: then its
+certificate and its tokens prove that it does, and learners come back by the links that they have. A courier's port asks
+for none: what it gives away needs a ticket that nobody can guess.
 
 Browsers get in without typing a token: by a link with a one-time code, which is exchanged for a cookie.
 
@@ -114,11 +115,12 @@ class TokenAuthorizer:
         warn: Callable[[str], None] = lambda text: None,
         *,
         password: bool = True,
+        succeeds: Collection[str] = (),
     ) -> None:
-        """`password`: browsers are asked for one, which is a token."""
+        """`password`: browsers are asked for one, which is a token; `succeeds`: lost runs that this one goes on for."""
         self.password = password
         self._codes = OneTimeCodes()
-        self._tokens, self._run, self._warn = tokens, run, warn
+        self._tokens, self._run, self._warn, self._succeeds = tokens, run, warn, succeeds
         """The first two are asked each time: tokens come and go while a run goes on."""
         self._warned: dict[str, int] = {}
         """Tokens that have brought many names, and how many they might when that was said."""
@@ -130,7 +132,7 @@ class TokenAuthorizer:
         if token.role not in (takes := roles_for(request.path)):
             raise Rejected(403, f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(takes[0])}")
         run = request.headers.get(RUN_HEADER, "")
-        if run and run != self._run():
+        if run and run not in (self._run(), *self._succeeds):
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
         return Visitor(token.id, token.learner, token.most, token.role, token.mark)
 

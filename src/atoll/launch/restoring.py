@@ -134,7 +134,8 @@ def _write_beginning(draft: RunDir, found: Recovered, run: str, term: int) -> No
     history, parameters = found.history, found.parameters
     assert parameters is not None
     cut = history.committed
-    state = history.state().begin_run(run, f"round {cut}", term=term)
+    succeeds = (*history.begun.succeeds, history.run)
+    state = history.state().begin_run(run, f"round {cut}", term=term, succeeds=succeeds)
     arrays = {name: np.ascontiguousarray(values).view(np.uint8) for name, values in parameters.hold_arrays().items()}
     before = next(iter(complete_cuts(draft.cuts)), None)
     learners = check_cut(draft.cuts, draft.learners, before).manifest.learners if before is not None else {}

@@ -8,6 +8,7 @@
     lock          flock'ed by the training process that has the folder, with its pid, the learner's name and the machine
     succession    the secret by which a restart proves to the syncer that the name is its own; mode 600
     run           the run that the parts of cuts in it are of (saved_state.py)
+    successor     a run that goes on for lost ones, and those: their links lead to that run, and to what is saved of it
 
 Rules:
 - one process has a folder at a time: a second one of the same name is refused, and one whose name is only a default
@@ -32,7 +33,7 @@ import re
 import secrets
 import socket
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from itertools import count, islice
@@ -45,12 +46,12 @@ from atoll.fabric.address import parse_address
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import LONGEST, is_name
 from atoll.protocol.succession import tell_taken
-from atoll.store.atomic import make_folder, mode_in
+from atoll.store.atomic import make_folder, mode_in, write_atomic
 from atoll.store.keys import kept_secret
 from atoll.store.rundir import checked_name
 
 ROOT = Path("atoll-learners")
-RUN = "run"
+RUN, SUCCESSOR = "run", "successor"
 STATUS = "/v1/status"
 INDEXES = (
     ("SLURM_ARRAY_TASK_ID", "SLURM_JOB_NAME"),
@@ -87,6 +88,20 @@ class LearnerFolder:
         if self._of_run is None or self._of_run.path != path:
             self._of_run = _claim(path, self.name) or _refuse(path, self.name)
         return self._of_run.path
+
+    def note_successor(self, run: str, lost: Sequence[str]) -> None:
+        """Note that this run goes on for the lost ones, for a process that is started again by a link of theirs."""
+        if self.path is not None and lost:
+            with suppress(OSError):
+                write_atomic(self.path / SUCCESSOR, "\n".join([run, *lost]).encode())
+
+    def find_successor(self, run: str) -> str:
+        """Return the run that goes on for this one as far as is known here; it may be this one."""
+        with suppress(OSError, UnicodeDecodeError, ValueError):
+            if self.path is not None:
+                successor, *lost = (self.path / SUCCESSOR).read_text().split()
+                return successor if run in lost else run
+        return run
 
     def release(self) -> None:
         """Another process may have it now."""

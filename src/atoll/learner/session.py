@@ -101,8 +101,10 @@ class RunSession:
         self._known = RunProgress()
         """What the step under way goes by."""
         self._done = self._final = self._stopped = self._finished = False
-        self._joined = False
-        """It has the run's parameters, and said so."""
+        self._joined = ""
+        """The run whose parameters it has, once it said so."""
+        self._succeeds: tuple[str, ...] = ()
+        """Lost runs that this one goes on for."""
 
     @property
     def done(self) -> bool:
@@ -172,7 +174,7 @@ class RunSession:
         self._look_up()
 
     def _put_back(self, earlier: SavedPart) -> None:
-        if earlier.run and self._run and self._run != earlier.run:
+        if earlier.run and self._run and earlier.run not in (self._run, *self._succeeds):
             say(f"{earlier.file} in {self._folder} is of run {earlier.run}: the inner optimizer begins afresh")
             self._left_state = None  # that run may go on
             return
@@ -198,6 +200,7 @@ class RunSession:
         run = ""
         if not self._courier.replays:
             run = self._join_wait.find_run(lambda: self._preemption.asked, asks=self._own_folder.runs is not None)
+            run = self._own_folder.find_successor(run)
         return run if self._ranks is None else self._ranks.share(run, str)
 
     def _use_folder_of(self, run: str) -> None:
@@ -212,9 +215,10 @@ class RunSession:
             self._folder, self._saver = folder, Saver(folder)
 
     def _note_joined(self) -> None:
-        """Once: a learner that trains before it has the run's parameters joins later."""
-        if not self._joined and not self._courier.replays and self.shared.has_parameters():
-            self._joined = True
+        """Once for each run: a learner that trains before it has the run's parameters joins later."""
+        if self._joined != self._run and not self._courier.replays and self.shared.has_parameters():
+            self._joined = self._run
+            self._own_folder.note_successor(self._run, self._succeeds)
             self._use_folder_of(self._run)
             self._saver.enter_run(self._run)
             self._drop_left_state()
@@ -415,6 +419,7 @@ class RunSession:
         match frame:
             case Welcomed():
                 self._join_wait.say_connected(frame)
+                self._succeeds = frame.succeeds
                 self._unmerged.compare(frame.frozen)
                 if self.shared.apply_welcome(frame):
                     self.shared.hand_to_courier(self._counted())

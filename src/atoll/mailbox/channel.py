@@ -154,6 +154,8 @@ class Welcomed(Frame, frozen=True):
     frozen: str = ""
     """The digest that the run's first learner brought of what it does not merge."""
     run: str = ""
+    succeeds: tuple[str, ...] = ()
+    """Lost runs that this one goes on for: what was saved in them is used here."""
 
 
 class SettingsTold(Frame, frozen=True):

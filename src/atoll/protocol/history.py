@@ -110,10 +110,10 @@ class HistoryState(msgspec.Struct, array_like=True):
     training_phase: int = 0
     cuts_from: int = 0
 
-    def begin_run(self, run: str, at: str, *, term: int) -> HistoryState:
+    def begin_run(self, run: str, at: str, *, term: int, succeeds: tuple[str, ...] = ()) -> HistoryState:
         """The state of a new run that begins with this one. It goes on, however this one ended, so its outer steps look
-        ahead again (phases.py). `at`: where in this run that is."""
-        begun = msgspec.structs.replace(self.begun, run=run, parent=f"{self.begun.run} {at}")
+        ahead again (phases.py). `at`: where in this run that is; `succeeds`: the runs whose learners join it."""
+        begun = msgspec.structs.replace(self.begun, run=run, parent=f"{self.begun.run} {at}", succeeds=succeeds)
         outer = outer_again(begun.outer, self.outer)
         return msgspec.structs.replace(self, begun=begun, outer=outer, term=term, cuts=[], ended="", finished=False)
 

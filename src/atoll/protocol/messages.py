@@ -345,6 +345,8 @@ class Welcome(Message, frozen=True):
     syncer is one process (docs/adr/0031)."""
     waits: bool = False
     """Training has not begun: make no step before `TrainingBegins`."""
+    succeeds: Annotated[tuple[Line, ...], Meta(max_length=MANY)] = ()
+    """Lost runs that this one goes on for: a learner of theirs keeps its inner optimizer and joins as a newcomer."""
 
 
 class Refused(Message, frozen=True):

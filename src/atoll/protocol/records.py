@@ -59,6 +59,8 @@ class BegunRecord(Record, frozen=True, tag="begun"):
     """A digest of what the first learner does not merge; empty: it is not compared."""
     shards: int = 1
     """Processes that are the syncer together (docs/adr/0031)."""
+    succeeds: tuple[str, ...] = ()
+    """Runs whose disk was lost and that this one goes on for: their learners join it (docs/adr/0033)."""
 
 
 class TermRecord(Record, frozen=True, tag="reigned"):

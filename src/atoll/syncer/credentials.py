@@ -7,7 +7,7 @@ secrets that the run makes for itself and that commands of the same user find (f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,19 +59,24 @@ class PortAccess:
 
 
 def make_port_access(
-    service: Service, run: Callable[[], str], say: LogEvent = lambda kind, text: None, *, secrets: Path | None = None
+    service: Service,
+    run: Callable[[], str],
+    say: LogEvent = lambda kind, text: None,
+    *,
+    secrets: Path | None = None,
+    succeeds: Collection[str] = (),
 ) -> PortAccess:
     """TLS and join tokens; only tokens without keys (those of the folder `secrets`) and behind a proxy that ends TLS,
     where the port listens on this machine alone. `say` logs what the operator should know."""
     if not service.keys:
         assert secrets is not None, "a run without keys has secrets of its own"
         own = local_tokens(secrets)
-        authorizer = TokenAuthorizer(lambda: own, run, password=False)
+        authorizer = TokenAuthorizer(lambda: own, run, password=False, succeeds=succeeds)
         by_role = {token.role: token.secret for token in own.all}
         return PortAccess(authorizer, names=advertised_names(service), secrets=by_role)
     keys = KeyDir.open(Path(service.keys))
     warn = partial(say, "warning")
-    authorizer = TokenAuthorizer(LiveTokens(keys, warn=warn), run, warn)
+    authorizer = TokenAuthorizer(LiveTokens(keys, warn=warn), run, warn, succeeds=succeeds)
     names = names_of(keys, service)
     if service.front:
         return PortAccess(authorizer, names=names)

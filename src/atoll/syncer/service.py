@@ -105,8 +105,9 @@ class SyncerService:
             lambda: self._machine, self._handle, retunes=lambda: self._effect_queue.awaits(fx.Retune)
         )
         self.meter = Meter(config)
+        succeeds = () if found is None else found.history.begun.succeeds
         self._access = access = make_port_access(
-            config.service, lambda: self._run, events.say, secrets=run_store.secrets
+            config.service, lambda: self._run, events.say, secrets=run_store.secrets, succeeds=succeeds
         )
         self.meter.notice = access.notice
         known = NameOwners(None if found is None else found.history.owners)

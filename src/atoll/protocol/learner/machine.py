@@ -323,13 +323,15 @@ class LearnerMachine:
         if welcome.waits:
             self._do(fx.HoldBack())
         new_run = self.run != welcome.run or len(self.versions) != len(welcome.versions)
+        keeps_optimizer = self.run in welcome.succeeds
         if new_run:
             self._change_run(now, welcome)
         elif before not in (0, welcome.incarnation):
             self._recover_from_run(now, "its life was closed while the connection was down", reset=welcome.reset)
         elif any(held > newest for held, newest in zip(self.versions, welcome.versions, strict=True)):
             self._recover_from_run(now, "the run went back to what its disk had kept", reset=False)
-        self._seek_peer_state(now, welcome, new_life=new_run or before not in (0, welcome.incarnation))
+        new_life = new_run or before not in (0, welcome.incarnation)
+        self._seek_peer_state(now, welcome, new_life=new_life and not keeps_optimizer)
         self._versions.take_welcome(welcome)
         self._settle_merged(welcome)
         if welcome.leases:
@@ -391,7 +393,10 @@ class LearnerMachine:
             self._pulls.plan_copies()
 
     def _change_run(self, now: float, welcome: msg.Welcome) -> None:
-        if self.run:
+        if self.run in welcome.succeeds:
+            text = f"run {welcome.run} goes on for run {self.run}, whose disk was lost: joining it as a newcomer, with"
+            self._note("warning", f"{text} its own inner optimizer; steps that run {welcome.run} lacks are dropped")
+        elif self.run:
             self._note("warning", f"this is run {welcome.run}, not {self.run}: its parameters are taken")
         self._connection.run, self._connection.heard = welcome.run, dict(welcome.clock)
         self._forget_run(now, "a new run", fragments=len(welcome.versions), reset=False)

@@ -84,11 +84,13 @@ class Joining:
             self.lose_connection(before, "it dialled again" if same else "another process took its name")
 
     def _take_the_place_of(self, before: KnownLearner, hello: Hello) -> None:
-        """Its connection is gone; so is its life if another process took its name, or if it knows rounds that the
-        syncer's disk lost."""
+        """Its connection is gone; so is its life if another process took its name, if it was part of a lost run that
+        this one goes on for, or if it knows rounds that the syncer's disk lost."""
         self._drop_connection(before, hello)
         if before.session != hello.session:
             self.close_life(before, "another process took its name")
+        elif hello.run in self.state.history.begun.succeeds:
+            self.close_life(before, f"it was part of run {hello.run}, which this run goes on for")
         elif self._is_ahead(hello) or hello.incarnation > before.incarnation:
             text = f"{before.name} knows what the disk did not keep: it takes the run's parameters anew"
             self.state.out.note("warning", text, before)
@@ -128,6 +130,7 @@ class Joining:
             index=self.state.history.index_of(learner.name),
             frozen=self.state.history.begun.frozen,
             waits=self.beginning.holds_back,
+            succeeds=self.state.history.begun.succeeds,
         )
         self.state.out.send(learner.name, welcome)
 
