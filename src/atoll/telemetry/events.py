@@ -22,6 +22,7 @@ fragments), weight_share (share of their weight that they get in the next rounds
 rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |
 | passed | syncer | round, fragment: a round that was given up |
 | refused, quarantined, muted, probed | syncer | learner (refused: round) |
+| starting | syncer | learner: it is in its first step (torch.compile?) and is not waited for; no fault |
 | helping, helped, fresh | syncer | learner: who takes whose inner optimizer's state, or why nobody's |
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
@@ -47,9 +48,9 @@ directions, unit |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
 | finished | syncer | reason, round (how many were closed), learners (t, tokens, busy_s), tokens, dropped_by_cause,
-fates, bytes_in, bytes_out |
+fates, bytes_in, bytes_out; relays: bytes_in and bytes_out of each |
 | started, exited, restarted, killed | supervisor | process (and pid, code; ranks: the pids of a learner's ranks but
-the first, by the names of their logs; stepless: killed at the end, since its script never called learner.step();
+the first, by the names of their logs; stepless: killed at the end, since it had made no step;
 unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
