@@ -5,6 +5,10 @@ tensor that is split, what is said of a tensor here holds for each piece. The ca
 used (`--robust`) or only logged.
 
 Rules kept here, each with its test:
+- norms are compared for as many steps as each holds (docs/adr/0042): n steps may be n times as long as one, and may be
+  no longer at all. So a contribution is held against norms that are scaled up where the others have fewer steps, and
+  left as they are where they have more. Steps are the learner's own claim: more than H count only as far as another
+  contribution of the round has as many;
 - a tensor longer than `CLIP` times the median norm of the others in its round is shortened to that;
 - a tensor that points against the others is left out: its median cosine with them is negative, and larger in size than
   half of the others' own agreement and than chance;
@@ -154,9 +158,9 @@ def is_majority(members: int) -> bool:
 
 
 class Filter:
-    def __init__(self, plan: FragmentPlan, threads: int = 1, secret: int = 0) -> None:
-        """`secret`: what samples are drawn by."""
-        self._plan, self._threads, self._secret = plan, threads, secret
+    def __init__(self, plan: FragmentPlan, threads: int = 1, secret: int = 0, sync_every: int = 1) -> None:
+        """`secret`: seed of the samples. `sync_every`: H."""
+        self._plan, self._threads, self._secret, self.sync_every = plan, threads, secret, sync_every
         self._records: dict[str, LearnerRecord] = {}
         self._usual: list[deque[DoubleArray]] = [deque(maxlen=USUAL_ROUNDS) for _ in plan.fragments]
 
@@ -167,23 +171,29 @@ class Filter:
         deltas: Sequence[GivenDelta],
         momentum: FloatArray | None = None,
         sample_for: int | None = None,
+        steps: Sequence[int] = (),
     ) -> list[FilterVerdict]:
-        """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one;
-        `sample_for`: the round, where a sample will do. The factors are meant for use where there is none."""
+        """Judge one round's contributions to fragment `index`.
+
+        `momentum`: the fragment's, where the outer step keeps one. `sample_for`: the round, where a sample will do; the
+        factors are meant for use where there is none. `steps`: steps behind each contribution; empty: equally many.
+        """
         fragment = self._plan.fragments[index]
         given = [as_readable(fragment, delta) for delta in deltas]
         if sample_for is None:
-            return self.judge_cuts(index, names, measure_round(fragment, given, momentum, self._threads))
-        return self._judge_figures(fragment, names, self._sample(fragment, given, momentum, sample_for))
+            return self.judge_cuts(index, names, measure_round(fragment, given, momentum, self._threads), steps)
+        return self._judge_figures(fragment, names, self._sample(fragment, given, momentum, sample_for), steps)
 
-    def judge_cuts(self, index: int, names: Sequence[str], figures: DoubleArray) -> list[FilterVerdict]:
+    def judge_cuts(
+        self, index: int, names: Sequence[str], figures: DoubleArray, steps: Sequence[int] = ()
+    ) -> list[FilterVerdict]:
         """The same by figures of all cuts of the fragment (`measure_round`)."""
         fragment, members = self._plan.fragments[index], len(names)
         norms, cosines, sketches = compare_cuts(fragment, members, figures)
         among = cosines if is_majority(members) else cosines[:members, members]
         sizes = [piece.size for piece in fragment.pieces]
         return self._judge_figures(
-            fragment, names, FilterFigures(sketches, norms[:members], among, sizes, sampled=False)
+            fragment, names, FilterFigures(sketches, norms[:members], among, sizes, sampled=False), steps
         )
 
     def _sample(
@@ -204,7 +214,9 @@ class Filter:
         sizes = [part.stop - part.start for part in fresh.parts]
         return FilterFigures(sketches, norms, cosines, sizes, sampled=bool(fresh.blocks))
 
-    def _judge_figures(self, fragment: Fragment, names: Sequence[str], figures: FilterFigures) -> list[FilterVerdict]:
+    def _judge_figures(
+        self, fragment: Fragment, names: Sequence[str], figures: FilterFigures, steps: Sequence[int]
+    ) -> list[FilterVerdict]:
         records = [self._record_of(name) for name in names]
         pairs = zip(records, figures.sketches, strict=True)
         likeness = np.array([record.compare_with_last(fragment.index, sketch) for record, sketch in pairs])
@@ -212,7 +224,8 @@ class Filter:
             others = _median_without_each(likeness[:, np.newaxis])[:, 0]
             for record, own, theirs in zip(records, likeness, others, strict=True):
                 record.note_repeat(float(own), float(theirs))
-            factors, agreements = self._among_many(fragment, figures, records)
+            counted = self._count_steps(steps or [1] * len(names))
+            factors, agreements = self._among_many(fragment, figures, records, counted)
         else:
             factors, agreements = self._among_few(fragment, figures)
         return [_judged(*one) for one in zip(records, factors, agreements, strict=True)]
@@ -224,14 +237,21 @@ class Filter:
             del self._records[next(iter(self._records))]
         return record
 
+    def _count_steps(self, steps: Sequence[int]) -> DoubleArray:
+        """Return the steps that count of each claim: the highest claim of a round vouches for nobody."""
+        second = sorted(steps)[-2]
+        return np.clip(np.array(steps, np.float64), 1, max(1, self.sync_every, second))
+
     def _among_many(
-        self, fragment: Fragment, figures: FilterFigures, records: list[LearnerRecord]
+        self, fragment: Fragment, figures: FilterFigures, records: list[LearnerRecord], steps: DoubleArray
     ) -> tuple[DoubleArray, DoubleArray]:
         norms, cosines = figures.norms, figures.cosines
         assert cosines is not None, "each pair was compared"
-        usual = _median_without_each(norms)
+        usual = _median_of_others_norms(norms, steps)
         if not figures.sampled:
-            self._usual[fragment.index].append(np.median(norms, axis=0))
+            # Of a round with many newcomers, whose contributions are short, the usual norm is not theirs.
+            longest = np.maximum(1.0, np.sort(steps)[-2] / steps)
+            self._usual[fragment.index].append(np.median(norms * longest[:, np.newaxis], axis=0))
         by_tensor = agree.median_of_others(cosines)
         chance = CHANCE / np.sqrt(figures.sizes)
         against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor), chance)
@@ -286,6 +306,13 @@ def _judged(record: LearnerRecord, factors: DoubleArray, agreement: float) -> Fi
 def _median_without_each(figures: DoubleArray) -> DoubleArray:
     """For each member, the median of the others."""
     return np.stack([np.median(np.delete(figures, m, axis=0), axis=0) for m in range(len(figures))])
+
+
+def _median_of_others_norms(norms: DoubleArray, steps: DoubleArray) -> DoubleArray:
+    """Return for each member the median norm of the others, for as many steps as the member has."""
+    longer = np.maximum(1.0, steps[:, np.newaxis] / steps)
+    rows = [np.delete(norms * longer[m][:, np.newaxis], m, axis=0) for m in range(len(norms))]
+    return np.stack([np.median(row, axis=0) for row in rows])
 
 
 def _shortened(norms: DoubleArray, most: DoubleArray) -> DoubleArray:
