@@ -33,6 +33,8 @@ SECRET = re.compile(r"[A-Za-z0-9_-]{16,128}")
 """What fits into a join link and a header; anything shorter is guessed."""
 NAMES = 4096
 """Different names that one token may bring into a run, unless it says otherwise: 64 learners, each started 64 times."""
+FEW_DAYS = 14.0
+"""A token or certificate that ends within so many days is named where the operator looks."""
 
 OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain", "/v1/shard"})
 VIEWER_PATHS = frozenset({"/v1/status", "/v1/live", "/v1/codes"})
