@@ -100,8 +100,8 @@ class LearnerRecord:
     measured: int = 0
     """… of which there were so many."""
     repeats: int = 0
-    sketches: dict[int, DoubleArray] = field(default_factory=dict)
-    """Per fragment, the sketch of its last contribution."""
+    sketches: dict[int, tuple[DoubleArray, float]] = field(default_factory=dict)
+    """Per fragment, the sketch of its last contribution, and the steps behind it."""
     suspect: str = ""
 
     def note_agreement(self, own: float, others: float) -> None:
@@ -114,11 +114,12 @@ class LearnerRecord:
         self.measured += 1
         self.loudness += (loudness - self.loudness) / min(self.measured, MEMORY)
 
-    def compare_with_last(self, fragment: int, sketch: DoubleArray) -> float:
-        """The cosine of this contribution with the one before it to the same fragment; 0 for the first."""
-        before = self.sketches.get(fragment)
-        self.sketches[fragment] = sketch
-        return 0.0 if before is None else float(np.sum(before * sketch))
+    def compare_with_last(self, fragment: int, sketch: DoubleArray, steps: float) -> tuple[float, float]:
+        """Return the cosine of this contribution with the one before it to the same fragment, and the steps of the
+        shorter; of the first one zeros."""
+        before, known = self.sketches.get(fragment, (None, 0.0))
+        self.sketches[fragment] = sketch, steps
+        return (0.0, 0.0) if before is None else (float(np.sum(before * sketch)), min(known, steps))
 
     def note_repeat(self, own: float, others: float) -> None:
         """`others`: the same cosine of the other learners. In a tiny model everybody nearly repeats one direction: so
@@ -219,12 +220,13 @@ class Filter:
     ) -> list[FilterVerdict]:
         records = [self._record_of(name) for name in names]
         pairs = zip(records, figures.sketches, strict=True)
-        likeness = np.array([record.compare_with_last(fragment.index, sketch) for record, sketch in pairs])
+        counted = self._count_steps(steps or [1] * len(names))
+        compared = [
+            record.compare_with_last(fragment.index, sketch, count)
+            for (record, sketch), count in zip(pairs, counted.tolist(), strict=True)
+        ]
         if is_majority(len(names)):
-            others = _median_without_each(likeness[:, np.newaxis])[:, 0]
-            for record, own, theirs in zip(records, likeness, others, strict=True):
-                record.note_repeat(float(own), float(theirs))
-            counted = self._count_steps(steps or [1] * len(names))
+            _note_repeats(records, compared)
             factors, agreements = self._among_many(fragment, figures, records, counted)
         else:
             factors, agreements = self._among_few(fragment, figures)
@@ -239,7 +241,7 @@ class Filter:
 
     def _count_steps(self, steps: Sequence[int]) -> DoubleArray:
         """Return the steps that count of each claim: the highest claim of a round vouches for nobody."""
-        second = sorted(steps)[-2]
+        second = sorted(steps)[-2] if len(steps) > 1 else 1
         return np.clip(np.array(steps, np.float64), 1, max(1, self.sync_every, second))
 
     def _among_many(
@@ -306,6 +308,15 @@ def _judged(record: LearnerRecord, factors: DoubleArray, agreement: float) -> Fi
 def _median_without_each(figures: DoubleArray) -> DoubleArray:
     """For each member, the median of the others."""
     return np.stack([np.median(np.delete(figures, m, axis=0), axis=0) for m in range(len(figures))])
+
+
+def _note_repeats(records: list[LearnerRecord], compared: Sequence[tuple[float, float]]) -> None:
+    """Hold each cosine against those of others that lie between contributions of at least half as many steps: a short
+    contribution has more noise, so it turns more, and a newcomer's first has nothing to be compared with."""
+    for m, (own, steps) in enumerate(compared):
+        others = [cosine for j, (cosine, theirs) in enumerate(compared) if j != m and theirs and 2 * theirs >= steps]
+        if steps and others:
+            records[m].note_repeat(own, float(np.median(others)))
 
 
 def _median_of_others_norms(norms: DoubleArray, steps: DoubleArray) -> DoubleArray:
