@@ -63,7 +63,9 @@ def test_cert_makes_all_that_a_run_needs(
         ("join", "learner"),
         ("operator", "operator"),
     ]
+    assert all(0 < token.expires - time.time() <= 2 * 86400 for token in read_tokens(keys).all)
     said = capsys.readouterr().out
+    assert "the tokens join and operator count until 20" in said
     assert fingerprint(keys.certificate.read_bytes())[:16] in said and "atoll syncer --bind 0.0.0.0 --keys" in said
     assert not any(token.secret in said for token in read_tokens(keys).all)
 
@@ -103,7 +105,7 @@ def test_a_learner_gets_a_certificate_of_the_authority(keys: KeyDir, monkeypatch
         ("cert --next --renew", "--ca, --learner, --next and --renew are one thing each"),
         ("tokens --keys nowhere", "nowhere holds no keys: make them with `atoll cert --out nowhere`"),
         ("tokens add join", "two tokens are called 'join'"),
-        ("tokens add eu --role god", "--role god is none of viewer, learner, evaluator, operator"),
+        ("tokens add eu --role god", "--role god is none of viewer, learner, evaluator, relay, operator"),
         ("tokens add eu --most -1", "--most is 0 or more"),
         ("tokens add eu --names 0", "--names 1 or more"),
         ("tokens change join --names 0", "--names 1 or more"),
@@ -176,7 +178,7 @@ def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsy
     capsys.readouterr()
     assert atoll(monkeypatch, "tokens") == 0
     shown = capsys.readouterr().out
-    assert re.search(r"eu .* revoked", shown) and re.search(r"join .* never ends", shown)
+    assert re.search(r"eu .* revoked", shown) and re.search(r"join .* until 2", shown)
     assert not any(token.secret in shown for token in read_tokens(keys).all)
 
 

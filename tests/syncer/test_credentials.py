@@ -14,12 +14,14 @@ from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import LASTS_S, RELOAD_S, KeyDir
 from atoll.syncer.credentials import (
+    DAY_S,
     LOCAL,
     LiveTokens,
     RefusalLog,
     local_tokens,
     make_port_access,
     read_tokens,
+    token_ends_soon,
     write_tokens,
 )
 from atoll.telemetry.events import EventLog
@@ -52,6 +54,16 @@ def test_tokens_are_read_as_they_were_written(keys: KeyDir) -> None:
     write_tokens(keys, JoinTokens([JOIN, JoinToken(id="eu", secret=new_secret(), learner="eu-*", most=4, expires=5.0)]))
     assert ids(read_tokens(keys)) == ["join", "eu"] and read_tokens(keys).named("eu").most == 4
     assert keys.tokens.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_token_that_ends_within_days_is_named_with_what_to_do() -> None:
+    def said(**days: float) -> str:
+        ends = [JoinToken(id=name, secret=new_secret(), expires=DAY_S * end) for name, end in days.items()]
+        return token_ends_soon(JoinTokens(ends), now=DAY_S)
+
+    assert said(join=15.1, unending=0.0, over=0.5) == ""
+    text = said(join=13.0, eu=2.0)
+    assert text.startswith("the token 'eu' ends on 1970-01-03 00:00 UTC") and "atoll tokens change eu --hours" in text
 
 
 @pytest.mark.parametrize(
@@ -134,9 +146,8 @@ def test_a_file_that_cannot_be_read_any_more_keeps_the_old_tokens(keys: KeyDir) 
 def test_a_port_without_keys_has_secrets_of_its_own(tmp_path: Path) -> None:
     doors = make_port_access(Service(), lambda: "r1", secrets=tmp_path / "secrets")
     assert doors.authorizer is not None and doors.tls is None
-    assert (
-        set(doors.secrets) == {"viewer", "learner", "evaluator", "operator"} and len(set(doors.secrets.values())) == 4
-    )
+    assert set(doors.secrets) == {"viewer", "learner", "evaluator", "relay", "operator"}
+    assert len(set(doors.secrets.values())) == 5
     assert not any(secret in repr(doors) for secret in doors.secrets.values())
 
 

@@ -16,8 +16,8 @@ from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.fabric.tls import client_context
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import LASTS_S, RELOAD_S, KeyDir
-from atoll.syncer.credentials import write_tokens
-from atoll.syncer.renewal import DAY_S, LiveTls, ends_soon
+from atoll.syncer.credentials import DAY_S, write_tokens
+from atoll.syncer.renewal import LiveTls, ends_soon
 
 NOBODY = 65534
 HOSTS = ["localhost", "127.0.0.1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,7 @@ from atoll.fabric.certificates import (
     signs_itself,
 )
 from atoll.fabric.join_tokens import NAMES, JoinToken, JoinTokens, Role, new_secret
-from atoll.observe.figures import span, table
+from atoll.observe.figures import table
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir, checked_name
@@ -31,6 +32,8 @@ from atoll.store.writer_lease import is_alive
 from atoll.syncer.credentials import local_tokens, read_tokens, write_tokens
 
 LONGEST_HOURS = 24 * 3650.0
+YEAR_HOURS = 24 * 365.0
+"""How long a token counts unless it is made for another time."""
 LAST = "last.json"
 """In the folder of keys: where the syncer that used them last can be reached. No secret."""
 
@@ -47,7 +50,7 @@ def list_tokens(keys: Path) -> None:
     now = time.time()
     made = table("tokens", "name", "role", "learners", "at once", "names ever", "counts", words=6)
     for token in read_tokens(KeyDir.open(keys)).all:
-        left = "never ends" if not token.expires else f"for {span(max(0.0, token.expires - now))}"
+        left = _until(token) if token.expires else "never ends"
         state = "revoked" if token.revoked else "expired" if token.refuses(now) else left
         most = str(token.most or "any number")
         made.add_row(token.id, token.role, token.learner or "any", most, f"{token.names:,}", state)
@@ -62,6 +65,8 @@ def add(keys: Path, name: str, role: str, learner: str, most: int, names: int, h
     token = new_token(checked_name(name), role=role, learner=learner, most=most, names=names, hours=hours)
     write_tokens(folder, read_tokens(folder).added(token))
     _print_link(folder, token)
+    if token.expires:
+        print(f"atoll: {token.id} counts {_until(token)}; --hours names another time", file=sys.stderr)
 
 
 def change_token(keys: Path, name: str, most: int | None, names: int | None, hours: float | None) -> None:
@@ -141,14 +146,19 @@ def _print_link(keys: KeyDir, token: JoinToken, *, by_authority: bool = False) -
 
 
 def new_token(
-    name: str, *, role: str = "learner", learner: str = "", most: int = 0, names: int = NAMES, hours: float = 0.0
+    name: str, *, role: str = "learner", learner: str = "", most: int = 0, names: int = NAMES, hours: float = YEAR_HOURS
 ) -> JoinToken:
     document = {"role": role, "learner": learner, "most": most, "names": names, "expires": _expires(hours)}
     return msgspec.convert({"id": name, "secret": new_secret(), **document}, JoinToken)
 
 
 def _expires(hours: float) -> float:
+    """Return the moment so many hours from now; 0 hours: never."""
     return time.time() + 3600 * hours if hours else 0.0
+
+
+def _until(token: JoinToken) -> str:
+    return f"until {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(token.expires))}"
 
 
 def _check_numbers(most: int, names: int, hours: float) -> None:
@@ -191,10 +201,12 @@ def cert(
         _write(keys, *keys.of_learner(OPERATOR), make_client(OPERATOR, days, authority))
     pair = make_server(_hosts(host), days, authority)
     _write(keys, keys.certificate, keys.key, pair)
-    write_tokens(keys, JoinTokens([new_token("join"), new_token("operator", role="operator")]))
+    tokens = [new_token("join", hours=24 * days), new_token("operator", role="operator", hours=24 * days)]
+    write_tokens(keys, JoinTokens(tokens))
     for old in (keys.next_certificate, keys.next_key):
         old.unlink(missing_ok=True)
     console.print(f"keys in {short(keys.path)}, for {days:g} days; fingerprint {fingerprint(pair.certificate)[:16]}…")
+    console.print(f"the tokens join and operator count {_until(tokens[0])} (atoll tokens change join --hours)")
     console.print(f"next: atoll syncer --bind 0.0.0.0 --keys {short(keys.path)}")
 
 

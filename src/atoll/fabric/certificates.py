@@ -23,8 +23,6 @@ from atoll.protocol.errors import ConfigError
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 EARLY = timedelta(hours=1)
 """It counts from before now: clocks differ."""
-FEW_DAYS = 14.0
-"""One that counts for less is to be renewed."""
 
 
 @dataclass(frozen=True, slots=True)

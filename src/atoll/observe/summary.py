@@ -21,8 +21,8 @@ larger than was asked, with what it carried; empty: none did |
 | overlap, _mean, _p95 | learner steps from reading a contribution to adopting the version that holds it |
 | rho, outer_step | autocorrelation of merged gradients, effective outer step: means over the last phase |
 | rounds, rounds_closed | committed rounds; all, also those in which nothing was merged (`round` on the screen) |
-| tokens | by fate: computed = merged + dropped + lost + in_flight. From the ledger; without it, from the events |
-| tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too); missing where no ledger told |
+| tokens | by fate (`ledger.FATES`): computed is the sum of the others. From the ledger; without it, from the events |
+| tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too), filtered; only of a ledger |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
 | relays | per relay, bytes of bodies that the syncer received through it (bytes_in) and sent (bytes_out) |
 | longest_gap_s, median_gap_s | time between two commits |
@@ -282,11 +282,14 @@ def tokens_by_fate(timeline: Sequence[Event], work: dict[Incarnation, LearnerWor
     computed = sum(w.tokens for w in work.values())
     undone = round(sum(event["fragment_tokens"] for event in select_kinds(timeline, "restored")) / fragments)
     merged = round(_merged_fragment_tokens(select_kinds(timeline, "round")) / fragments) - undone
+    filtered = round(
+        sum(m.get("filtered", 0) for r in select_kinds(timeline, "round") for m in r["members"]) / fragments
+    )
     gone = round(sum(lost.values()))
-    rest = max(0, computed - merged - undone - gone)
+    rest = max(0, computed - merged - undone - gone - filtered)
     # Until the run has said that it is finished, nobody knows what became of the rest.
     in_flight = 0 if closing else rest
-    fates = (computed, merged, rest - in_flight, gone, undone, in_flight)
+    fates = (computed, merged, rest - in_flight, gone, undone, filtered, in_flight)
     return dict(zip(FATES, fates, strict=True))
 
 
@@ -354,7 +357,7 @@ def _learners_meant(header: Event, settings: dict[str, Any]) -> int:
 
 
 def _merged_fragment_tokens(rounds: Iterable[Event]) -> int:
-    return sum(member["tokens"] for event in rounds for member in event["members"])
+    return sum(one["tokens"] - one.get("filtered", 0) for event in rounds for one in event["members"])
 
 
 def steps_between_syncs(paced: Iterable[Event]) -> Spread:

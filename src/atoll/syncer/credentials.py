@@ -16,7 +16,7 @@ import msgspec
 
 from atoll.config import Service
 from atoll.fabric.authorizer import Authorizer, TokenAuthorizer, host_name
-from atoll.fabric.join_tokens import SECRET, JoinToken, JoinTokens, Role, new_secret
+from atoll.fabric.join_tokens import FEW_DAYS, SECRET, JoinToken, JoinTokens, Role, new_secret
 from atoll.fabric.listener import Tls
 from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.protocol.errors import ConfigError
@@ -25,8 +25,15 @@ from atoll.telemetry.events import EventLog
 
 LogEvent = Callable[[str, str], None]
 """An event's kind and text."""
-LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "evaluator", "operator": "operator"}
+LOCAL: dict[str, Role] = {
+    "join": "learner",
+    "viewer": "viewer",
+    "evaluator": "evaluator",
+    "relay": "relay",
+    "operator": "operator",
+}
 """The tokens of a run without keys: a file each in its folder of secrets."""
+DAY_S = 86400.0
 AWAY_S = 1.0
 """Between two events of somebody who was not let in."""
 LOCAL_NAMES = 1 << 16
@@ -76,16 +83,17 @@ def make_port_access(
         return PortAccess(authorizer, names=advertised_names(service), secrets=by_role)
     keys = KeyDir.open(Path(service.keys))
     warn = partial(say, "warning")
-    authorizer = TokenAuthorizer(LiveTokens(keys, warn=warn), run, warn, succeeds=succeeds)
+    tokens = LiveTokens(keys, warn=warn)
+    authorizer = TokenAuthorizer(tokens, run, warn, succeeds=succeeds)
     names = names_of(keys, service)
     if service.front:
-        return PortAccess(authorizer, names=names)
+        return PortAccess(authorizer, notice=tokens.describe_expiry, names=names)
     if service.mutual and not keys.authority.is_file():
         raise ConfigError(f"mutual TLS needs an authority, and {keys.path} has none: make it with `atoll cert --ca`")
     from atoll.syncer.renewal import LiveTls  # loads cryptography, which is slow and not needed on one machine
 
     tls = LiveTls(keys, say, mutual=service.mutual)
-    return PortAccess(authorizer, tls, tls.describe_expiry, names)
+    return PortAccess(authorizer, tls, lambda: tls.describe_expiry() or tokens.describe_expiry(), names)
 
 
 def names_of(keys: KeyDir, service: Service) -> frozenset[str]:
@@ -124,6 +132,18 @@ def read_tokens(keys: KeyDir) -> JoinTokens:
         raise ConfigError(f"{keys.tokens} cannot be read: {error}") from error
 
 
+def token_ends_soon(tokens: JoinTokens, now: float) -> str:
+    ending = [token for token in tokens.all if now < token.expires < now + DAY_S * FEW_DAYS and not token.refuses(now)]
+    if not ending:
+        return ""
+    first = min(ending, key=lambda token: token.expires)
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first.expires))
+    return (
+        f"the token {first.id!r} ends on {when}, and who came by it is sent away: "
+        f"atoll tokens change {first.id} --hours"
+    )
+
+
 def write_tokens(keys: KeyDir, tokens: JoinTokens) -> None:
     keys.write(keys.tokens, msgspec.json.format(msgspec.json.encode(tokens.all)))
 
@@ -152,6 +172,10 @@ class LiveTokens:
             else:
                 self._trouble.clear()
         return self._tokens
+
+    def describe_expiry(self) -> str:
+        """Name the token that ends next, if it ends within days, and what to do; empty: nothing ends."""
+        return token_ends_soon(self(), time.time())
 
     def _reload(self, now: float, found: Stamp) -> None:
         try:

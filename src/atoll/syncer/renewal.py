@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from atoll.fabric.certificates import FEW_DAYS, days_left, short_fingerprint
+from atoll.fabric.certificates import days_left, short_fingerprint
+from atoll.fabric.join_tokens import FEW_DAYS
 from atoll.fabric.tls import first_certificate, server_context
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir, LastingTrouble, Stamp, check_folder, check_private, stamp
-
-DAY_S = 86400.0
+from atoll.syncer.credentials import DAY_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ fragments), weight_share (share of their weight that they get in the next rounds
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,
 rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |
 | passed | syncer | round, fragment: a round that was given up |
-| refused, quarantined, muted, probed | syncer | learner (refused: round) |
 | starting | syncer | learner: it is in its first step (torch.compile?) and is not waited for; no fault |
+| refused, quarantined, muted, probed | syncer | learner (refused: round; quarantined: times of late, wait_s until
+rounds take from it again) |
 | helping, helped, fresh | syncer | learner: who takes whose inner optimizer's state, or why nobody's |
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
@@ -59,7 +60,8 @@ unjoined: SIGTERM ended it before it joined); a syncer by hand says its own star
 `live` of a round: learners alive and recovered when it was frozen, without those whose links carry only a share of
 the rounds and that had no turn in it (`share`). A member of a round has learner, incarnation, t,
 steps, tokens, weight, base, since (its steps since the last sync), loss (the newest training loss it told, or null),
-agreement (its median cosine with the others') and influence (its share of the merge). `fates`: per learner, its tokens
+agreement (its median cosine with the others'), influence (its share of the merge) and filtered (tokens of it that the
+outlier filter left out). `fates`: per learner, its tokens
 by fate, dropped_by_cause and merged_share.
 """
 

@@ -127,9 +127,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: int = 0
     """… and sent, since it started."""
     fates: dict[str, int] = {}
-    """Tokens computed, and of those merged, dropped, lost and in flight."""
+    """Tokens computed, and of those merged, dropped, lost, rolled back, filtered and in flight."""
     dropped_by_cause: dict[str, int] = {}
-    """overlap and missed make up what is dropped, crash is what is lost."""
+    """overlap and missed make up what is dropped, crash is what is lost; filtered is there with `robust` alone."""
     merged_share: float | None = None
     """Fragment-tokens merged over those computed; what is in flight counts for nothing yet."""
     effective_h_mean: float | None = None

@@ -384,7 +384,7 @@ RUNS = (
         (
             option("--out", "Where the keys go.", Path, metavar="DIR", default=Path("atoll-keys")),
             option("--host", "A name or address the syncer is reached by; several times for more.", many=True),
-            option("--days", "How long the certificate counts.", float, default=365.0),
+            option("--days", "How long the certificate and its first tokens count.", float, default=365.0),
             flag("--ca", "With an authority of its own, for --learner."),
             option("--learner", "A certificate for this learner (mutual TLS).", metavar="NAME"),
             flag("--next", "The certificate that is to follow: links name both from then on.", name="following"),
@@ -430,11 +430,16 @@ RUNS = (
                 "keys:add",
                 (
                     argument("name", "What it is called; no secret.", required=True),
-                    option("--role", "viewer, learner, evaluator or operator.", default="learner"),
+                    option("--role", "viewer, learner, evaluator, relay or operator.", default="learner"),
                     option("--learner", "Only for this learner, or with a star at the end for a group.", default=""),
                     option("--most", "So many learners at once; 0: any number.", int, default=0),
                     option("--names", "So many different names, those that have left included.", int, default=4096),
-                    option("--hours", "How long it counts; 0: until it is revoked.", float, default=0.0),
+                    option(
+                        "--hours",
+                        "How long it counts; 0: until it is revoked.",
+                        float,
+                        default=8760.0,
+                    ),
                 ),
             ),
             Command(

@@ -12,7 +12,7 @@ from atoll.observe.dashboard.history import rounds_behind
 from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
 STATES = ("joining", "starting", "training", "stalled", "muted", "quarantined", "stopped", "gone", "done")
-FATES = ("merged", "dropped", "lost", "rolled_back", "in_flight")
+FATES = ("merged", "dropped", "lost", "rolled_back", "filtered", "in_flight")
 
 
 def exposition(status: RunStatus, viewers: int = 0) -> bytes:

@@ -21,8 +21,9 @@ import msgspec
 
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.calls import DialResult, dial, next_chunk
-from atoll.fabric.certificates import FEW_DAYS, days_left
+from atoll.fabric.certificates import days_left
 from atoll.fabric.intake import LONGEST, TIME_HEADER
+from atoll.fabric.join_tokens import FEW_DAYS
 from atoll.fabric.transfer import asked, body_session, get_json_at, pieces, sent
 from atoll.fabric.wire import FabricLimits
 from atoll.observe.doctor import carry

@@ -24,6 +24,7 @@ FATES = {
     "merged": "in the model",
     "dropped": "given up when a learner adopted a newer version",
     "lost": "gone with a process (a crash, or a learner that was given up), or in quarantine",
+    "filtered": "left out of the merge by the outlier filter (--robust)",
     "rolled_back": "in versions that were taken back when the validation loss had become worse",
     "in_flight": "on their way when the account ends",
 }

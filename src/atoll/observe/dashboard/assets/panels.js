@@ -3,7 +3,7 @@
 import { NONE, byName, bytes, clock, count, decimal, listing, measure, percent, span } from "./words.js";
 
 const by = (id) => document.getElementById(id);
-const FATES = { merged: "merged", dropped: "dropped", lost: "lost", rolled_back: "rolled back", in_flight: "in flight" };
+const FATES = { merged: "merged", dropped: "dropped", lost: "lost", rolled_back: "rolled back", filtered: "filtered", in_flight: "in flight" };
 const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
 const CAUSES_OF = { dropped: Object.keys(CAUSES) };
 const WAYS = { min: "less is better", max: "more is better" };
