@@ -47,7 +47,7 @@ from atoll.protocol.messages import Ending, Finish, FromLearner, FromSyncer, Hel
 RELAY_S = 8.0
 """Between two looks whether a relay is there again, on average."""
 RELAY_BACK = "it goes to its relay, which is there now"
-Lost = Literal["syncer", "relay", ""]
+LostPeer = Literal["syncer", "relay", ""]
 
 
 class RelaySearch:
@@ -97,7 +97,7 @@ class SyncerConnection(BodyConnection):
         self._backoff_s = self._limits.backoff_s
         self._control: aiohttp.ClientSession | None = None
         self._relays = RelaySearch()
-        self.lost: Lost = "syncer"
+        self.lost: LostPeer = "syncer"
         """What the last loss was of, as told to `on_lost`; empty: it was left for its relay."""
         self._back_to = ""
         """A relay that answers again."""

@@ -119,8 +119,7 @@ LOOKING = (
         """Run it again from its tape on this machine, and compare every version.
 
         The same scripts are told the same things after the same steps, as fast as this machine goes. The exit
-        code is 0 when everything is bit-identical. A run of `atoll syncer` does not know the script of its
-        learners: name it. What follows -- goes to that script.
+        code is 0 when everything is bit-identical. Where learners were started by hand, name their script.
 
         Examples:
           atoll replay atoll-runs/first

@@ -86,10 +86,9 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
     yield CounterMetricFamily("atoll_received_bytes", "Bodies and messages from learners.", value=status.bytes_in)
     yield CounterMetricFamily("atoll_sent_bytes", "Bodies and messages to learners.", value=status.bytes_out)
     yield _labelled("relay_up", "1 while the relay is connected.", "relay", _each_relay(status, "connected"))
-    received = "Bytes of bodies that came through the relay."
-    yield _labelled("relay_received_bytes", received, "relay", _each_relay(status, "bytes_in"))
-    sent = "Bytes of versions that the relay fetched."
-    yield _labelled("relay_sent_bytes", sent, "relay", _each_relay(status, "bytes_out"))
+    received, sent = _each_relay(status, "bytes_in"), _each_relay(status, "bytes_out")
+    yield _labelled("relay_received_bytes", "Bytes of bodies that came through the relay.", "relay", received)
+    yield _labelled("relay_sent_bytes", "Bytes of versions that the relay fetched.", "relay", sent)
     fates = ((fate, status.fates[fate]) for fate in FATES if fate in status.fates)
     yield _labelled("ledger_tokens", "What became of the tokens computed.", "fate", fates)
     causes = status.dropped_by_cause.items()
