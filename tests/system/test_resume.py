@@ -114,6 +114,8 @@ def test_a_second_syncer_refuses_and_a_standby_takes_over_from_one_that_stands_s
         *("--", "--pace", "0.05"),
     )
     run.until(lambda events: len(members(events)) == 1)
+    run.until(lambda events: json.loads(run.ask("status", run.out, "--json").stdout)["standby"] != "")
+    assert f"pid {standby.pid}" in json.loads(run.ask("status", run.out, "--json").stdout)["standby"]
     paused = run.pid_of_command()
     os.kill(paused, signal.SIGSTOP)
     run.until(lambda events: any(e["kind"] == "reigned" for e in events))

@@ -311,6 +311,7 @@ NO_RULES = (
     "evaluate_every",
     "ranks",
     "strict_devices",
+    "learner_nice",
     "cpus_per_learner",
     "gpus_per_learner",
     "nodes_per_learner",

@@ -73,6 +73,9 @@ class Meter:
         """False: no evaluator is left that would score the model."""
         self.store: Callable[[], StoreLag | None] = lambda: None
         """How far the bucket is behind; None: there is none."""
+        self.standby: Callable[[], str] = str
+        """The machine and process of a standby; empty: none waits."""
+        self.disk_free_bytes: Callable[[], int | None] = lambda: None
         self.notice: Callable[[], str] = str
         """What the operator should do soon; empty: nothing."""
 
@@ -176,6 +179,8 @@ class Meter:
             or self._nobody_here(phase, learners)
             or awaited_learners(machine)
             or describe_downloads(machine),
+            standby=self.standby(),
+            disk_free_bytes=self.disk_free_bytes(),
             expected=settings.learners,
             supervised=self.supervised,
             liveness=self._time.liveness(now),

@@ -102,6 +102,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… since so long."""
     store_alarm: str = ""
     """What is wrong with it; empty: nothing."""
+    standby: str = ""
+    """Machine and process of a standby that waits for its turn; empty: none does."""
+    disk_free_bytes: int | None = None
+    """Bytes that the disk of the run's folder has left; None: not known yet."""
     expected: int = 0
     """M: how many learners the run is meant for."""
     supervised: bool = False
