@@ -228,6 +228,7 @@ class SyncerService:
     def _come_back(self, found: Recovered) -> None:
         """Go on where an earlier term ended."""
         self._run = found.history.run
+        self._ending.computed_before = found.history.ledger.totals().whole()["computed"]
         run = self._set_up(model_of_earlier_terms(found))
         run.screen.restore_norms(self._run_store.read_norms(self._run))
         for remark in found.remarks:

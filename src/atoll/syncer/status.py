@@ -189,6 +189,7 @@ class Meter:
             fates=totals.whole() if totals else {},
             dropped_by_cause=totals.by_cause() if totals else {},
             merged_share=totals.merged_share() if totals else None,
+            rounds_merged=machine.history.merged_rounds if machine else 0,
             versions=tuple(machine.versions) if machine else (),
             codec=settings.codec,
             version_codec=settings.version_codec,
@@ -229,11 +230,12 @@ class Meter:
 
     def _learner(self, now: float, one: KnownLearner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
         assert machine is not None
+        life = machine.history.lives.get(one.name)
         return LearnerStatus(
             learner=one.name,
             state=_state(one, machine.phase),
             incarnation=one.incarnation,
-            step=one.t,
+            step=one.t + (life.steps_before if life is not None else 0),
             tokens=one.tokens_before + one.tokens_total,
             tokens_per_s=self._rate(now, one),
             loss=one.loss,

@@ -17,6 +17,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """joining, training, stalled, muted, quarantined, stopped or gone; see AWAY."""
     incarnation: int
     step: int
+    """Steps of all its processes in the run."""
     tokens: int
     tokens_per_s: float
     loss: float | None
@@ -134,6 +135,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… and at which share of the run that one ends."""
     earlier_h: tuple[tuple[int, float | None], ...] = ()
     """Asked and effective H before the present one, in this term."""
+    rounds_merged: int = 0
+    """Rounds in which something was merged, of those in `round`."""
     versions: tuple[int, ...] = ()
     """Of every fragment."""
     codec: str = "bf16"
