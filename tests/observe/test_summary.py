@@ -26,6 +26,7 @@ BY_HAND: dict[str, Any] = {
     "reason": "the budget is spent",
     "goodput": (9.0 + 2.5 + 2.0) / (2 * 10),
     "merged_share": 390 / (2 * 240),
+    "fragments": None,
     "uptime": 1.0,  # a was there all the time
     "liveness": (10 + 4 + 4) / (2 * 10),  # b from 2 to 6 and from 8 to 12
     "participation": round((1 + 1 + 1 + 1 + 0.5 + 1 + 0.5) / 7, 6),

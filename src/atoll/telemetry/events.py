@@ -48,8 +48,9 @@ directions, unit |
 | share | syncer | learner, share: its link carries only this share of the rounds, or every round again (1) |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
-| finished | syncer | reason, round (how many were closed), learners (t, tokens, busy_s), tokens, dropped_by_cause,
-fates, bytes_in, bytes_out; relays: bytes_in and bytes_out of each |
+| finished | syncer | reason, learners (t, tokens, busy_s), computed_before (tokens, when this syncer began), bytes_in,
+bytes_out; relays: bytes_in and bytes_out of each; the account of the whole run: round (how many were closed), rounds (in which something was merged), tokens,
+dropped_by_cause, merged_share, fates, fragments (of each its version and the tokens merged) |
 | started, exited, restarted, killed | supervisor | process (and pid, code; ranks: the pids of a learner's ranks but
 the first, by the names of their logs; stepless: killed at the end, since it had made no step;
 unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
@@ -62,7 +63,7 @@ the rounds and that had no turn in it (`share`). A member of a round has learner
 steps, tokens, weight, base, since (its steps since the last sync), loss (the newest training loss it told, or null),
 agreement (its median cosine with the others'), influence (its share of the merge) and filtered (tokens of it that the
 outlier filter left out). `fates`: per learner, its tokens
-by fate, dropped_by_cause and merged_share.
+by fate, dropped_by_cause, merged_share, steps and rounds.
 """
 
 from __future__ import annotations

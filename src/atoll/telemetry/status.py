@@ -17,6 +17,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """joining, starting (in its first step), training, stalled, muted, quarantined, stopped or gone; see AWAY."""
     incarnation: int
     step: int
+    """Steps of all its processes in the run."""
     tokens: int
     tokens_per_s: float
     loss: float | None
@@ -116,6 +117,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… since so long."""
     store_alarm: str = ""
     """What is wrong with it; empty: nothing."""
+    standby: str = ""
+    """Machine and process of a standby that waits for its turn; empty: none does."""
+    disk_free_bytes: int | None = None
+    """Bytes that the disk of the run's folder has left; None: not known yet."""
     expected: int = 0
     """M: how many learners the run is meant for."""
     supervised: bool = False
@@ -144,6 +149,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… and at which share of the run that one ends."""
     earlier_h: tuple[tuple[int, float | None], ...] = ()
     """Asked and effective H before the present one, in this term."""
+    rounds_merged: int = 0
+    """Rounds in which something was merged, of those in `round`."""
     versions: tuple[int, ...] = ()
     """Of every fragment."""
     codec: str = "bf16"

@@ -52,6 +52,7 @@ export function tiles(run) {
     ["tokens per second", count(now.tokens_per_s), `${count(now.tokens)} in all`],
     ["bytes in", `${bytes(of("in_per_s"))}/s`, bytes(now.bytes_in)],
     ["bytes out", `${bytes(of("out_per_s"))}/s`, bytes(now.bytes_out)],
+    ["standby", now.standby || "none", ""],
     ["newest cut", now.cut === null ? NONE : count(now.cut), `term ${now.term}`],
   ];
   const place = by("tiles");
