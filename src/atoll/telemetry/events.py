@@ -49,8 +49,9 @@ directions, unit |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
 | finished | syncer | reason, learners (t, tokens, busy_s), computed_before (tokens, when this syncer began), bytes_in,
-bytes_out; relays: bytes_in and bytes_out of each; the account of the whole run: round (how many were closed), rounds (in which something was merged), tokens,
-dropped_by_cause, merged_share, fates, fragments (of each its version and the tokens merged) |
+bytes_out; relays: bytes_in and bytes_out of each; the account of the whole run: round (how many were closed), rounds
+(in which something was merged), tokens, dropped_by_cause, merged_share, fates, fragments (of each its version and the
+tokens merged) |
 | started, exited, restarted, killed | supervisor | process (and pid, code; ranks: the pids of a learner's ranks but
 the first, by the names of their logs; stepless: killed at the end, since it had made no step;
 unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
