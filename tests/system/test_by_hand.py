@@ -88,6 +88,10 @@ def test_plain_python_joins_by_a_link_and_goes_on_with_its_own_part_of_a_cut(run
     assert learner.returncode == 0 and f" as {name}\n" in said and "joined run " in said, said
     parts = list(Path(run.folder, "atoll-learners").glob(f"*/{name}/cut-*.safetensors"))
     assert parts, "in a folder of its own, though nobody named one"
+    asked = run.ask("replay", run.out)
+    assert asked.returncode == 2 and "were started by hand, so their script is not known here" in asked.stderr
+    again = run.command("replay", run.out, SCRIPTS / "line.py", "--", "--pace", "0")
+    assert again.returncode == 0 and " rounds made again, 0 read from the journal" in again.stdout, again
 
     run.start("syncer", "--resume", run.out)  # where it listened before: the link stays good
     again = start_script(run, str(file))

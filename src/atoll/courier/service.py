@@ -529,10 +529,10 @@ class Courier:
         usage = ProcessorUse(self._parent, but=os.getpid())
         while True:
             await asyncio.sleep(FIRST_STEP_LOOK_S)
-            if self._stepped or self._machine is None or self._machine.phase != "training":
+            if self._stepped:
                 continue
-            works = await asyncio.to_thread(usage.look)
-            if not self._over.is_set():
+            works = await asyncio.to_thread(usage.look)  # also while it joins: what came before the step is known then
+            if self._machine is not None and self._machine.phase == "training" and not self._over.is_set():
                 self._run_callback(self._note_first_step, works)
 
     def _note_first_step(self, uses_cpu: bool) -> None:
