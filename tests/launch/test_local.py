@@ -516,6 +516,6 @@ def test_why_a_learner_is_not_connected_is_the_supervisors_to_say(tmp_path: Path
     processes.learners.update({"learner-0": waiting, "learner-1": Child("learner-1", [], {}, log)})
     processes.done.add("learner-1")
     names = ("learner-0", "learner-1", "by-hand")
-    assert [processes.describe_absence(name, "training") for name in names] == ["restarting", "done", "gone"]
+    assert [processes.describe_absence(name, "training") for name in names] == ["restarting", "done", ""]
     processes.send_order("end the operator asked for it")
     assert processes.describe_absence("learner-0", "ending") == "gone", "no restart comes any more"

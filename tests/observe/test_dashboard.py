@@ -295,7 +295,7 @@ def test_lanes_say_what_befell_a_learner(events: list[Event]) -> None:
         if event["kind"] != "round":
             known.take_event(event, ())
     b = known.names.index("b")
-    assert [state for _, state in known.changes[b]] == ["joining", "stepping", "gone", "recovering", "stepping"]
+    assert [state for _, state in known.changes[b]] == ["joining", "training", "away", "joining", "training"]
     assert [mark[2] for mark in known.marks if mark[0] == b] == [
         "recovered",
         "killed",
@@ -321,7 +321,7 @@ def test_a_status_mends_what_no_event_told(status: Status) -> None:
     known = LearnerLanes()
     known.take_status(5.0, status(learners=8).learners, ())
     states = {known.names[i]: lane[-1][1] for i, lane in enumerate(known.changes)}
-    assert states["learner-0"] == "stepping" and states["learner-2"] == "recovering" and states["learner-3"] == "gone"
+    assert states["learner-0"] == "training" and states["learner-2"] == "joining" and states["learner-3"] == "gone"
     known.drain_news()
     known.take_status(6.0, status(learners=8).learners, ())
     assert known.drain_news() == {"changes": [], "marks": []}, "what stays as it is is not told again"

@@ -230,11 +230,11 @@ def test_a_lane_shows_what_a_learner_did(events: list[Event], tmp_path: Path) ->
     a, b = draw_lanes(read_run(lay(tmp_path / "run", events))).lanes
     assert spans(a) == [("stepping", 0.0, 11.0)], "what was before the first parameters is left out"
     assert spans(b) == [
-        ("recovering", 0.0, 1.0),
+        ("joining", 0.0, 1.0),
         ("stepping", 1.0, 4.0),
         ("gone", 4.0, 5.0),
         ("joining", 5.0, 6.0),
-        ("recovering", 6.0, 6.5),
+        ("joining", 6.0, 6.5),
         ("stepping", 6.5, 11.0),
     ]
     marks = [(mark.name, round(mark.at_s, 3), mark.good) for mark in b.marks]

@@ -190,6 +190,8 @@ def test_states_in_the_words_of_the_screen(machine: Syncer) -> None:
     a.muted, b.stalled = True, True
     assert states() == ["muted", "stalled"]
     a.stopped, b.state = True, "gone"
+    assert states() == ["stopped", "away"]
+    b.closed = True
     assert states() == ["stopped", "gone"]
 
 
@@ -223,7 +225,7 @@ def test_a_run_that_nobody_works_for_says_so_and_how_to_start_a_learner(machine:
     assert meter.make_status(1.0, "r", machine).notice == ""
     machine.handle(1.0, Lost("b", "gone"))
     assert meter.make_status(1.0, "r", machine).notice.startswith(
-        "Nobody is here: all 2 learners are gone, and the run"
+        "Nobody is here: all 2 learners are away or gone, and the run"
     )
     meter.notice = lambda: "the certificate ends"
     assert meter.make_status(1.0, "r", machine).notice == "the certificate ends"
@@ -241,7 +243,7 @@ def test_a_run_whose_learners_are_started_for_it_says_that_they_come(machine: Sy
     assert meter.make_status(1.0, "r", machine).notice == "Nobody is here: the supervisor restarts 2 learners …"
 
 
-def test_at_the_end_who_did_its_work_is_done_and_who_died_is_gone(machine: Syncer) -> None:
+def test_at_the_end_who_did_its_work_is_done_and_who_died_is_away(machine: Syncer) -> None:
     machine.members.learners["a"].stopped = True
     machine.handle(1.0, Lost("a", "gone"))
     machine.handle(1.0, Lost("b", "gone"))
@@ -249,9 +251,9 @@ def test_at_the_end_who_did_its_work_is_done_and_who_died_is_gone(machine: Synce
     def states() -> list[str]:
         return [one.state for one in Meter(CONFIG).make_status(1.0, "r", machine).learners]
 
-    assert states() == ["gone", "gone"], "while the run goes on"
+    assert states() == ["away", "away"], "while the run goes on"
     machine.state.phase = "finished"
-    assert states() == ["done", "gone"]
+    assert states() == ["done", "away"]
 
 
 def test_a_run_that_is_over_waits_for_nobody() -> None:

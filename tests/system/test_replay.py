@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 LINE = (SCRIPTS / "line.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
 WAIT_MS = 120_000
-GONE = "#rows tr[data-learner=learner-1][data-state=gone]"
-BACK = "#rows tr[data-learner=learner-1][data-state=stepping]"
-ALL_STEPPING = "#rows:has(tr:nth-child(2)):not(:has(tr:not([data-state=stepping])))"
+GONE = "#rows tr[data-learner=learner-1][data-state=away]"
+BACK = "#rows tr[data-learner=learner-1][data-state=training]"
+ALL_STEPPING = "#rows:has(tr:nth-child(2)):not(:has(tr:not([data-state=training])))"
 
 
 def kill(run: Run, process: str) -> None:
@@ -49,7 +49,7 @@ def page() -> Iterator[Page]:
         yield page
 
 
-def test_a_killed_learner_turns_red_says_gone_and_returns(page: Page, run: Run, tmp_path: Path) -> None:
+def test_a_killed_learner_turns_red_says_away_and_returns(page: Page, run: Run, tmp_path: Path) -> None:
     run.train(*LINE, "--set", "port=0")
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -66,11 +66,11 @@ def test_a_killed_learner_turns_red_says_gone_and_returns(page: Page, run: Run, 
     kill(run, "learner-1")
     page.wait_for_selector(GONE)
     red = page.locator(GONE).locator("td").first
-    assert red.inner_text() == "gone"
+    assert red.inner_text() == "away"
     assert red.evaluate("node => getComputedStyle(node).color") == "rgb(255, 107, 102)"
-    assert "1 gone" in (page.get_attribute("#lanes", "aria-label") or "")
+    assert "1 away" in (page.get_attribute("#lanes", "aria-label") or "")
     page.wait_for_selector("#said:has-text('learner-1')", state="attached")
-    page.screenshot(path=tmp_path / "gone.png", full_page=True)
+    page.screenshot(path=tmp_path / "away.png", full_page=True)
     page.wait_for_selector(BACK)
     assert page.locator(BACK).locator("td").nth(1).inner_text() == "2", "its second life"
 

@@ -344,7 +344,9 @@ class LocalRun:
         """Why a learner that this supervisor started is not connected."""
         absence = self._processes.describe_absence
         learners = [
-            msgspec.structs.replace(one, state=absence(one.learner, status.phase)) if one.state == "gone" else one
+            msgspec.structs.replace(one, state=absence(one.learner, status.phase) or one.state)
+            if one.state in ("away", "gone")
+            else one
             for one in status.learners
         ]
         return msgspec.structs.replace(status, learners=tuple(learners))

@@ -106,13 +106,14 @@ class Supervision:
         self._without_step -= {one.learner for one in status.learners if one.step}
 
     def describe_absence(self, name: str, phase: str) -> str:
+        """Return the state of a learner that is not connected; empty: it is not known here."""
         child = self.learners.get(name)
         if child is None:
-            return "done" if name in self._removed else "gone"
+            return "done" if name in self._removed else ""
         if name in self.done or (phase == "finished" and child.running):
             return "done"
         restarts = not self.is_ending and (child.waiting or (child.running and child.restarts > 0))
-        return "restarting" if restarts else "gone"
+        return "restarting" if restarts else "away" if child.running else "gone"
 
     def handle_interrupt(self) -> None:
         now = time.monotonic()

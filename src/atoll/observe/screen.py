@@ -74,6 +74,7 @@ _STATES = {
     "muted": ("◍", "yellow"),
     "quarantined": ("✖", "bold red"),
     "stopped": ("■", "blue"),
+    "away": ("○", "red"),
     "gone": ("○", "red"),
     "restarting": ("◌", "cyan"),
     "done": ("✓", "green"),

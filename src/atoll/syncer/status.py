@@ -292,7 +292,7 @@ def _anybody_steps(learners: Sequence[LearnerStatus]) -> bool:
 
 def is_deserted(phase: str, learners: Sequence[LearnerStatus]) -> bool:
     """No learner is connected, and the run is not over."""
-    return phase not in ("ending", "finished") and all(one.state == "gone" for one in learners)
+    return phase not in ("ending", "finished") and all(one.state in ("away", "gone") for one in learners)
 
 
 def nobody_started(phase: str, learners: Sequence[LearnerStatus], wanted: int, joined: bool) -> str:
@@ -311,7 +311,7 @@ def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
     start = "start one with `atoll learn SCRIPT --join LINK`, or with `--syncer URL` on this machine"
     if not learners:
         return f"No learner has come yet: {start}."
-    return f"Nobody is here: all {len(learners)} learners are gone, and the run waits until one comes; {start}."
+    return f"Nobody is here: all {len(learners)} learners are away or gone, and the run waits until one comes; {start}."
 
 
 def awaited_learners(machine: Syncer | None) -> str:
@@ -468,9 +468,12 @@ def _alarm(one: KnownLearner, machine: Syncer) -> str:
 
 
 def _state(one: KnownLearner, phase: str) -> str:
-    """Who left with its work done, as everybody does at the end, is done; who died is gone."""
+    """Who left with its work done, as everybody does at the end, is done. Who may still come back, with all its steps,
+    is away; who left, or was away for too long, is gone."""
     if not one.connected:
-        return "done" if phase == "finished" and one.stopped and not one.leaving else "gone"
+        if phase == "finished" and one.stopped and not one.leaving:
+            return "done"
+        return "gone" if one.closed or one.left else "away"
     if one.stopped:
         return "stopped"
     if one.muted:

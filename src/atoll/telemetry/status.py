@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-AWAY = ("gone", "restarting", "done")
+AWAY = ("away", "gone", "restarting", "done")
 """States of a learner that is not connected. That one is being restarted only its supervisor knows."""
 STEPPING = ("joining", "starting", "training", "muted", "quarantined")
 """States of one that makes steps, or is about to: out of quarantine it joins again, and trains meanwhile."""
@@ -14,7 +14,7 @@ STEPPING = ("joining", "starting", "training", "muted", "quarantined")
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     learner: str
     state: str
-    """joining, starting (in its first step), training, stalled, muted, quarantined, stopped or gone; see AWAY."""
+    """joining, starting (in its first step), training, stalled, muted, quarantined, stopped, away or gone; see AWAY."""
     incarnation: int
     step: int
     """Steps of all its processes in the run."""

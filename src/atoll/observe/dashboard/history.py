@@ -200,13 +200,14 @@ SYNCER = "syncer"
 """Its lane is always the first."""
 
 _STATES = {
-    "recovered": "stepping",
-    "probed": "stepping",
-    "steps": "stepping",
+    "recovered": "training",
+    "probed": "training",
+    "steps": "training",
     "muted": "muted",
+    "starting": "starting",
     "stalled": "stalled",
     "quarantined": "quarantined",
-    "lost": "gone",
+    "lost": "away",
     "left": "gone",
 }
 _MARKED = {"killed", "exited", "restarted", "fault", "recovered", "quarantined"}
@@ -247,7 +248,7 @@ class LearnerLanes:
         gone = [
             (changes[-1][0], place)
             for place, changes in enumerate(self.changes)
-            if place and place not in needed and changes and changes[-1][1] == "gone"
+            if place and place not in needed and changes and changes[-1][1] in ("away", "gone")
         ]
         return min(gone)[1] if gone else None
 
@@ -281,11 +282,11 @@ class LearnerLanes:
     def _add_mark(self, place: int, event: Event) -> None:
         kind, at = event["kind"], event["at"]
         if kind == "joined":
-            self.set_state(place, at, "recovering" if event.get("incarnation", 1) > 1 else "joining")
+            self.set_state(place, at, "joining")
         elif kind in _STATES:
             self.set_state(place, at, _STATES[kind])
         elif kind in ("killed", "exited"):
-            self.set_state(place, at, "gone")
+            self.set_state(place, at, "away")
         if kind in _MARKED and not (kind == "exited" and is_good_end(event)):
             what = f"{event['what']}: " if "what" in event else ""
             self.add_mark(place, event, f"{what}{event.get('text', '')}", _seconds(event))
@@ -295,19 +296,13 @@ class LearnerLanes:
         self.set_state(0, at, "serving")
         for one in learners:
             if (place := self.find_lane(one.learner, needed)) is not None:
-                self.set_state(place, at, lane_state(one))
+                self.set_state(place, at, one.state)
 
     def drain_news(self) -> dict[str, Any]:
         """What is new since the last time."""
         news = {"changes": self.fresh_changes, "marks": self.fresh_marks}
         self.fresh_changes, self.fresh_marks, self.renamed = [], [], False
         return news
-
-
-def lane_state(one: LearnerStatus) -> str:
-    if one.state == "joining":
-        return "recovering" if one.incarnation > 1 else "joining"
-    return "stepping" if one.state == "training" else one.state
 
 
 def _concerned(event: Event) -> list[str]:

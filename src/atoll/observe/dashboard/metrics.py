@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from atoll.observe.dashboard.history import rounds_behind
 from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
-STATES = ("joining", "starting", "training", "stalled", "muted", "quarantined", "stopped", "gone", "done")
+STATES = ("joining", "starting", "training", "stalled", "muted", "quarantined", "stopped", "away", "gone", "done")
 FATES = ("merged", "dropped", "lost", "rolled_back", "filtered", "in_flight")
 
 

@@ -139,7 +139,7 @@ def _stretches(run: ReportedRun, name: str, alive: Sequence[Span], stepping: Seq
         found += _away(left, stay.start, [at for at in begun if at <= stay.start])
         inside = sorted(span for span in stepping if stay.start <= span.start <= stay.end)
         first = inside[0].start if inside else stay.end
-        found += [(Span(stay.start, first), "recovering"), *((span, "stepping") for span in inside)]
+        found += [(Span(stay.start, first), "joining"), *((span, "stepping") for span in inside)]
         left = stay.end
     if left is not None and left < end:
         found += _away(left, end, [at for at in begun if at < end])

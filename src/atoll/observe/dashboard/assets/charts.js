@@ -3,13 +3,13 @@
 import { colour } from "./palette.js";
 
 const LINES = {
-  loss: [["validation loss", null, "gone", "solid"], ["training, middle learner", "loss", "stepping", "solid"]],
-  shares: [["goodput", "goodput", "stepping", "solid"], ["liveness", "liveness", "recovering", "dash"],
+  loss: [["validation loss", null, "gone", "solid"], ["training, middle learner", "loss", "training", "solid"]],
+  shares: [["goodput", "goodput", "training", "solid"], ["liveness", "liveness", "good", "dash"],
     ["alive now", "alive", "faint", "dot"], ["participation", "participation", "stalled", "dashdot"],
     ["merged share", "merged_share", "gone", "longdash"]],
-  pace: [["effective H (steps)", "effective_h", "stepping", "solid"], ["H as set (steps)", null, "faint", "dash"],
+  pace: [["effective H (steps)", "effective_h", "training", "solid"], ["H as set (steps)", null, "faint", "dash"],
     ["most rounds behind", "behind", "gone", "dot"]],
-  traffic: [["in", "in_per_s", "stepping", "solid"], ["out", "out_per_s", "stalled", "dash"]],
+  traffic: [["in", "in_per_s", "training", "solid"], ["out", "out_per_s", "stalled", "dash"]],
 };
 const AXES = { loss: {}, shares: { tickformat: ".0%", range: [0, 1.05] }, pace: { rangemode: "tozero" }, traffic: { ticksuffix: "B", rangemode: "tozero" } };
 

@@ -56,7 +56,7 @@ export class Lanes {
       if (wide <= 0) return;
       c.fillStyle = fill(c, what);
       c.fillRect(left, y, Math.max(1, wide), high);
-      if (what === "stepping" || what === "serving" || row < 16) return;
+      if (what === "training" || what === "serving" || row < 16) return;
       c.font = `600 ${row > 18 ? 12 : 10}px system-ui, sans-serif`;
       const room = c.measureText(what).width + 8;
       if (wide < room + 44) return; // beside the marks at both ends
@@ -75,12 +75,12 @@ export class Lanes {
     c.font = `${size}px system-ui, sans-serif`;
     c.textBaseline = "middle";
     c.textAlign = "right";
-    c.fillStyle = state === "stepping" || state === "serving" ? colour("faint") : colour(state);
-    if (state === "gone") c.font = `700 ${size}px system-ui, sans-serif`;
+    c.fillStyle = state === "training" || state === "serving" ? colour("faint") : colour(state);
+    if (state === "away" || state === "gone") c.font = `700 ${size}px system-ui, sans-serif`;
     c.fillText(state, LABEL - 10, y + 1);
     const room = LABEL - 26 - c.measureText(state).width;
     c.textAlign = "left";
-    c.fillStyle = state === "gone" ? colour("gone") : colour("ink");
+    c.fillStyle = state === "away" || state === "gone" ? colour("gone") : colour("ink");
     c.fillText(shorten(c, name, room), 0, y + 1);
   }
 
@@ -116,7 +116,7 @@ function thinned(rounds, scale, long) {
 function drawMark(c, kind, x, y, r) {
   c.lineWidth = 2;
   c.strokeStyle = colour("paper");
-  c.fillStyle = kind === "recovered" || kind === "restarted" ? colour("recovering") : colour("gone");
+  c.fillStyle = kind === "recovered" || kind === "restarted" ? colour("good") : colour("gone");
   c.beginPath();
   if (kind === "killed" || kind === "quarantined") {
     for (const [dx, dy] of [[-r, -r], [r, -r]]) { c.moveTo(x + dx, y + dy); c.lineTo(x - dx, y - dy); }
@@ -135,7 +135,7 @@ function drawMark(c, kind, x, y, r) {
   c.fill();
 }
 
-// "64 learners: 60 stepping, 4 gone"
+// "64 learners: 60 training, 4 away"
 export function summary(run) {
   const counts = {};
   for (const lane of run.order) if (lane) counts[run.state(lane)] = (counts[run.state(lane)] ?? 0) + 1;

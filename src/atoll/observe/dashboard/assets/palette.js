@@ -1,7 +1,7 @@
 // Every state has a colour and a pattern, so that no one needs the colour to tell it.
 
 export const STATES = {
-  stepping: "solid", joining: "dots", recovering: "rise", gone: "cross",
+  training: "solid", joining: "dots", starting: "rise", away: "cross", gone: "cross",
   muted: "bars", stalled: "fall", quarantined: "grid", paused: "bars", stopped: "solid", serving: "solid",
 };
 const SIZE = 8;
@@ -11,7 +11,7 @@ let patterns = new Map();
 
 function read() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["paper", "ground", "ink", "faint", "line", "grid", "tick", "bar", ...Object.keys(STATES)];
+  const names = ["paper", "ground", "ink", "faint", "good", "line", "grid", "tick", "bar", ...Object.keys(STATES)];
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   patterns = new Map();
 }

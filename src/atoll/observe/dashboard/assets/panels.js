@@ -8,7 +8,7 @@ const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
 const CAUSES_OF = { dropped: Object.keys(CAUSES) };
 const WAYS = { min: "less is better", max: "more is better" };
 const FRAGMENTS = 256, ALARMS = 4;
-const AWAY = ["gone", "done"];
+const AWAY = ["away", "gone", "restarting", "done"];
 const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "returned", "quarantined", "alarm", "restored", "unbalanced", "low_share", "suspect", "above", "fault", "reigned", "ending", "finished"]);
 
 // The page is changed only where a text has changed.

@@ -44,9 +44,9 @@ export class Rounds {
     lanes.forEach((lane, place) => {
       const y = TOP + place * row + 1;
       if (has(members, lane)) {
-        c.fillStyle = colour("stepping");
+        c.fillStyle = colour("training");
         c.fillRect(x, y, wide, high);
-      } else if (run.stateAt(lane, at) === "gone") {
+      } else if (["away", "gone"].includes(run.stateAt(lane, at))) {
         c.fillStyle = colour("gone");
         c.fillRect(x, y + high / 2 - 1, wide, 2);
       } else if (run.stateAt(lane, at) !== null) {
@@ -103,7 +103,7 @@ export class Rounds {
 
 function membership(run, round) {
   const lanes = run.order.filter((lane) => lane), inside = lanes.filter((lane) => has(round[6], lane));
-  const missing = lanes.filter((lane) => !has(round[6], lane) && !["gone", null].includes(run.stateAt(lane, round[1])));
+  const missing = lanes.filter((lane) => !has(round[6], lane) && !["away", "gone", null].includes(run.stateAt(lane, round[1])));
   return { count: inside.length, missing: missing.map((lane) => run.names[lane]) };
 }
 
