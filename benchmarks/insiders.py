@@ -280,7 +280,7 @@ class Syncer:
             np.frombuffer(self.parameters.initial_bytes(part.index), np.float32)[:] = first
         self.parameters.commit_initial()
         self._screen = NormScreen(plan, window=16 * LEARNERS, least=8 * LEARNERS)
-        self._filter, self._codec = Filter(plan), make_codec("bf16")
+        self._filter, self._codec = Filter(plan, sync_every=SYNC_EVERY), make_codec("bf16")
         self._first: dict[tuple[int, int], Floats] = {}
         self._dice = np.random.default_rng(2000 + case.seed)
 
@@ -289,6 +289,7 @@ class Syncer:
         deltas: list[Floats] = []
         weights: list[float] = []
         limits: list[float] = []
+        counts: list[int] = []
         per_step = {i: BATCH * (CLAIM if self.case.claims and self._attacks(i) else 1.0) for i in range(LEARNERS)}
         for i in range(LEARNERS):
             steps = int(learners.steps[i, fragment])
@@ -301,13 +302,14 @@ class Syncer:
             self._screen.note_merged((i, t))
             names.append(f"learner-{i}")
             deltas.append(delta)
+            counts.append(steps)
             weights.append(per_step[i] ** 2 * steps)
             limits.append(limit_of(names[-1], t, self.settings))
             others = [each for j, each in per_step.items() if j != i]
             if (wrong := above_others(per_step[i], others)) is not None:
                 run.above.setdefault(names[-1], wrong)
         began = time.perf_counter()
-        judged = self._filter.judge(fragment, names, deltas, self.parameters.momentum(fragment))
+        judged = self._filter.judge(fragment, names, deltas, self.parameters.momentum(fragment), steps=counts)
         run.filter_s += time.perf_counter() - began
         for name, one in zip(names, judged, strict=True):
             if one.suspect:

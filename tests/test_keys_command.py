@@ -105,7 +105,7 @@ def test_a_learner_gets_a_certificate_of_the_authority(keys: KeyDir, monkeypatch
         ("cert --next --renew", "--ca, --learner, --next and --renew are one thing each"),
         ("tokens --keys nowhere", "nowhere holds no keys: make them with `atoll cert --out nowhere`"),
         ("tokens add join", "two tokens are called 'join'"),
-        ("tokens add eu --role god", "--role god is none of viewer, learner, evaluator, operator"),
+        ("tokens add eu --role god", "--role god is none of viewer, learner, evaluator, relay, operator"),
         ("tokens add eu --most -1", "--most is 0 or more"),
         ("tokens add eu --names 0", "--names 1 or more"),
         ("tokens change join --names 0", "--names 1 or more"),

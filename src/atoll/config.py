@@ -165,6 +165,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Processes of every learner that `atoll train` starts: together they are one learner of the run."""
     strict_devices: bool = False
     """`atoll train` refuses more learners than there are GPUs."""
+    learner_nice: int = 9
+    """The niceness of a learner that trains, and of the evaluator, as `atoll train` starts them: syncer, couriers and
+    starting learners go first. 0: the operating system deals the processor out."""
     cpus_per_learner: float = 1.0
     """Of a node of a Ray cluster, for every learner …"""
     gpus_per_learner: float = 0.0
@@ -185,6 +188,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(f"seed = {self.seed} is below 0: take any whole number from 0")
         if not 1 <= self.ranks <= MOST_RANKS:
             raise ConfigError(f"ranks = {self.ranks}: a learner has 1 to {MOST_RANKS} of them")
+        if not 0 <= self.learner_nice <= 19:
+            raise ConfigError(f"learner_nice = {self.learner_nice} is not from 0 (goes first) to 19")
         for name in ("cpus_per_learner", "gpus_per_learner"):
             if not 0 <= getattr(self, name) < MAX_COUNTER:
                 raise ConfigError(f"{name} = {getattr(self, name)} is below 0: it is what a learner takes of a node")

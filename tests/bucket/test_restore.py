@@ -14,8 +14,8 @@ from atoll.bucket.layout import read_listing, released_key
 from atoll.cli.store import finish_upload, open_copy, restore
 from atoll.config import Config, Service
 from atoll.launch.restoring import attach_store
-from atoll.launch.resume import read_head
 from atoll.protocol.errors import ConfigError
+from atoll.store.head import read_head
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
 

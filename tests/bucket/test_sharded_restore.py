@@ -15,7 +15,7 @@ from atoll.bucket.layout import released_key, shard_url
 from atoll.cli.store import finish_upload, restore
 from atoll.config import Config, Service
 from atoll.launch.restoring import attach_store
-from atoll.launch.resume import read_head
+from atoll.store.head import read_head
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
 

@@ -218,6 +218,7 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "a learner scores": (asks("POST", "/v1/scores", "join", b"{}"), "^403 .*learner, and this takes an evaluator"),
     "an operator scores": (asks("POST", "/v1/scores", "boss", b"{}"), "^403 .*operator, and this takes an evaluator"),
+    "a learner is a relay": (asks("GET", "/v1/relays", "join"), "^403 .*learner, and this takes a relay"),
     "an evaluator joins": (asks("GET", "/v1/control", "score"), "^403 .*evaluator, and this takes a learner"),
     "an evaluator sends a body": (asks("PUT", "/v1/initial/x/0", "score"), "^403 .*and this takes a learner"),
     "an evaluator changes settings": (asks("POST", "/v1/settings", "score", b"[]"), "^403 .*takes an operator"),

@@ -26,10 +26,11 @@ def named(id: str, **more: object) -> JoinToken:
 LEARNER = named("join", learner="eu-*", most=2)
 VIEWER = named("look", role="viewer")
 EVALUATOR = named("score", role="evaluator")
+RELAY = named("north", role="relay")
 OPERATOR = named("boss", role="operator")
 REVOKED = named("gone", revoked=True)
 OVER = named("over", expires=1.0)
-ALL = JoinTokens([LEARNER, VIEWER, EVALUATOR, OPERATOR, REVOKED, OVER])
+ALL = JoinTokens([LEARNER, VIEWER, EVALUATOR, RELAY, OPERATOR, REVOKED, OVER])
 DOOR = TokenAuthorizer(lambda: ALL, lambda: "r1")
 
 
@@ -57,21 +58,24 @@ def refusal(request: web.Request, door: TokenAuthorizer = DOOR) -> tuple[int, st
 @pytest.mark.parametrize(
     ("path", "roles"),
     [
-        ("/", "viewer learner evaluator operator"),
-        ("/metrics", "viewer learner evaluator operator"),
-        ("/assets/app.js", "viewer learner evaluator operator"),
-        ("/v1/status", "viewer learner evaluator operator"),
-        ("/v1/live", "viewer learner evaluator operator"),
-        ("/v1/control", "learner operator"),
-        ("/v1/contributions/learner-0/1/0", "learner operator"),
-        ("/v1/initial/learner-0/0", "learner operator"),
-        ("/v1/fragments/0", "learner evaluator operator"),
-        ("/v1/moments/0/1", "learner operator"),
-        ("/v1/manifest", "learner evaluator operator"),
-        ("/v1/relay/t", "learner operator"),
+        ("/", "viewer learner evaluator relay operator"),
+        ("/metrics", "viewer learner evaluator relay operator"),
+        ("/assets/app.js", "viewer learner evaluator relay operator"),
+        ("/v1/status", "viewer learner evaluator relay operator"),
+        ("/v1/live", "viewer learner evaluator relay operator"),
+        ("/v1/control", "learner relay operator"),
+        ("/v1/contributions/learner-0/1/0", "learner relay operator"),
+        ("/v1/initial/learner-0/0", "learner relay operator"),
+        ("/v1/fragments/0", "learner evaluator relay operator"),
+        ("/v1/moments/0/1", "learner relay operator"),
+        ("/v1/manifest", "learner evaluator relay operator"),
+        ("/v1/relay/t", "learner relay operator"),
         ("/v1/scores", "evaluator"),
-        ("/v1/probe/1", "learner operator"),
-        ("/v1/whatever-comes-next", "learner operator"),
+        ("/v1/probe/1", "learner relay operator"),
+        ("/v1/whatever-comes-next", "learner relay operator"),
+        ("/v1/relays", "relay operator"),
+        ("/v1/held/learner-0/1/0", "relay operator"),
+        ("/v1/sums/1", "relay operator"),
         ("/v1/settings", "operator"),
         ("/v1/drain", "operator"),
     ],
@@ -80,13 +84,13 @@ def test_what_each_path_takes(path: str, roles: str) -> None:
     takes = roles.split()
     assert roles_for(path) == tuple(takes)
     least = f"an {takes[0]}" if takes[0] in ("evaluator", "operator") else f"a {takes[0]}"
-    for token in (VIEWER, LEARNER, EVALUATOR, OPERATOR):
+    for token in (VIEWER, LEARNER, EVALUATOR, RELAY, OPERATOR):
         if token.role in takes:
             assert DOOR.admit(asks(path, bearer(token))).token == token.id
         else:
             status, reason = refusal(asks(path, bearer(token)))
             assert status == 403 and reason.startswith(f"the token {token.id!r} is for a")
-            assert reason.endswith(f"{token.role}, and this takes {least}")
+            assert f"{token.role}, and this takes {least}: atoll tokens add NAME --role " in reason
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from tests.store.written import OUTER, WrittenRun, begun, cut_run, ended_run, flip, with_rounds
 
-from atoll.launch.resume import Resume, describe_resume, describe_unspent, from_cut, plan_resume, read_head
+from atoll.launch.resume import Resume, describe_resume, describe_unspent, from_cut, plan_resume
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.records import BegunRecord, ChangedRecord, EndedRecord, TermRecord
 from atoll.store import disk as disk_module
@@ -27,6 +27,7 @@ from atoll.store.cuts import (
     write_manifest,
 )
 from atoll.store.disk import LocalDisk
+from atoll.store.head import read_head
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
 from atoll.store.verify import verify_run

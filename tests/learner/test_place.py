@@ -38,7 +38,7 @@ def standing() -> tuple[Mailbox, Settings]:
 
 
 def described(box: Mailbox, settings: Settings, **changes: Any) -> RunPlace:
-    given = {"name": "learner-1", "session": "s1", "index": 1, "t": 12, "total": 96, "busy_s": 1.5, "feed": FEED}
+    given = {"name": "learner-1", "session": "s1", "index": 1, "t": 12, "total": 96, "feed": FEED}
     return describe_place(box, settings, TENSORS, **{**given, **changes})
 
 
@@ -64,7 +64,7 @@ def test_what_is_kept_beside_the_memory_is_what_was_given() -> None:
     box, settings = standing()
     state = described(box, settings).state
     assert (state["learner"], state["session"], state["t"], state["total"]) == ("learner-1", "s1", 12, 96)
-    assert (state["busy_s"], state["feed"]) == (1.5, FEED)
+    assert state["feed"] == FEED
     assert settings_of(state) == settings
     assert msgspec.convert(state["tensors"], tuple[TensorSpec, ...]) == TENSORS
 

@@ -318,3 +318,42 @@ def test_samples_leave_the_usual_norm_alone() -> None:
     filter_.judge(0, list("abc"), deltas)
     assert filter_.judge(0, ["a"], deltas[:1])[0].factors == pytest.approx(np.ones(1), abs=0.02)
     assert (filter_.judge(0, ["a"], deltas[:1], sample_for=1)[0].factors == 1).all()
+
+
+H = 24
+
+
+def grown_round(number: int, dice: np.random.Generator) -> tuple[list[FloatArray], list[int]]:
+    """Two learners that have H steps, and three that joined at once and have one more in each round."""
+    size, steps = PLAN.fragments[number % 2].size, [H, H, *[min(H, number + 1)] * 3]
+    common = COMMON * dice.standard_normal(size, dtype=np.float32)
+    return [n * (common + dice.standard_normal(size, dtype=np.float32)) for n in steps], steps
+
+
+def test_learners_of_before_are_no_suspects_beside_as_many_new_ones() -> None:
+    filter_, names, dice = Filter(PLAN, sync_every=H), list("abcde"), np.random.default_rng(0)
+    for number in range(2 * H):
+        deltas, steps = grown_round(number, dice)
+        judged = filter_.judge(number % 2, names, deltas, steps=steps)
+        assert not [one.suspect for one in judged if one.suspect]
+        factors = np.concatenate([one.factors for one in judged])
+        assert np.mean(factors == 1) > 0.9 and factors.min() >= 0, number
+    usual = filter_.judge(1, ["a"], deltas[:1])[0].factors
+    assert usual == pytest.approx(np.ones(count_pieces(1)), abs=0.1), "newcomers made nothing small usual"
+
+
+def count_pieces(fragment: int) -> int:
+    return len(PLAN.fragments[fragment].pieces)
+
+
+def test_steps_that_only_one_claims_excuse_no_norm() -> None:
+    filter_, names, dice = Filter(PLAN, sync_every=H), list("abcde"), np.random.default_rng(0)
+    for number in range(ROUNDS):
+        size = PLAN.fragments[number % 2].size
+        common = COMMON * dice.standard_normal(size, dtype=np.float32)
+        deltas = [common + dice.standard_normal(size, dtype=np.float32) for _ in range(5)]
+        claims = [H, H, H, H, 10 * H]
+        judged = filter_.judge(number % 2, names, [*deltas[:4], 10 * deltas[4]], steps=claims)
+        if number == 0:
+            assert judged[4].factors == pytest.approx(np.full(count_pieces(0), CLIP / 10), rel=0.1)
+    assert "times as large" in judged[4].suspect

@@ -125,6 +125,7 @@ def a_status(phase: str = "training", learners: int = 4, loss: float | None = 1.
         "progress": 0.0 if waiting else 0.63,
         "global_step": 0 if waiting else 1203,
         "round": 0 if waiting else 1203,
+        "rounds_merged": changes.get("round", 0 if waiting else 1203),
         "fragments": 24,
         "sync_every": 24,
         "synchronous": False,

@@ -109,6 +109,7 @@ def test_training_loss_and_metrics_are_on_the_page_without_a_validation_loss(
 
 
 def test_every_token_has_its_line_in_the_ledger(events: list[Event], tmp_path: Path) -> None:
+    events[-1]["fragments"] = [[4, 200], [4, 190]]
     seen = re.sub(r"\s+", " ", shown(page(lay(tmp_path / "run", events))))
     assert "merged 195 81.2 %" in seen and "dropped 20 8.3 %" in seen and "lost 25 10.4 %" in seen
     assert "computed 240 100.0 %" in seen

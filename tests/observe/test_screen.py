@@ -122,15 +122,12 @@ def test_without_a_budget_nothing_is_said_of_its_share_or_of_the_time_left(statu
     assert status_line(now).startswith("   1:04  round 1,203 · ") and "left" not in status_line(now)
 
 
-def test_the_screen_says_when_nothing_was_merged_in_many_rounds(status: Status, say: Callable[..., Event]) -> None:
+def test_the_screen_says_when_nothing_was_merged_in_many_rounds(status: Status) -> None:
     """It showed "round 123", and the summary "rounds 4"."""
     screen = LiveScreen(console(80))
-    screen.update(status(round=123))
-    assert "rounds;" not in text_of(screen, 80), "nothing is known of single rounds"
-    rounds = [{**say(n, "round"), "members": []} for n in range(4)]
-    screen.count_work(rounds)
+    screen.update(status(round=123, rounds_merged=4))
     assert re.search("committed +4 of 123 rounds; nothing was merged in the others", text_of(screen, 80))
-    screen.update(status(round=4))
+    screen.update(status(round=4, rounds_merged=4))
     assert "rounds;" not in text_of(screen, 80)
 
 
@@ -161,32 +158,6 @@ def test_what_comes_much_later_has_a_line_of_its_own(status: Status, say: Callab
     screen.update(status(learners=2), [say(0, "recovered", text="a"), *deaths])
     shown = text_of(screen, 100)
     assert "3 of learner-0 since 0:00; the last: died at 2" in shown and re.search(r"died at 900\s*$", shown)
-
-
-def test_a_learners_steps_are_those_of_the_whole_run(status: Status) -> None:
-    """Each of its processes counts from 0: after a resume the column goes on where it was, as the summary counts."""
-    now = status(learners=1)
-    life = {"learner": now.learners[0].learner, "at": 1.0}
-    member = {"tokens": 8, "total": 8, "busy_s": 1.0, **life}
-    first = [
-        {"kind": "joined", "incarnation": 1, **life},
-        {"kind": "round", "at": 2.0, "members": [{**member, "incarnation": 1, "t": 90_000}]},
-        {"kind": "lost", "incarnation": 1, "t": 100_000, **life},
-        {"kind": "joined", "incarnation": 2, **life},
-        {"kind": "round", "at": 3.0, "members": [{**member, "incarnation": 2, "t": 20_000}]},
-    ]
-    present = msgspec.structs.replace(now.learners[0], incarnation=3, step=4_500)
-    now = msgspec.structs.replace(now, learners=(present,))
-    screen = LiveScreen(console(120))
-    screen.update(now)
-    assert "4,500" in text_of(screen, 120) and "124" not in text_of(screen, 120)
-    screen.count_work([{"text": "", **event} for event in first])
-    screen.count_work([{"kind": "joined", "incarnation": 3, "text": "", **life}])
-    screen.update(now)
-    assert " 124k " in text_of(screen, 120), "100,000 at its end, 20,000 at its last round, 4,500 so far"
-    same = msgspec.structs.replace(present, incarnation=2, step=21_000)
-    screen.update(msgspec.structs.replace(now, learners=(same,)))
-    assert " 121k " in text_of(screen, 120), "the present process counts once"
 
 
 def test_what_became_of_the_work_is_plain(status: Status) -> None:

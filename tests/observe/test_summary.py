@@ -26,6 +26,7 @@ BY_HAND: dict[str, Any] = {
     "reason": "the budget is spent",
     "goodput": (9.0 + 2.5 + 2.0) / (2 * 10),
     "merged_share": 390 / (2 * 240),
+    "fragments": None,
     "uptime": 1.0,  # a was there all the time
     "liveness": (10 + 4 + 4) / (2 * 10),  # b from 2 to 6 and from 8 to 12
     "participation": round((1 + 1 + 1 + 1 + 0.5 + 1 + 0.5) / 7, 6),
@@ -40,7 +41,15 @@ BY_HAND: dict[str, Any] = {
     "overlap_p95": 3.0,
     "rho": 0.2,  # of 0.1 and 0.3; the first rounds have none, and the drain does not count
     "outer_step": 1.2,
-    "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "rolled_back": 0, "in_flight": 0},
+    "tokens": {
+        "computed": 240,
+        "merged": 195,
+        "dropped": 240 - 195 - 25,
+        "lost": 25,
+        "rolled_back": 0,
+        "filtered": 0,
+        "in_flight": 0,
+    },
     "rounds": 7,
     "rounds_closed": 8,
     "rounds_passed": 1,
@@ -327,9 +336,17 @@ def test_a_run_that_was_cut_off_leaves_the_rest_in_flight(events: list[Event]) -
 
 def test_what_the_ledger_said_at_the_end_is_told_of_every_learner(events: list[Event]) -> None:
     causes = {"overlap": 15, "missed": 5, "crash": 25}
-    kept = {"computed": 140, "merged": 120, "dropped": 20, "lost": 0, "rolled_back": 0, "in_flight": 0}
+    kept = {"computed": 140, "merged": 120, "dropped": 20, "lost": 0, "rolled_back": 0, "filtered": 0, "in_flight": 0}
     fates = {**kept, "dropped_by_cause": causes}
-    tokens = {"computed": 240, "merged": 195, "dropped": 20, "lost": 25, "rolled_back": 0, "in_flight": 0}
+    tokens = {
+        "computed": 240,
+        "merged": 195,
+        "dropped": 20,
+        "lost": 25,
+        "rolled_back": 0,
+        "filtered": 0,
+        "in_flight": 0,
+    }
     events[-1] |= {"tokens": tokens, "dropped_by_cause": causes, "fates": {"a": {**fates, "merged_share": 6 / 7}}}
     summary = summarise(events)
     assert summary["tokens"] == {**tokens, "dropped_by_cause": causes}

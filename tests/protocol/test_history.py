@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.world import World
 
+from atoll.protocol.account import make_account
 from atoll.protocol.history import History, HistoryState, number_learners
 from atoll.protocol.records import (
     AnyRecord,
@@ -219,6 +220,23 @@ def test_tokens_of_earlier_processes_add_up_and_those_of_the_same_go_on() -> Non
     assert (run.history.lives["a"].before, run.history.lives["a"].total) == (0, 32), "the same process, another life"
     run.add(GoneRecord("a", 2, 9, 72, (0, 0), (40, 40)), JoinedRecord("a", 3, "another", 0))
     assert (run.history.lives["a"].before, run.history.lives["a"].total) == (72, 0)
+
+
+def test_the_account_is_of_the_whole_run_through_processes_cuts_and_forks() -> None:
+    run = Written().add(JoinedRecord("a", 1, "session", 0), StartedRecord("a"))
+    run.round(share("a", 2, 0)).add(PassedRecord(1, 1, "0 of 1 contributions came"))
+    run.add(GoneRecord("a", 1, 9, 72, (0, 0), (56, 72)), JoinedRecord("a", 2, "session", 9, origin=72))
+    run.add(GoneRecord("a", 2, 10, 80, (0, 0), (8, 8)), JoinedRecord("a", 3, "another", 0))
+    run.round(share("a", 4, 1, incarnation=3))
+    fork = through_bytes(run.history.state()).begin_run("fork", "cut 3", term=1)
+    for history in (run.history, History.restore(fork)):
+        account = make_account(history)
+        assert (account["round"], account["rounds"], account["fragments"]) == (3, 2, [[2, 32], [0, 0]])
+        assert account["fates"]["a"]["steps"] == 10 + 4, "10 of the process that is gone, 4 of the present one"
+        assert account["fates"]["a"]["rounds"] == 2 and account["fates"]["a"]["computed"] == 80 + 32
+    assert make_account(run.history, {"a": 7})["fates"]["a"]["steps"] == 17, "it has said more since"
+    older = msgspec.structs.replace(run.history.state(), merged_rounds=-1)
+    assert History.restore(older).merged_rounds == 2, "as the versions tell it"
 
 
 def test_one_that_is_gone_is_remembered_as_such() -> None:

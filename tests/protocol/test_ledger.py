@@ -333,19 +333,20 @@ def test_an_incarnation_joins_once() -> None:
 
 
 def test_fragment_tokens_are_exact_and_tokens_add_up() -> None:
-    totals = Totals((10, 10, 10), (9, 2, 3), (1, 3, 0), (0, 5, 0), (0, 0, 4), (), (0, 0, 3))
-    fates = {"computed": 30, "merged": 14, "dropped": 4, "lost": 5, "rolled_back": 3, "in_flight": 4}
+    totals = Totals((10, 10, 10), (9, 2, 3), (1, 3, 0), (0, 5, 0), (0, 0, 4), (), (0, 0, 2), (0, 0, 1))
+    fates = {"computed": 30, "merged": 14, "dropped": 4, "lost": 5, "rolled_back": 2, "filtered": 1, "in_flight": 4}
     assert totals.fragment_tokens() == fates and not any(totals.balance())
-    assert totals.whole() == {"computed": 10, "merged": 4, "dropped": 2, "lost": 1, "rolled_back": 1, "in_flight": 2}
+    whole = {"computed": 10, "merged": 4, "dropped": 2, "lost": 1, "rolled_back": 1, "filtered": 0, "in_flight": 2}
+    assert totals.whole() == whole
 
 
 @given(st.integers(1, 7), st.data())
 def test_tokens_add_up_whatever_the_parts(fragments: int, data: st.DataObject) -> None:
     counts = st.tuples(*[st.integers(0, 10**15)] * fragments)
-    parts = [data.draw(counts) for _ in range(5)]
-    merged, dropped, lost, undone, in_flight = parts
+    parts = [data.draw(counts) for _ in range(6)]
+    merged, dropped, lost, undone, filtered, in_flight = parts
     computed = tuple(map(sum, zip(*parts, strict=True)))
-    tokens = Totals(computed, merged, dropped, lost, in_flight, (), undone).whole()
+    tokens = Totals(computed, merged, dropped, lost, in_flight, (), undone, filtered).whole()
     assert tokens.pop("computed") == sum(tokens.values())
     for told, part in zip(tokens.values(), parts, strict=True):
         assert abs(told - sum(part) / fragments) < 1

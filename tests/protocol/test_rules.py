@@ -9,6 +9,7 @@ from tests.protocol.world import World
 from atoll.protocol.effects import Note
 from atoll.protocol.messages import Contribution, Heartbeat, Progress, Pull, Recover, Refused
 from atoll.protocol.records import GoneRecord
+from atoll.protocol.syncer import contributions
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.tape import BeganEntry, InformedEntry
 
@@ -172,6 +173,40 @@ def test_three_refusals_in_a_row_lead_through_recovery_back_to_contributing() ->
     again = [note for note in world.said("recovered") if note.data["learner"] == "learner-1"]
     assert [note.data["incarnation"] for note in again] == [1, 2]
     assert "learner-1" in world.members(world.syncer.committed - 1)
+
+
+def test_a_name_that_is_quarantined_again_and_again_is_shut_out_for_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contributions, "FORGIVEN_S", 150.0)
+    world = World(3, fragments=2, sync_every=2, overlap=1, latency_s=0.05).run_until(round=6)
+    for times in range(1, 5):
+        world.learners["learner-1"].broken = True
+        world.run_until(seconds=1)
+        while sum(note.data["learner"] == "learner-1" for note in world.said("recovered")) < times + 1:
+            world.run_until(seconds=1)
+    quarantines = [(note.data["times"], note.data["wait_s"]) for note in world.said("quarantined")]
+    assert quarantines == [(1, 0.0), (2, 10.0), (3, 20.0), (4, 40.0)]
+    began = [at for at, note in world.notes if note.kind == "quarantined"]
+    back = [at for at, note in world.notes if note.kind == "recovered" and note.data["learner"] == "learner-1"][1:]
+    for (_, wait_s), start, end in zip(quarantines, began, back, strict=True):
+        assert wait_s <= end - start < wait_s + 10
+    assert "for the 3. time: no round takes from it for 20 s" in world.said("quarantined")[2].text
+    world.run_until(seconds=200)
+    world.learners["learner-1"].broken = True
+    world.run_until(seconds=30)
+    assert world.said("quarantined")[-1].data["wait_s"] == 0.0, "in time it is forgiven"
+
+
+def test_nobody_is_shut_out_of_a_run_that_would_stand_still() -> None:
+    world = World(1, fragments=2, sync_every=2, overlap=1, latency_s=0.05).run_until(round=6)
+    for times in range(1, 4):
+        world.learners["learner-0"].broken = True
+        while len(world.said("quarantined")) < times:
+            world.run_until(seconds=1)
+    before = world.syncer.committed
+    world.run_until(seconds=8)
+    assert world.said("quarantined")[-1].data["wait_s"] == 20.0 and world.syncer.committed > before
 
 
 def test_a_report_from_before_the_recovery_does_not_count_as_recovered() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 from msgspec.structs import replace
 from tests.protocol.world import World
 
+from atoll.numerics.filter import Filter
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import MergedRecord
 from atoll.protocol.syncer import effects as fx
 
@@ -74,3 +78,77 @@ def test_agreement_and_influence_are_in_the_rounds_event_and_factors_in_the_jour
 def test_where_nobody_was_judged_the_event_says_nothing() -> None:
     world = World(3, fragments=2, sync_every=4).run_until(round=4)
     assert {one["agreement"] for one in world.round_note(3)["members"]} == {None}
+
+
+PLAN = make_plan([TensorSpec("a", (40, 20), "float32"), TensorSpec("b", (30, 20), "float32")], 2)
+
+
+class Comparing(World):
+    """Its syncer judges by the shipped filter: contributions are as long as their steps, directions agree a little."""
+
+    hostile = ""
+    lowest = 1.0
+    """Smallest share of a contribution that was kept."""
+
+    def answer_merge(self, merge: fx.Merge) -> fx.SyncerEvent:
+        event = super().answer_merge(merge)
+        assert isinstance(event, fx.Merged)
+        if "filter_" not in vars(self):
+            self.filter_, self.dice = Filter(PLAN, sync_every=self.settings.sync_every), np.random.default_rng(0)
+        size = PLAN.fragments[merge.fragment % 2].size
+        common = 0.5 * self.dice.standard_normal(size)
+        deltas = [
+            (part.steps * (6.0 if part.learner == self.hostile else 1.0) * (common + self.dice.standard_normal(size)))
+            for part in merge.parts
+        ]
+        names, steps = [part.learner for part in merge.parts], [part.steps for part in merge.parts]
+        judged = self.filter_.judge(
+            merge.fragment % 2, names, [delta.astype(np.float32) for delta in deltas], steps=steps
+        )
+        kept = [float(one.factors.mean()) for one in judged]
+        self.lowest = min(*kept, self.lowest)
+        told = zip(names, judged, kept, strict=True)
+        return replace(
+            event,
+            judged=tuple(
+                fx.Judged(name, one.agreement, 0.2, FACTORS if of < 1 else b"", one.suspect, of)
+                for name, one, of in told
+            ),
+        )
+
+
+def grow(hostile: str = "") -> Comparing:
+    """Two learners become five at once."""
+    world = Comparing(2, fragments=12, sync_every=12)
+    world.hostile = hostile
+    world.run_until(round=40)
+    for number in range(2, 5):
+        world.join(f"learner-{number}")
+    return world.run_until(round=100)
+
+
+def test_a_run_that_grows_makes_no_suspect_of_anybody() -> None:
+    world = grow()
+    assert {len(one["members"]) for one in (world.round_note(n) for n in range(60, 100))} == {5}
+    assert told(world) == [] and world.lowest > 0.75
+    filtered = world.syncer.history.ledger.totals().whole()["filtered"]
+    assert filtered <= 0.01 * world.syncer.history.ledger.totals().whole()["computed"]
+
+
+def test_in_a_run_that_grows_a_loud_learner_is_named_and_the_ledger_says_what_was_left_out() -> None:
+    world = grow("learner-1")
+    assert {name for name, _ in told(world)} == {"learner-1"}
+    by_learner = world.syncer.history.ledger.by_learner()
+    loud, honest = by_learner["learner-1"].whole(), by_learner["learner-0"].whole()
+    assert loud["filtered"] > 0.3 * loud["computed"] and honest["filtered"] < 0.05 * honest["computed"]
+    assert not any(world.syncer.history.ledger.totals().balance())
+    assert world.syncer.history.ledger.totals().by_cause()["filtered"] > 0
+
+
+def test_where_as_many_are_suspects_as_not_robust_is_no_advice() -> None:
+    world = Watched(4, fragments=2, sync_every=4).run_until(round=4)
+    world.suspects = frozenset({"learner-0", "learner-1"})
+    world.run_until(round=10)
+    texts = [note.text for note in world.said("suspect")]
+    assert texts[0].endswith("`atoll set RUN robust=true` leaves such ones out")
+    assert texts[1].endswith("2 of 4 learners are: compare their data, batches and learning rates")

@@ -14,7 +14,7 @@ from tests.relay.conftest import Region, Relay
 
 from atoll.chaos.tcp_relay import TcpRelay
 from atoll.digests import compute_digest
-from atoll.fabric import client
+from atoll.fabric import client, relay_channel
 from atoll.fabric.address import parse_address
 from atoll.fabric.calls import open_session, request
 from atoll.fabric.control_channel import SendQueue
@@ -382,6 +382,25 @@ async def test_a_relay_that_is_not_let_in_ends_in_one_line(region: Region) -> No
         await service.run()
     (error,) = raised.value.exceptions
     assert isinstance(error, RelayEnded) and "this token is not known here" in str(error)
+
+
+async def test_one_token_has_a_few_relays_at_once_and_a_learners_token_none(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_channel, "MOST_OF_TOKEN", 2)
+    run = await region.run()
+    for name in ("north", "south"):
+        await region.relay(run, name)
+    learners = published_secrets("127.0.0.1", run.service.server.port)["learner"]
+    for address, reason in (
+        (run.url, "the token 'relay' has 2 relays here"),
+        (f"atoll://{learners}@127.0.0.1:{run.service.server.port}/", "for a learner, and this takes a relay"),
+    ):
+        third = RelayService(parse_address(address), name="west", host="127.0.0.1", port=0)
+        with pytest.raises(BaseExceptionGroup) as raised:
+            await third.run()
+        (error,) = raised.value.exceptions
+        assert isinstance(error, RelayEnded) and reason in str(error)
 
 
 async def test_a_learner_that_is_not_let_in_hears_it_in_the_syncers_words(region: Region) -> None:

@@ -15,7 +15,16 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import PassedRecord, TermRecord
 from atoll.store.disk import DiskFailed, LocalDisk, NoRoom
 from atoll.store.journal import Journal, read, seal
-from atoll.store.writer_lease import StandbyTurn, WriterLease, acquire, claim, newest_claim, unclaimed_terms
+from atoll.store.writer_lease import (
+    STANDBY_S,
+    StandbyTurn,
+    StandbyWatch,
+    WriterLease,
+    acquire,
+    claim,
+    newest_claim,
+    unclaimed_terms,
+)
 
 STALE_S = 10.0
 
@@ -271,6 +280,19 @@ def _take_over(folder: Path) -> WriterLease:
     journal = Journal.begin(folder, reign.term, after=end, disk=LocalDisk())
     journal.append([(TermRecord(reign.term, end.offset, end.hash, 0), None)])
     return reign
+
+
+def test_a_standby_is_seen_while_it_waits_and_no_longer(folder: Path) -> None:
+    held, watch = acquire(folder), StandbyWatch(folder)
+    turn = StandbyTurn(folder, STALE_S)
+    assert watch.look(0.0) == ""
+    assert turn.try_claim(0.0) is None
+    assert watch.look(1.0).endswith(f" pid {os.getpid()}")
+    assert watch.look(1.0 + STANDBY_S) == "", "its sign has not changed"
+    assert turn.try_claim(1.0) is None
+    assert watch.look(2.0 + STANDBY_S)
+    held.release()
+    assert turn.try_claim(2.0) is not None and not (folder / "standby").exists()
 
 
 @pytest.mark.parametrize("standby", [False, True])

@@ -146,9 +146,8 @@ def test_a_file_that_cannot_be_read_any_more_keeps_the_old_tokens(keys: KeyDir) 
 def test_a_port_without_keys_has_secrets_of_its_own(tmp_path: Path) -> None:
     doors = make_port_access(Service(), lambda: "r1", secrets=tmp_path / "secrets")
     assert doors.authorizer is not None and doors.tls is None
-    assert (
-        set(doors.secrets) == {"viewer", "learner", "evaluator", "operator"} and len(set(doors.secrets.values())) == 4
-    )
+    assert set(doors.secrets) == {"viewer", "learner", "evaluator", "relay", "operator"}
+    assert len(set(doors.secrets.values())) == 5
     assert not any(secret in repr(doors) for secret in doors.secrets.values())
 
 

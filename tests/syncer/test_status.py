@@ -211,7 +211,7 @@ def test_traffic_fates_and_versions(machine: Syncer) -> None:
     status = Meter(CONFIG).make_status(1.0, "r", machine, (70, 80))
     assert (status.bytes_in, status.bytes_out, status.expected) == (70, 80, 2)
     assert status.versions == (0, 0)
-    assert status.fates.keys() == {"computed", "merged", "dropped", "lost", "rolled_back", "in_flight"}
+    assert status.fates.keys() == {"computed", "merged", "dropped", "lost", "rolled_back", "filtered", "in_flight"}
     assert status.fates["computed"] == sum(count for fate, count in status.fates.items() if fate != "computed")
 
 

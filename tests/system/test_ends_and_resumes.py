@@ -30,11 +30,12 @@ import pytest
 from tests.system.conftest import SCRIPTS, WAIT_S, Event, Run, members
 
 from atoll.config import load
-from atoll.launch.resume import model_is_head, read_head, spent_budget
+from atoll.launch.resume import model_is_head, spent_budget
 from atoll.protocol.history import History
 from atoll.protocol.records import ChangedRecord, MergedRecord
 from atoll.store.cuts import complete_cuts
 from atoll.store.disk import LocalDisk
+from atoll.store.head import read_head
 from atoll.store.journal import read
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run

@@ -68,7 +68,7 @@ class Region:
         report = verify_run(self.run.out)
         assert report.ok, report.problem
         tokens = self.run.summary["tokens"]
-        fates = ("merged", "dropped", "lost", "rolled_back", "in_flight")
+        fates = ("merged", "dropped", "lost", "rolled_back", "filtered", "in_flight")
         assert tokens["computed"] == sum(tokens.get(fate, 0) for fate in fates)
         assert tokens["lost"] == tokens["in_flight"] == 0
         assert not self.run.events("unbalanced")

@@ -45,3 +45,22 @@ def test_a_plan_of_hours_adds_learners_and_takes_them_away_again(run: Run) -> No
     run.interrupt()
     run.ended()
     assert run.ask("verify", run.out).returncode == 0
+
+
+@pytest.mark.faults
+def test_learners_of_before_are_no_suspects_when_a_run_doubles(run: Run) -> None:
+    """With as many new learners as old ones, whose first contributions hold few steps, nothing is left out."""
+    shape = ("--set", "fragments=24", "--set", "sync_every=24", "--set", "evaluate_every=0", "--robust")
+    run.train(SCRIPTS / "together.py", *shape, "--learners", "2", "--", run.folder)
+    run.until(lambda events: sum(e["kind"] == "round" for e in events) >= 24)
+    run.ask("scale", run.out, "4")
+    run.until(lambda events: len([e for e in events if e["kind"] == "round" and len(e["members"]) > 3]) >= 16)
+    run.interrupt()
+    run.ended()
+    assert run.events("suspect") == []
+    grown = [m for e in run.events("round") if len(e["members"]) > 2 for m in e["members"]]
+    assert {m["learner"] for m in grown} == {f"learner-{n}" for n in range(4)}
+    assert sum(m["filtered"] for m in grown) < 0.1 * sum(m["tokens"] for m in grown)
+    tokens = run.summary["tokens"]
+    assert tokens["filtered"] <= 0.1 * tokens["merged"] and "rolled_back" in tokens
+    assert run.ask("verify", run.out).returncode == 0

@@ -25,7 +25,7 @@ from atoll.baselines.faults import RankFault, inject_faults
 from atoll.baselines.figures import RankLog, RankMessage, RankPause, RankStep, compute_figures
 from atoll.config import Config
 from atoll.launch.children import BACKOFF_S, Child, cores, describe_exit
-from atoll.launch.local import RUNNER, TRAINING_NICE
+from atoll.launch.local import RUNNER
 from atoll.observe.summary import Summary
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, make_folder, write_atomic
@@ -208,7 +208,7 @@ class BaselineRun(ABC):
             case "ready":
                 self.ready.add(rank)
             case "step":
-                self._ranks[rank].give_way(TRAINING_NICE)
+                self._ranks[rank].give_way(self.config.learner_nice)
                 self._steps.append(msgspec.convert({**message, "rank": rank}, RankStep))
             case "formed":
                 self._starts[message["generation"]] = message["step"]

@@ -99,7 +99,6 @@ def _perform(plan: FaultPlan, out: RunDir, arguments: list[str], console: Consol
     with choose_screen(console) as view:
 
         def watch(status: RunStatus | None, events: Sequence[Event]) -> None:
-            view.count_work(events)
             view.update(status, events)
 
         performance.run_plan(ChaosRun(plan, out, arguments, watch=watch, pages=dashboard.NAME, listens=view.show_link))

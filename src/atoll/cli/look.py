@@ -56,11 +56,10 @@ def status(run: str, watch: bool, json_: bool) -> None:
         pids = running_processes(folder.events) if folder is not None else {}
         print(msgspec.json.encode({**msgspec.to_builtins(now), "pids": pids}).decode())
     elif watch:
-        asyncio.run(_follow(url, folder))
+        asyncio.run(_follow(url))
     else:
         console = Console()
         with LiveScreen(console) as screen:
-            screen.count_work(EventTail(folder.events).new_events() if folder is not None else ())
             screen.update(now)
         if folder is not None and (pids := running_processes(folder.events)):
             line = f"pids: {', '.join(f'{name} {pid}' for name, pid in pids.items())}"
@@ -124,13 +123,11 @@ async def _status(url: str) -> RunStatus:
     return msgspec.convert(await get_json(url, "/v1/status"), RunStatus)
 
 
-async def _follow(url: str, folder: RunDir | None) -> None:
-    tail = EventTail(folder.events) if folder is not None else None
+async def _follow(url: str) -> None:
     with LiveScreen(Console()) as screen:
         while True:
             try:
                 now = await _status(url)
-                screen.count_work(tail.new_events() if tail is not None else ())
                 screen.update(now)
             except Unreachable:
                 return

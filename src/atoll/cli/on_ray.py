@@ -163,7 +163,6 @@ def watch_run(controller: Any, out: RunDir, *, as_json: bool) -> None:
                 view.show_link(now.link)
             events = list(parse(now.events.splitlines(keepends=True)))
             offset = now.offset
-            view.count_work(events)
             view.update(now.status, events)
             if interrupts.count:
                 if (choice := ask_choice()) == "d":

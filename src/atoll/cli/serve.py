@@ -23,11 +23,12 @@ from atoll.fabric.certificates import signs_itself
 from atoll.fabric.listener import check_port
 from atoll.launch.local import RUNNER, script_arguments
 from atoll.launch.restoring import attach_store
-from atoll.launch.resume import plan_resume, read_head
+from atoll.launch.resume import plan_resume
 from atoll.observe import dashboard
 from atoll.observe.tail import Comings
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
+from atoll.store.head import read_head
 from atoll.store.keys import KeyDir, read_link
 from atoll.store.rundir import RunDir, checked_name
 from atoll.store.writer_lease import check_not_alive, hold_run, served, syncer_holding

@@ -24,6 +24,7 @@ from atoll.observe.story import find_shortfall, last_sample, print_closing, stor
 from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
+from atoll.store.head import read_account
 from atoll.store.keys import KeyDir, check_private, read_link
 from atoll.store.rundir import RunDir, find_runs
 from atoll.store.writer_lease import syncer_holding
@@ -96,7 +97,7 @@ def close(out: RunDir, console: Console, as_json: bool = False, again: str = "at
     """The summary, written down and shown. `failure`: why the run failed, where that is known. Returns it, or what the
     events tell of it; empty: it did not fail."""
     events = list(parse(out.events.read_bytes().splitlines(keepends=True)))
-    summary = summarise(events)
+    summary = summarise(events, read_account(out))
     failure = failure or find_shortfall(summary, events)
     summary["failure"] = failure or None
     write_summary(out, summary, as_json)

@@ -18,10 +18,10 @@ from atoll.bucket.uploader import make_shard_uploader, make_uploader
 from atoll.cli.shared import short
 from atoll.config import Config, load
 from atoll.launch.restoring import restore_run
-from atoll.launch.resume import read_head
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.cuts import BadCut, CutState, complete_cuts, known_cuts, read_state
 from atoll.store.disk import LocalDisk
+from atoll.store.head import read_head
 from atoll.store.journal import seal
 from atoll.store.rundir import RunDir
 from atoll.store.segments import Position

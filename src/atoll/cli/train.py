@@ -311,6 +311,7 @@ NO_RULES = (
     "evaluate_every",
     "ranks",
     "strict_devices",
+    "learner_nice",
     "cpus_per_learner",
     "gpus_per_learner",
     "nodes_per_learner",
@@ -371,17 +372,16 @@ def _train(
         text = "No --steps and no --tokens: it trains until its scripts end; Ctrl-C ends it in good order."
         console.print(text, style="dim", soft_wrap=not console.is_terminal, highlight=False)
     tail = EventTail(out.events)
-    earlier = tail.read_new() if resume is not None else []  # what happened before was told then
+    if resume is not None:
+        tail.skip_to_end()  # what happened before was told then
     standby = Standby(config, out) if options.breakable else None
     with targets.open_trackers(out.path.name, msgspec.to_builtins(config)) as tracking, choose_screen(console) as view:
-        view.count_work(earlier)
 
         def watch(status: RunStatus | None) -> None:
             events = tail.read_new()
             if standby is not None:
                 standby.take_status(status, {event["kind"] for event in events})
             tracking.update(status, events)
-            view.count_work(events)
             view.update(status, events)
 
         run = LocalRun(

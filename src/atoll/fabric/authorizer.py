@@ -130,7 +130,12 @@ class TokenAuthorizer:
         if reason := token.refuses(time.time()):
             raise Rejected(401, reason)
         if token.role not in (takes := roles_for(request.path)):
-            raise Rejected(403, f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(takes[0])}")
+            role = takes[0]
+            raise Rejected(
+                403,
+                f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(role)}: "
+                f"atoll tokens add NAME --role {role}",
+            )
         run = request.headers.get(RUN_HEADER, "")
         if run and run not in (self._run(), *self._succeeds):
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")

@@ -5,7 +5,8 @@
 | viewer | look: status, dashboard, metrics |
 | learner | take part, and look |
 | evaluator | fetch the model and score it, and look; only its scores are taken |
-| operator | change settings, drain learners, and what a learner may |
+| relay | stand in a region as relays, a few at once, and what a learner may |
+| operator | change settings, drain learners, and what a relay may |
 
 A learner's name belongs to the token that it first came by, for as long as that token counts. Names are never
 forgotten, also when their learners have left: each is an entry in the run's journal (`protocol.records.OwnedRecord`)
@@ -27,7 +28,7 @@ import msgspec
 
 from atoll.protocol.errors import ConfigError
 
-Role = Literal["viewer", "learner", "evaluator", "operator"]
+Role = Literal["viewer", "learner", "evaluator", "relay", "operator"]
 SECRET = re.compile(r"[A-Za-z0-9_-]{16,128}")
 """What fits into a join link and a header; anything shorter is guessed."""
 NAMES = 4096
@@ -38,6 +39,7 @@ FEW_DAYS = 14.0
 OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain", "/v1/shard"})
 VIEWER_PATHS = frozenset({"/v1/status", "/v1/live", "/v1/codes"})
 SCORES = "/v1/scores"
+RELAYS, HELD, SUMS = "/v1/relays", "/v1/held", "/v1/sums"
 MANIFEST, FRAGMENTS = "/v1/manifest", "/v1/fragments/"
 
 
@@ -145,10 +147,12 @@ def roles_for(path: str) -> tuple[Role, ...]:
     if path == SCORES:
         return ("evaluator",)
     if path == MANIFEST or path.startswith(FRAGMENTS):
-        return ("learner", "evaluator", "operator")
+        return ("learner", "evaluator", "relay", "operator")
+    if path == RELAYS or path.startswith((f"{HELD}/", f"{SUMS}/")):
+        return ("relay", "operator")
     if path.startswith("/v1/") and path not in VIEWER_PATHS:
-        return ("learner", "operator")
-    return ("viewer", "learner", "evaluator", "operator")
+        return ("learner", "relay", "operator")
+    return ("viewer", "learner", "evaluator", "relay", "operator")
 
 
 def new_secret() -> str:

@@ -5,7 +5,8 @@
     PUT /v1/sums/{ask}                             a body: the sum that was asked for
 
 Rules:
-- a relay shows a join token of its own, with the role of a learner. One whose token counts no more hears why and is
+- a relay shows a join token of its own, with the role of a relay: whoever may only learn takes no relay's name and
+  place. A token has `MOST_OF_TOKEN` relays at once. One whose token counts no more hears why and is
   sent away within a second;
 - one live channel per name: a newer one takes the place of the older;
 - the session that its hello names is a secret of relay and syncer. Requests and control channels of learners that come
@@ -26,16 +27,17 @@ from aiohttp import WSMsgType, web
 from atoll.fabric.authorizer import VISITOR, Authorizer, Rejected
 from atoll.fabric.control_channel import SendQueue, ServerSocket
 from atoll.fabric.intake import Intake
+from atoll.fabric.join_tokens import HELD, RELAYS, SUMS
 from atoll.fabric.wire import KIB, PROTOCOL_HEADER, RELAY_HEADER, SAME, SESSION_HEADER, FabricLimits, one_line
 from atoll.protocol.errors import AtollError, PeerError
 from atoll.protocol.limits import ALLOWED, is_name
 from atoll.protocol.messages import OLDEST, PROTOCOL
 from atoll.protocol.relay import FromRelay, HeldBody, RelayHello, RelayRefused, RunOver, ToRelay
 
-RELAYS, HELD, SUMS = "/v1/relays", "/v1/held", "/v1/sums"
 MESSAGE_BYTES = 4096 * KIB
 """Largest message between a relay and the syncer: an ask that names many members, or many rows."""
-MOST_RELAYS = 256
+MOST_RELAYS, MOST_OF_TOKEN = 256, 8
+"""Relays at once: in all, and by one token."""
 _NUMBER = "[0-9]{1,12}"
 
 _encoder = msgspec.msgpack.Encoder()
@@ -189,6 +191,11 @@ class RelayServer:
             del self._channels[other.session]
             self._handlers.relay_closed(other, "replaced by a newer connection of the same relay")
             other.close()
+        if channel.token and sum(one.token == channel.token for one in self._channels.values()) >= MOST_OF_TOKEN:
+            raise PeerError(
+                f"the token {channel.token!r} has {MOST_OF_TOKEN} relays here, and no more are taken: "
+                "atoll tokens add NAME --role relay makes another"
+            )
         if len(self._channels) >= MOST_RELAYS:
             raise PeerError(f"{MOST_RELAYS} relays are here, and no more are taken")
         self._channels[channel.session] = channel

@@ -54,9 +54,8 @@ SYNCER = ["-P", "-m", "atoll.syncer"]
 """-P: no module in the current folder takes the place of one of Python's own."""
 RUNNER = ["-m", "atoll.launch.script"]
 NEWCOMER_NICE = 4
-"""The niceness of a learner that starts, and of its courier: a syncer that starts goes before it, everybody waits."""
-TRAINING_NICE = 9
-"""Once it trains: on a crowded machine it leaves the processor to couriers and newcomers."""
+"""The niceness of a learner that starts, and of its courier: a syncer that starts goes before it, everybody waits.
+Once it trains it has `learner_nice`: on a crowded machine it leaves the processor to couriers and newcomers."""
 SUCCESSOR_S = 8.0
 """A syncer that has run for so long has a successor made ready: the start of a run is crowded enough."""
 WORKLOAD = ["-m", "atoll.workloads.builtin"]
@@ -395,9 +394,9 @@ class LocalRun:
         """A learner that starts, and every courier, goes before those that train: it is soon done with starting."""
         for one in status.learners if status is not None else ():
             if one.state == "training" and one.learner in self._learners:
-                self._learners[one.learner].give_way(TRAINING_NICE)
+                self._learners[one.learner].give_way(self.config.learner_nice)
         if self._processes.scorer is not None and status is not None and status.validation_round is not None:
-            self._processes.scorer.give_way(TRAINING_NICE)
+            self._processes.scorer.give_way(self.config.learner_nice)
 
     def _prepare_successor(self, status: RunStatus | None) -> None:
         """Once most of them train, for a while: what a syncer takes longest for is done before it is needed."""
@@ -438,7 +437,7 @@ class LocalRun:
             [sys.executable, *RUNNER, *self.script],
             {**self.launch.find_missing(os.environ), **self._common_env, **env},
             self.out.log(name),
-            nice=NEWCOMER_NICE,
+            nice=min(NEWCOMER_NICE, self.config.learner_nice),
             folder=self.launch.find_folder(),
             limit=self.max_restarts,
         )

@@ -22,7 +22,6 @@ from atoll.bucket.client import Bucket, StoreUnavailable, open_bucket
 from atoll.bucket.restore import Restored, Takeover, claim_run, clear_draft, fetch_run, finish_restore
 from atoll.digests import compute_digest
 from atoll.launch.restored_shards import begin_shards_anew, clear_written, cut_to_common
-from atoll.launch.resume import read_head
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import (
     CutState,
@@ -34,6 +33,7 @@ from atoll.store.cuts import (
     write_syncer_part,
 )
 from atoll.store.disk import LocalDisk
+from atoll.store.head import read_head
 from atoll.store.journal import ORIGIN, Journal
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import hold_run

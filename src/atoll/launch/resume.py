@@ -43,13 +43,13 @@ from atoll.store.cuts import (
     check_cut,
     complete_cuts,
     folder_of,
-    known_cuts,
     read_manifest,
     read_syncer_part,
     write_manifest,
     write_syncer_part,
 )
 from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.head import read_head
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.segments import Position
@@ -122,42 +122,6 @@ def _describe_by_hand(names: list[str]) -> str:
         keeps, them = f"{names[0]} joined by hand and keeps its optimizer where it was", "it"
     again = f"the same command and link let {them} join again"
     return f"{keeps} started: {again}, and the model comes from the syncer"
-
-
-def read_head(out: RunDir) -> History | None:
-    """What the journal knows of the run, without its numbers; None: it has not begun."""
-    remarks: list[str] = []
-    for cut in known_cuts(out.cuts):
-        try:
-            _, state, _ = read_syncer_part(out.cuts, cut)
-            then = msgspec.msgpack.decode(state, type=CutState)
-            history = History.restore(then.history)
-            for _, record in read(out.journal, start=then.position, disk=LocalDisk()):
-                history.apply(record)
-        except (BadCut, Corrupt, msgspec.MsgspecError) as error:
-            # Corrupt: a syncer that was replaced may have left a cut that the journal does not lead on from.
-            remarks.append(f"cut {cut}: {error}")
-        else:
-            return history
-    if not remarks:
-        return _read_beginning(out)
-    raise ConfigError(f"{out.path} cannot be resumed: {'; '.join(remarks)}")
-
-
-def _read_beginning(out: RunDir) -> History | None:
-    """Of a run that has no cut: it can have no parameters either."""
-    history: History | None = None
-    for _, record in read(out.journal, disk=LocalDisk()):
-        if history is None and isinstance(record, records.BegunRecord):
-            history = History(record)
-        elif history is None or isinstance(record, records.StartedRecord):
-            raise ConfigError(
-                f"{out.path} cannot be resumed: its journal tells of parameters, and {out.cuts} holds no cut with "
-                "them: put back a copy of that folder"
-            )
-        else:
-            history.apply(record)
-    return history
 
 
 def _plan_beginning(head: History | None, changes: tuple[str, ...]) -> Resume:

@@ -74,7 +74,6 @@ def describe_place(
     index: int,
     t: int,
     total: int,
-    busy_s: float,
     feed: dict[str, Any],
     boxes: tuple[RankBoxes, ...] = (),
 ) -> RunPlace:
@@ -89,7 +88,6 @@ def describe_place(
             "tensors": msgspec.to_builtins(tensors),
             "t": t,
             "total": total,
-            "busy_s": busy_s,
             "steps": box.steps.tolist(),
             "tokens": box.tokens.tolist(),
             "dropped": box.dropped.tolist(),

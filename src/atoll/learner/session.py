@@ -482,7 +482,6 @@ class RunSession:
             index=self.shared.index,
             t=self._tally.t,
             total=self._tally.tokens,
-            busy_s=self._tally.busy_s,
             feed=self._feed.state(),
             boxes=self.shared.boxes,
         )
@@ -533,9 +532,9 @@ class RunSession:
 
     def _patience_s(self) -> float:
         cycle_s, tally = None, self._tally
-        if (boundary := self.shared.boundary) is not None and tally.t > 0:
+        if (boundary := self.shared.boundary) is not None and tally.step_s is not None:
             longest = max(one.sync_every for one in boundary.settings.in_all_phases)
-            cycle_s = longest * tally.busy_s / tally.t
+            cycle_s = longest * tally.step_s
         return patience_s(cycle_s, hurried=self._preemption.hurried)
 
     def end(self, error: BaseException | None) -> None:

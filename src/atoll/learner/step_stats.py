@@ -30,6 +30,8 @@ class StepCounter:
     def __init__(self) -> None:
         self.t = self.tokens = 0
         self.busy_s = 0.0
+        """Seconds that this process spent in steps."""
+        self._first_t = 0
         self._losses = LossReader()
         self._left_at = 0.0
 
@@ -56,7 +58,12 @@ class StepCounter:
 
     def continue_from(self, place: dict[str, Any]) -> None:
         """Go on after the step at which this place (saved_state.py) was saved."""
-        self.t, self.tokens, self.busy_s = place["t"], place["total"], place["busy_s"]
+        self.t, self.tokens, self._first_t = place["t"], place["total"], place["t"]
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds of a step of this process; None: it has made none."""
+        return self.busy_s / (self.t - self._first_t) if self.t > self._first_t else None
 
 
 class LossReader:

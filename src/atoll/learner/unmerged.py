@@ -133,7 +133,7 @@ class UnmergedTensors:
         packing.settle()
         packing.finish()
         renamed: list[Json] = list(renamed_tensors(self._model))
-        return Snapshot(packing.tensors, {"export": {"left_out": left_out, "renamed": renamed}})
+        return Snapshot(packing.tensors, {"left_out": left_out, "renamed": renamed})
 
     def copy_frozen(self) -> Mapping[str, torch.Tensor]:
         """For a newcomer, beside the rest of its copy. AtollError: they are not the run's."""

@@ -5,6 +5,10 @@ tensor that is split, what is said of a tensor here holds for each piece. The ca
 used (`--robust`) or only logged.
 
 Rules kept here, each with its test:
+- norms are compared for as many steps as each holds (docs/adr/0042): n steps may be n times as long as one, and may be
+  no longer at all. So a contribution is held against norms that are scaled up where the others have fewer steps, and
+  left as they are where they have more. Steps are the learner's own claim: more than H count only as far as another
+  contribution of the round has as many;
 - a tensor longer than `CLIP` times the median norm of the others in its round is shortened to that;
 - a tensor that points against the others is left out: its median cosine with them is negative, and larger in size than
   half of the others' own agreement and than chance;
@@ -96,8 +100,8 @@ class LearnerRecord:
     measured: int = 0
     """… of which there were so many."""
     repeats: int = 0
-    sketches: dict[int, DoubleArray] = field(default_factory=dict)
-    """Per fragment, the sketch of its last contribution."""
+    sketches: dict[int, tuple[DoubleArray, float]] = field(default_factory=dict)
+    """Per fragment, the sketch of its last contribution, and the steps behind it."""
     suspect: str = ""
 
     def note_agreement(self, own: float, others: float) -> None:
@@ -110,11 +114,12 @@ class LearnerRecord:
         self.measured += 1
         self.loudness += (loudness - self.loudness) / min(self.measured, MEMORY)
 
-    def compare_with_last(self, fragment: int, sketch: DoubleArray) -> float:
-        """The cosine of this contribution with the one before it to the same fragment; 0 for the first."""
-        before = self.sketches.get(fragment)
-        self.sketches[fragment] = sketch
-        return 0.0 if before is None else float(np.sum(before * sketch))
+    def compare_with_last(self, fragment: int, sketch: DoubleArray, steps: float) -> tuple[float, float]:
+        """Return the cosine of this contribution with the one before it to the same fragment, and the steps of the
+        shorter; of the first one zeros."""
+        before, known = self.sketches.get(fragment, (None, 0.0))
+        self.sketches[fragment] = sketch, steps
+        return (0.0, 0.0) if before is None else (float(np.sum(before * sketch)), min(known, steps))
 
     def note_repeat(self, own: float, others: float) -> None:
         """`others`: the same cosine of the other learners. In a tiny model everybody nearly repeats one direction: so
@@ -154,9 +159,9 @@ def is_majority(members: int) -> bool:
 
 
 class Filter:
-    def __init__(self, plan: FragmentPlan, threads: int = 1, secret: int = 0) -> None:
-        """`secret`: what samples are drawn by."""
-        self._plan, self._threads, self._secret = plan, threads, secret
+    def __init__(self, plan: FragmentPlan, threads: int = 1, secret: int = 0, sync_every: int = 1) -> None:
+        """`secret`: seed of the samples. `sync_every`: H."""
+        self._plan, self._threads, self._secret, self.sync_every = plan, threads, secret, sync_every
         self._records: dict[str, LearnerRecord] = {}
         self._usual: list[deque[DoubleArray]] = [deque(maxlen=USUAL_ROUNDS) for _ in plan.fragments]
 
@@ -167,23 +172,29 @@ class Filter:
         deltas: Sequence[GivenDelta],
         momentum: FloatArray | None = None,
         sample_for: int | None = None,
+        steps: Sequence[int] = (),
     ) -> list[FilterVerdict]:
-        """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one;
-        `sample_for`: the round, where a sample will do. The factors are meant for use where there is none."""
+        """Judge one round's contributions to fragment `index`.
+
+        `momentum`: the fragment's, where the outer step keeps one. `sample_for`: the round, where a sample will do; the
+        factors are meant for use where there is none. `steps`: steps behind each contribution; empty: equally many.
+        """
         fragment = self._plan.fragments[index]
         given = [as_readable(fragment, delta) for delta in deltas]
         if sample_for is None:
-            return self.judge_cuts(index, names, measure_round(fragment, given, momentum, self._threads))
-        return self._judge_figures(fragment, names, self._sample(fragment, given, momentum, sample_for))
+            return self.judge_cuts(index, names, measure_round(fragment, given, momentum, self._threads), steps)
+        return self._judge_figures(fragment, names, self._sample(fragment, given, momentum, sample_for), steps)
 
-    def judge_cuts(self, index: int, names: Sequence[str], figures: DoubleArray) -> list[FilterVerdict]:
+    def judge_cuts(
+        self, index: int, names: Sequence[str], figures: DoubleArray, steps: Sequence[int] = ()
+    ) -> list[FilterVerdict]:
         """The same by figures of all cuts of the fragment (`measure_round`)."""
         fragment, members = self._plan.fragments[index], len(names)
         norms, cosines, sketches = compare_cuts(fragment, members, figures)
         among = cosines if is_majority(members) else cosines[:members, members]
         sizes = [piece.size for piece in fragment.pieces]
         return self._judge_figures(
-            fragment, names, FilterFigures(sketches, norms[:members], among, sizes, sampled=False)
+            fragment, names, FilterFigures(sketches, norms[:members], among, sizes, sampled=False), steps
         )
 
     def _sample(
@@ -204,15 +215,19 @@ class Filter:
         sizes = [part.stop - part.start for part in fresh.parts]
         return FilterFigures(sketches, norms, cosines, sizes, sampled=bool(fresh.blocks))
 
-    def _judge_figures(self, fragment: Fragment, names: Sequence[str], figures: FilterFigures) -> list[FilterVerdict]:
+    def _judge_figures(
+        self, fragment: Fragment, names: Sequence[str], figures: FilterFigures, steps: Sequence[int]
+    ) -> list[FilterVerdict]:
         records = [self._record_of(name) for name in names]
         pairs = zip(records, figures.sketches, strict=True)
-        likeness = np.array([record.compare_with_last(fragment.index, sketch) for record, sketch in pairs])
+        counted = self._count_steps(steps or [1] * len(names))
+        compared = [
+            record.compare_with_last(fragment.index, sketch, count)
+            for (record, sketch), count in zip(pairs, counted.tolist(), strict=True)
+        ]
         if is_majority(len(names)):
-            others = _median_without_each(likeness[:, np.newaxis])[:, 0]
-            for record, own, theirs in zip(records, likeness, others, strict=True):
-                record.note_repeat(float(own), float(theirs))
-            factors, agreements = self._among_many(fragment, figures, records)
+            _note_repeats(records, compared)
+            factors, agreements = self._among_many(fragment, figures, records, counted)
         else:
             factors, agreements = self._among_few(fragment, figures)
         return [_judged(*one) for one in zip(records, factors, agreements, strict=True)]
@@ -224,14 +239,21 @@ class Filter:
             del self._records[next(iter(self._records))]
         return record
 
+    def _count_steps(self, steps: Sequence[int]) -> DoubleArray:
+        """Return the steps that count of each claim: the highest claim of a round vouches for nobody."""
+        second = sorted(steps)[-2] if len(steps) > 1 else 1
+        return np.clip(np.array(steps, np.float64), 1, max(1, self.sync_every, second))
+
     def _among_many(
-        self, fragment: Fragment, figures: FilterFigures, records: list[LearnerRecord]
+        self, fragment: Fragment, figures: FilterFigures, records: list[LearnerRecord], steps: DoubleArray
     ) -> tuple[DoubleArray, DoubleArray]:
         norms, cosines = figures.norms, figures.cosines
         assert cosines is not None, "each pair was compared"
-        usual = _median_without_each(norms)
+        usual = _median_of_others_norms(norms, steps)
         if not figures.sampled:
-            self._usual[fragment.index].append(np.median(norms, axis=0))
+            # Of a round with many newcomers, whose contributions are short, the usual norm is not theirs.
+            longest = np.maximum(1.0, np.sort(steps)[-2] / steps)
+            self._usual[fragment.index].append(np.median(norms * longest[:, np.newaxis], axis=0))
         by_tensor = agree.median_of_others(cosines)
         chance = CHANCE / np.sqrt(figures.sizes)
         against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor), chance)
@@ -286,6 +308,22 @@ def _judged(record: LearnerRecord, factors: DoubleArray, agreement: float) -> Fi
 def _median_without_each(figures: DoubleArray) -> DoubleArray:
     """For each member, the median of the others."""
     return np.stack([np.median(np.delete(figures, m, axis=0), axis=0) for m in range(len(figures))])
+
+
+def _note_repeats(records: list[LearnerRecord], compared: Sequence[tuple[float, float]]) -> None:
+    """Hold each cosine against those of others that lie between contributions of at least half as many steps: a short
+    contribution has more noise, so it turns more, and a newcomer's first has nothing to be compared with."""
+    for m, (own, steps) in enumerate(compared):
+        others = [cosine for j, (cosine, theirs) in enumerate(compared) if j != m and theirs and 2 * theirs >= steps]
+        if steps and others:
+            records[m].note_repeat(own, float(np.median(others)))
+
+
+def _median_of_others_norms(norms: DoubleArray, steps: DoubleArray) -> DoubleArray:
+    """Return for each member the median norm of the others, for as many steps as the member has."""
+    longer = np.maximum(1.0, steps[:, np.newaxis] / steps)
+    rows = [np.delete(norms * longer[m][:, np.newaxis], m, axis=0) for m in range(len(norms))]
+    return np.stack([np.median(row, axis=0) for row in rows])
 
 
 def _shortened(norms: DoubleArray, most: DoubleArray) -> DoubleArray:

@@ -12,7 +12,7 @@ from atoll.protocol.statistics import UNKNOWN
 NONE = UNKNOWN
 """Shown where there is no figure yet."""
 
-CAUSES = {"overlap": "by overlap", "missed": "in missed rounds", "crash": "lost"}
+CAUSES = {"overlap": "by overlap", "missed": "in missed rounds", "crash": "lost", "filtered": "by the outlier filter"}
 """Why tokens are in no version."""
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -39,7 +39,11 @@ def percent(share: float | None) -> str:
 
 def causes_of(dropped_by_cause: dict[str, int], computed: int) -> list[str]:
     """6 % by overlap, 2 % in missed rounds, 0 % lost (with a process, or in quarantine)."""
-    return [f"{percent(dropped_by_cause.get(cause, 0) / max(1, computed))} {words}" for cause, words in CAUSES.items()]
+    return [
+        f"{percent(dropped_by_cause.get(cause, 0) / max(1, computed))} {words}"
+        for cause, words in CAUSES.items()
+        if cause in dropped_by_cause or cause != "filtered"  # only with --robust
+    ]
 
 
 def clock(seconds: float | None) -> str:

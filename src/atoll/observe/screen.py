@@ -7,7 +7,7 @@ where rows are empty. `choose_screen` gives plain lines where there is no termin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 import msgspec
@@ -31,7 +31,6 @@ from atoll.observe.figures import (
     span,
     sparkline,
 )
-from atoll.observe.summary import WorkCounter
 from atoll.observe.tail import EventTail, NotableEvents, PlainLines, describe_presence
 from atoll.protocol.statistics import format_score
 from atoll.telemetry.events import Event
@@ -91,7 +90,6 @@ class LiveScreen:
         """The newest that the events tell of."""
         self._status: RunStatus | None = None
         self._link = ""
-        self._work = WorkCounter()
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
     def update(self, status: RunStatus | None, notes: Sequence[Event] = ()) -> None:
@@ -106,12 +104,6 @@ class LiveScreen:
                 self._scores.append(status.validation_loss)
                 self._scored_round = status.validation_round
         self._live.update(self.render(), refresh=True)
-
-    def count_work(self, events: Iterable[Event]) -> None:
-        """From all events of the run, also those of before a resume: each process of a learner counts its steps from 0,
-        and the screen shows those of the whole run."""
-        for event in events:
-            self._work.add(event)
 
     def show_link(self, link: str) -> None:
         """The syncer is there, and shows the run too."""
@@ -133,10 +125,10 @@ class LiveScreen:
         if status is None:
             start = Panel(Text("starting the syncer …", "dim"), title="Atoll", width=width)
             return Group(start, self._render_events(self._console.height - 5))
-        run = _run_panel(status, self._scores, self._work.rounds, width)
+        run = _run_panel(status, self._scores, width)
         if self._link:
             run.subtitle, run.subtitle_align = Text(f"dashboard: {self._link}"), "left"
-        learners = Group(_learner_table(status.learners, width, self._work), *_share_lines(status.learners))
+        learners = Group(_learner_table(status.learners, width), *_share_lines(status.learners))
         used = len(self._console.render_lines(Group(run, learners), pad=False)) + 2
         return Group(run, learners, self._render_events(self._console.height - used))
 
@@ -163,16 +155,14 @@ def _with_score(status: RunStatus, score: Event | None) -> RunStatus:
     )
 
 
-def _run_panel(status: RunStatus, scores: Sequence[float], committed: int | None, width: int) -> Panel:
+def _run_panel(status: RunStatus, scores: Sequence[float], width: int) -> Panel:
     title = Text.assemble(("Atoll", "bold"), f" · {plain(status.run)}")
     phase = Text(status.phase, _PHASES.get(status.phase, ""))
     alarms = [status.alarm, status.store_alarm, *(one.alarm for one in status.learners)]
     alarm = [Text(f"ALARM: {plain(text)}", "bold white on red") for text in alarms if text][:ALARMS]
     notice = [Text(plain(status.notice), "yellow")] if status.notice else []
     room = [] if alarm or notice else [Text()]  # their lines come in its place, so that the learners stay on the screen
-    body = Group(
-        *alarm, *notice, _progress(status), *room, _facts(status, scores, width), _last_round(status, committed)
-    )
+    body = Group(*alarm, *notice, _progress(status), *room, _facts(status, scores, width), _last_round(status))
     title.append(" · ").append_text(phase)
     if status.phase in ("waiting", "training"):
         title.append(f" · {describe_presence(status)}")
@@ -226,6 +216,8 @@ def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
     beside = 3 if width >= WIDE else 2
     if beside == 2:
         facts = facts[:-1]
+    if status.standby:
+        facts.append(("standby", Text(status.standby)))
     if status.store:
         facts.append(("store", Text(describe_store(status), "bold red" if status.store_alarm else "")))
     grid = Table.grid(expand=True, padding=(0, 1))
@@ -244,7 +236,7 @@ def describe_store(status: RunStatus) -> str:
     return f"{status.store_rounds} round{'' if status.store_rounds == 1 else 's'}, {span(status.store_s)} behind"
 
 
-def _last_round(status: RunStatus, committed: int | None) -> Table:
+def _last_round(status: RunStatus) -> Table:
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(style="dim", no_wrap=True, width=LABEL)
     grid.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
@@ -263,8 +255,8 @@ def _last_round(status: RunStatus, committed: int | None) -> Table:
         # The advice stands at the end: the line is wrapped, since one that is cut would lose it.
         behind = plain(status.shortage).removeprefix(f"{plain(status.narrowest)}: ")
         grid.add_row("behind", Text(behind, "yellow", no_wrap=False, overflow="fold"))
-    if committed is not None and status.round >= FEW and committed < MOST * status.round:
-        told = f"{committed:,} of {status.round:,} rounds; nothing was merged in the others"
+    if status.round >= FEW and status.rounds_merged < MOST * status.round:
+        told = f"{status.rounds_merged:,} of {status.round:,} rounds; nothing was merged in the others"
         grid.add_row("committed", Text(told, "yellow"))
     if computed := status.fates.get("computed"):
         grid.add_row("not merged", Text(" · ".join(causes_of(status.dropped_by_cause, computed))))
@@ -328,11 +320,11 @@ def _metrics(status: RunStatus) -> str:
     return " · ".join(f"{plain(name)} {format_score(value)}" for name, value in status.metrics.items())
 
 
-def _learner_table(learners: Sequence[LearnerStatus], width: int, work: WorkCounter) -> Table:
+def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=width, show_edge=False, collapse_padding=True, header_style="dim")
     longest = max((_name(learner).cell_len for learner in learners), default=0)
     figures = {
-        "step": [count(work.steps_before(one.learner, one.incarnation) + one.step) for one in learners],
+        "step": [count(one.step) for one in learners],
         "tokens/s": [count(one.tokens_per_s) if one.state == "training" else NONE for one in learners],
         "loss": [format_score(one.loss) for one in learners],
         "adopted": [count(one.version_round) if one.version_round >= 0 else NONE for one in learners],

@@ -213,6 +213,7 @@ def _fates(tokens: dict[str, Any], where_lost: str) -> tuple[tuple[str, str], ..
         ("dropped", f"were dropped when a learner adopted a newer version{f' ({told})' if told else ''}"),
         ("lost", f"were lost {where_lost}"),
         ("rolled_back", "were in versions that were rolled back"),
+        ("filtered", "were left out by the outlier filter"),
         ("in_flight", "were on their way when the account ends"),
     )
 

@@ -1,4 +1,9 @@
-"""summary.json: what a run came to, as a pure function of its events.
+"""summary.json: what a run came to, as a pure function of its events and its account.
+
+Rounds, tokens, shares of them and steps are those of the whole run, also of the runs that it was made from: from its
+account (protocol/account.py), which its last event tells, or else its journal. The events of a folder know only what
+happened there, so times, losses, restarts and participation are of this folder. Events of runs that tell no account are
+counted instead.
 
 The training part runs from the first `recovered` to the last `ending` (without one: to the last round). goodput, uptime
 and liveness are shares of it. A run that was stopped and gone on with lay still in between: that counts for nothing.
@@ -9,7 +14,7 @@ overlap and the settings beside them are those of the last phase.
 | field | meaning |
 | --- | --- |
 | goodput | seconds spent stepping, all learners, over learner-seconds allocated (`LearnerTime`) |
-| merged_share | fragment-tokens merged over fragment-tokens computed |
+| merged_share | fragment-tokens merged over fragment-tokens computed, without those in flight |
 | uptime | share of that time in which at least one learner was stepping: alive and recovered |
 | liveness | learner-seconds alive (joined, and not gone) over those allocated |
 | participation | mean over rounds of members over learners alive and recovered at that moment, the muted included; a
@@ -21,8 +26,9 @@ larger than was asked, with what it carried; empty: none did |
 | overlap, _mean, _p95 | learner steps from reading a contribution to adopting the version that holds it |
 | rho, outer_step | autocorrelation of merged gradients, effective outer step: means over the last phase |
 | rounds, rounds_closed | committed rounds; all, also those in which nothing was merged (`round` on the screen) |
-| tokens | by fate: computed = merged + dropped + lost + in_flight. From the ledger; without it, from the events |
-| tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too); missing where no ledger told |
+| fragments | of each its version, and the tokens merged into it; null where no ledger told |
+| tokens | by fate (`ledger.FATES`): computed is the sum of the others. From the ledger; without it, from the events |
+| tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too), filtered; only of a ledger |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
 | longest_gap_s, median_gap_s | time between two commits |
 | wall_s, total_s | the training part; from the first event to the last |
@@ -34,10 +40,10 @@ is null where the last one was not finite |
 | training_loss_start, _end | of the learners, the mean over the first and the last cycle of rounds |
 | kills | by a demonstration (`--demo`) or `atoll chaos`; what else killed a process is in the events `exited` |
 | recovery | per `killed` and `restarted`: seconds until a newer incarnation of the learner was in a round, or null |
-| per_learner | over all its incarnations; merged_share and tokens_by_fate from the ledger; participation: share of the
-rounds made while it was there (recovered, and not gone) that it was in; round_share: share of these rounds that its
-link let it take part in, on average; muted_s; longest_absence_s also counts the time
-before its first round |
+| per_learner | over all its incarnations; steps, rounds, merged_share and tokens_by_fate from the account; share: of
+all committed rounds, those that it contributed to; participation: share of the rounds made while it was there
+(recovered, and not gone) that it was in; round_share: share of these rounds that its link let it take part in, on
+average; muted_s; longest_absence_s also counts the time before its first round |
 
 Learner-seconds are allocated for as many as the run is meant for at a moment, or as are alive where more joined
 (protocol/statistics.py). Where no event tells how many it is meant for, it is the most that were alive at once. Figures
@@ -48,7 +54,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -89,7 +95,8 @@ class LearnerWork:
     busy_s: float = 0.0
 
 
-def summarise(events: Iterable[Event]) -> Summary:
+def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None) -> Summary:
+    """`account`: of a run that has not told its own at its end, as its journal has it."""
     # Several processes append to the file: nearly, but not always, in the order of time.
     timeline = remove_idle_time(sorted(events, key=lambda event: float(event["at"])))
     header = first_of_kind(timeline, "run") or {}
@@ -108,21 +115,25 @@ def summarise(events: Iterable[Event]) -> Summary:
     presence = Presence.of(timeline, part)
     learner_time = count_learner_time(timeline, part, presence, _learners_meant(header, settings))
     work = work_done(timeline, fragments)
-    tokens = tokens_by_fate(timeline, work, fragments)
-    gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
     closing = find_closing(timeline)
+    told: Mapping[str, Any] = closing if closing.get("tokens") is not None else account or closing
+    tokens = tokens_by_fate(timeline, work, fragments, told)
+    gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
+    merged, closed = int(told.get("rounds", len(rounds))), int(told.get("round", _count_closed(timeline)))
+    passed = closed - merged if "rounds" in told else len(select_kinds(timeline, "passed"))
     ending = find_ending(timeline) or closing
     wall = part.length
     in_phase = [event for event in paced if event["at"] >= phase["at"]]
     steps, overlap = steps_between_syncs(in_phase), steps_to_adoption(in_phase)
-    causes = {name: closing[name] for name in ("dropped_by_cause",) if closing.get(name) is not None}
+    causes = {name: told[name] for name in ("dropped_by_cause",) if told.get(name) is not None}
+    share = told.get("merged_share") if "rounds" in told else _share_of_events(rounds, fragments, tokens["computed"])
     return {
         "run": header.get("run"),
         "data_digest": plan.get("data") or None,
         "parameters": plan.get("parameters"),
         "reason": closing.get("reason") or ending.get("reason") or ending.get("text"),
         "goodput": _round(learner_time.goodput(sum(w.busy_s for w in work.values()), part.end)),
-        "merged_share": _ratio(_merged_fragment_tokens(rounds), fragments * tokens["computed"]),
+        "merged_share": _round(share),
         "uptime": _ratio(presence.stepping_s(), wall),
         "liveness": _round(learner_time.liveness(part.end)),
         "participation": _round(_mean([participation(len(r["members"]), r["live"]) for r in rounds if r.get("live")])),
@@ -137,9 +148,10 @@ def summarise(events: Iterable[Event]) -> Summary:
         "rho": _round(_mean([r["rho"] for r in in_phase if r.get("rho") is not None])),
         "outer_step": _round(_mean([r["outer_step"] for r in in_phase if r.get("outer_step") is not None])),
         "tokens": {**tokens, **causes},
-        "rounds": len(rounds),
-        "rounds_closed": closing.get("round", _count_closed(timeline)),
-        "rounds_passed": len(select_kinds(timeline, "passed")),
+        "fragments": told.get("fragments"),
+        "rounds": merged,
+        "rounds_closed": closed,
+        "rounds_passed": passed,
         "resumes": resumes(timeline, part),
         "restarts": len(select_kinds(timeline, "restarted")),
         "kills": len(select_kinds(timeline, "killed")),
@@ -154,7 +166,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         "median_gap_s": _round(median(gaps) if gaps else None),
         "wall_s": _round(wall),
         "total_s": _round(timeline[-1]["at"] - timeline[0]["at"] if timeline else 0.0),
-        "per_learner": per_learner(timeline, work, part, closing.get("fates") or {}),
+        "per_learner": per_learner(timeline, work, part, told.get("fates") or {}, merged),
         "settings": settings,
     }
 
@@ -213,11 +225,8 @@ class WorkCounter:
         self._merged: dict[Incarnation, LearnerWork] = {}
         self._heard: dict[Incarnation, LearnerWork] = {}
         self._told: dict[Incarnation, LearnerWork] = {}
-        self.rounds: int | None = None
-        """Those that were committed; None: no event was added."""
 
     def add(self, event: Event) -> None:
-        self.rounds = (self.rounds or 0) + (event["kind"] == "round")
         if event["kind"] == "joined" and event.get("known_as", 0) not in (0, event["incarnation"]):
             before = (event["learner"], event["known_as"])
             self._first[before[0], event["incarnation"]] = self._process(before)
@@ -255,18 +264,13 @@ class WorkCounter:
         merged = {life: LearnerWork(w.steps, round(w.tokens / fragments)) for life, w in self._merged.items()}
         return merged | self._heard | self._told
 
-    def steps_before(self, learner: str, incarnation: int) -> int:
-        """Of its processes before the present one."""
-        present = self._process((learner, incarnation))
-        lives = self._merged | self._heard | self._told
-        return sum(work.steps for life, work in lives.items() if life[0] == learner and life != present)
 
-
-def tokens_by_fate(timeline: Sequence[Event], work: dict[Incarnation, LearnerWork], fragments: int) -> dict[str, int]:
-    closing = find_closing(timeline)
-    told = closing.get("tokens")
-    if told is not None:
-        return {name: int(told.get(name, 0)) for name in FATES}  # earlier versions rolled nothing back
+def tokens_by_fate(
+    timeline: Sequence[Event], work: dict[Incarnation, LearnerWork], fragments: int, told: Mapping[str, Any]
+) -> dict[str, int]:
+    """`told`: what the ledger says."""
+    if (known := told.get("tokens")) is not None:
+        return {name: int(known.get(name, 0)) for name in FATES}  # earlier versions rolled nothing back
     lost: dict[Incarnation, float] = {}
     gone_kinds = {"lost", "left"}  # a courier that sees its training process die takes leave for it
     for event in timeline:
@@ -280,11 +284,14 @@ def tokens_by_fate(timeline: Sequence[Event], work: dict[Incarnation, LearnerWor
     computed = sum(w.tokens for w in work.values())
     undone = round(sum(event["fragment_tokens"] for event in select_kinds(timeline, "restored")) / fragments)
     merged = round(_merged_fragment_tokens(select_kinds(timeline, "round")) / fragments) - undone
+    filtered = round(
+        sum(m.get("filtered", 0) for r in select_kinds(timeline, "round") for m in r["members"]) / fragments
+    )
     gone = round(sum(lost.values()))
-    rest = max(0, computed - merged - undone - gone)
+    rest = max(0, computed - merged - undone - gone - filtered)
     # Until the run has said that it is finished, nobody knows what became of the rest.
-    in_flight = 0 if closing else rest
-    fates = (computed, merged, rest - in_flight, gone, undone, in_flight)
+    in_flight = 0 if find_closing(timeline) else rest
+    fates = (computed, merged, rest - in_flight, gone, undone, filtered, in_flight)
     return dict(zip(FATES, fates, strict=True))
 
 
@@ -315,30 +322,35 @@ def recoveries(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
 
 
 def per_learner(
-    timeline: Sequence[Event], work: dict[Incarnation, LearnerWork], part: Span, fates: dict[str, dict[str, Any]]
+    timeline: Sequence[Event],
+    work: dict[Incarnation, LearnerWork],
+    part: Span,
+    fates: Mapping[str, Mapping[str, Any]],
+    merged: int,
 ) -> dict[str, dict[str, Any]]:
-    """`fates`: what the ledger says of each of them at the end."""
+    """`fates`: what the account says of each of them; `merged`: rounds in which something was."""
     rounds, paced, seen = select_kinds(timeline, "round"), select_paced_rounds(timeline), find_incarnations(timeline)
     present, muted_s = rounds_present(timeline), muted_seconds(timeline, part)
     shares = mean_round_shares(timeline)
     answer: dict[str, dict[str, Any]] = {}
-    for learner in sorted({name for name, _ in work}):
+    for learner in sorted({name for name, _ in work} | fates.keys()):
         mine = [w for (name, _), w in work.items() if name == learner]
         inside = [any(m["learner"] == learner for m in r["members"]) for r in rounds]
         there = [any(m["learner"] == learner for m in r["members"]) for r in paced]
         moments = [part.start, *(r["at"] for r, yes in zip(paced, there, strict=True) if yes), part.end]
         told = fates.get(learner, {})
+        given = int(told.get("rounds", sum(inside)))
         answer[learner] = {
             "merged_share": _round(told.get("merged_share")),
-            "steps": sum(w.steps for w in mine),
+            "steps": told.get("steps", sum(w.steps for w in mine)),
             "tokens": told.get("computed", sum(w.tokens for w in mine)),
             "tokens_by_fate": {name: told.get(name, 0) for name in (*FATES, "dropped_by_cause")} if told else None,
             "participation": _ratio(sum(inside), max(sum(inside), present[learner])),
             "round_share": _round(shares.get(learner)),
             "muted_s": _round(muted_s[learner]),
             "busy_s": _round(sum(w.busy_s for w in mine)),
-            "rounds": sum(inside),
-            "share": _ratio(sum(inside), len(rounds)),
+            "rounds": given,
+            "share": _ratio(given, merged),
             "incarnations": sum(name == learner for name, _ in seen),
             "longest_absence_s": _round(max(b - a for a, b in pairwise(moments))),
             "longest_absence_rounds": _longest_run_of_no(there),
@@ -351,8 +363,12 @@ def _learners_meant(header: Event, settings: dict[str, Any]) -> int:
     return int(told) if isinstance(told, int | float) else len(told)
 
 
+def _share_of_events(rounds: Iterable[Event], fragments: int, computed: int) -> float | None:
+    return _ratio(_merged_fragment_tokens(rounds), fragments * computed)
+
+
 def _merged_fragment_tokens(rounds: Iterable[Event]) -> int:
-    return sum(member["tokens"] for event in rounds for member in event["members"])
+    return sum(one["tokens"] - one.get("filtered", 0) for event in rounds for one in event["members"])
 
 
 def steps_between_syncs(paced: Iterable[Event]) -> Spread:
@@ -437,8 +453,11 @@ def muted_seconds(timeline: Sequence[Event], part: Span) -> dict[str, float]:
 
 
 def _bytes_per_token(timeline: Sequence[Event], computed: int) -> float | None:
-    """Every term that came to an end told its own; a run that was gone on with has several."""
+    """Every syncer that came to an end told its own bytes, and which tokens were computed before it; a run that was
+    gone on with has several."""
     told = [event for event in select_kinds(timeline, "finished") if "bytes_in" in event]
+    if told and all("computed_before" in event for event in told):
+        computed = sum(event["tokens"]["computed"] - event["computed_before"] for event in told if event.get("tokens"))
     return _ratio(sum(event["bytes_in"] + event["bytes_out"] for event in told), computed) if told else None
 
 

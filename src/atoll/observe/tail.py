@@ -307,9 +307,6 @@ class PlainLines:
             self._print_line(line)
             self._last = line
 
-    def count_work(self, events: Iterable[Event]) -> None:
-        """Lines name no learner's steps: only a screen counts them."""
-
     def show_link(self, link: str) -> None:
         """The syncer is there, and shows the run too."""
         self._print_line(f"dashboard: {link}")

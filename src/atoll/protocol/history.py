@@ -63,6 +63,10 @@ class Life(msgspec.Struct, array_like=True):
     open: bool = True
     taped: int = 0
     """Entries of its present process's tape that are written down."""
+    steps_before: int = 0
+    """Steps of its earlier processes."""
+    rounds: int = 0
+    """Contributions of all its incarnations that were merged."""
 
 
 def number_learners(names: Iterable[str], learners: int) -> dict[str, int]:
@@ -109,6 +113,8 @@ class HistoryState(msgspec.Struct, array_like=True):
     good_cut: int = 0
     training_phase: int = 0
     cuts_from: int = 0
+    merged_rounds: int = -1
+    """−1 in cuts of earlier versions."""
 
     def begin_run(self, run: str, at: str, *, term: int, succeeds: tuple[str, ...] = ()) -> HistoryState:
         """The state of a new run that begins with this one. It goes on, however this one ended, so its outer steps look
@@ -127,6 +133,8 @@ class History:
         self.started = False
         self.versions = [-1] * fragments
         self.committed = 0
+        self.merged_rounds = 0
+        """Committed rounds in which something was merged, also those of the runs that this one was begun from."""
         self.progress = 0.0
         """How much of its budget was spent with the last round; learners are told this and nothing newer …"""
         self.global_step = 0
@@ -252,6 +260,8 @@ class History:
             total=known.total if known and same else 0,
             before=known.before if known and same else known.before + known.total if known else 0,
             taped=known.taped if known and same else 0,
+            steps_before=known.steps_before + (0 if same else known.t) if known else 0,
+            rounds=known.rounds if known else 0,
         )
         self.ledger.joined(record.learner, record.incarnation, record.origin)
 
@@ -261,9 +271,12 @@ class History:
 
     def _merged(self, record: MergedRecord) -> None:
         self._decided(record)
+        self.merged_rounds += 1
         self.versions[record.fragment] = record.version
         for share in record.members:
             life = self.lives.get(share.learner)
+            if life is not None:
+                life.rounds += 1
             if life is not None and life.incarnation == share.incarnation:
                 life.merged[record.fragment] = (record.version, share.t, share.tokens)
                 life.t, life.total = max(life.t, share.t), max(life.total, share.total)
@@ -320,6 +333,7 @@ class History:
             self.good_cut,
             self.training_phase,
             self.cuts_from,
+            self.merged_rounds,
         )
 
     @classmethod
@@ -334,6 +348,8 @@ class History:
         history.step, history.global_step = state.step, state.global_step
         history.trend, history.good_cut = state.trend, state.good_cut
         history.training_phase, history.cuts_from = state.training_phase, state.cuts_from
+        known = state.merged_rounds >= 0
+        history.merged_rounds = state.merged_rounds if known else sum(max(version, 0) for version in state.versions)
         history.least = list(state.least) or history.least
         history.rolled_back = list(state.rolled_back)
         history.ledger = Ledger.restore(state.ledger)

@@ -7,6 +7,7 @@ A token counts once for each of the P fragments, as a fragment-token, and each o
                 `missed` were overwritten by a version that holds none of its learner's steps, the others by one that
                 does: they were made between reading the copy and adopting the version (overlap)
     lost        gone with its incarnation
+    filtered    given to a committed version, and left out of it by the outlier filter (numerics/filter.py)
     rolled back was merged in a version that the guard took back (guard.py)
     in flight   in a learner's model and in no version yet
 
@@ -16,13 +17,14 @@ but not adopted yet, u, is in m and still in c. Hence, for every fragment, at ev
 
     total − begin = (m − u) + d + c          in flight = c − u
 
-with one and the same `begin` for all fragments and all reports of an incarnation. What is rolled back stays in m, since
-its learner has counted it as merged; it is counted apart beside it. Rules kept here, each with its test:
+with one and the same `begin` for all fragments and all reports of an incarnation. What is filtered or rolled back
+stays in m, since its learner has counted it as merged; it is counted apart beside it. Rules kept here, each with its
+test:
 - a report that does not balance is told, and changes nothing; one that is older than what a merged contribution has
   told since cannot be judged and is passed over;
 - a contribution that is newer than the last report tells what a report of its moment would have told;
-- merged, dropped, lost, rolled back and in flight add up to computed at every moment, for every fragment. Steps that
-  nobody was told of before a crash are in no account;
+- merged, filtered, dropped, lost, rolled back and in flight add up to computed at every moment, for every fragment.
+  Steps that nobody was told of before a crash are in no account;
 - what is lost is never negative, and a contribution that is merged after its learner is gone is merged, not lost;
 - closed accounts are added up, over all and by learner: the state is one entry for every open account and for every
   learner's name, however long the run.
@@ -48,7 +50,7 @@ T = TypeVar("T")
 Counts = tuple[int, ...]
 """Fragment-tokens, one number per fragment."""
 
-FATES = ("computed", "merged", "dropped", "lost", "rolled_back", "in_flight")
+FATES = ("computed", "merged", "dropped", "lost", "rolled_back", "filtered", "in_flight")
 """All that were computed, then what became of them."""
 
 
@@ -63,9 +65,10 @@ class Totals(Record, frozen=True):
     missed: Counts = ()
     """Of `dropped`: the learner had missed the round that it adopted the version of. The rest is overlap."""
     rolled_back: Counts = ()
+    filtered: Counts = ()
 
     def __post_init__(self) -> None:
-        for name in ("missed", "rolled_back"):
+        for name in ("missed", "rolled_back", "filtered"):
             if not getattr(self, name):  # written by a version that did not tell
                 force_setattr(self, name, (0,) * len(self.computed))
 
@@ -92,10 +95,14 @@ class Totals(Record, frozen=True):
         return tokens
 
     def by_cause(self) -> dict[str, int]:
-        """Why tokens are in no version: overlap and missed make up what is dropped, crash is what is lost."""
+        """Why tokens are in no version: overlap and missed make up what is dropped, crash is what is lost.
+
+        `filtered` is there only where the filter left something out.
+        """
         whole = self.whole()
         missed = min(whole["dropped"], sum(self.missed) // len(self.computed))
-        return {"overlap": whole["dropped"] - missed, "missed": missed, "crash": whole["lost"]}
+        causes = {"overlap": whole["dropped"] - missed, "missed": missed, "crash": whole["lost"]}
+        return causes | ({"filtered": whole["filtered"]} if whole["filtered"] else {})
 
 
 class Fate(Record, frozen=True):
@@ -133,9 +140,11 @@ class Account(Record, frozen=True):
     """Of `dropped`, as it last reported."""
     rolled_back: Counts = ()
     """Of `merged`."""
+    filtered: Counts = ()
+    """Of `merged`, and not of `rolled_back`."""
 
     def __post_init__(self) -> None:
-        for name in ("missed", "rolled_back"):
+        for name in ("missed", "rolled_back", "filtered"):
             if not getattr(self, name):
                 force_setattr(self, name, (0,) * len(self.merged))
 
@@ -182,7 +191,7 @@ class Account(Record, frozen=True):
         unless a report has told since that another version was adopted over it: then that report is the newer one."""
         last = self.pending[fragment]
         assert last is None or last.version <= share.base, "contributes again only on a base that contains its last"
-        now = self.at_least(share.total)
+        now = replace(self.at_least(share.total), filtered=_plus(self.filtered, fragment, share.filtered))
         merged = self.merged[fragment] + share.tokens
         pending = _with(self.pending, fragment, Pending(version, share.base, share.tokens))
         in_flight = share.tokens + now.total - share.total
@@ -208,7 +217,7 @@ class Account(Record, frozen=True):
         """Where the pending tokens are in d and not in c (it adopted another version in between), they leave d here."""
         none = (0,) * len(self.merged)
         if self.origin is None:  # nothing but its contributions is known
-            return Totals(self.merged, self._still_merged(), none, none, none, none, self.rolled_back)
+            return Totals(self.merged, self._still_merged(), none, none, none, none, self.rolled_back, self.filtered)
         skipped = self.begin - self.origin if self.begin is not None else 0
         left = [c - u for c, u in zip(self.tokens, self._unadopted(), strict=True)]
         dropped = tuple(d + skipped + min(0, rest) for d, rest in zip(self.dropped, left, strict=True))
@@ -221,10 +230,11 @@ class Account(Record, frozen=True):
             in_flight=tuple(max(0, rest) for rest in left),
             missed=tuple(max(0, min(known, d)) for known, d in zip(missed, dropped, strict=True)),
             rolled_back=self.rolled_back,
+            filtered=self.filtered,
         )
 
     def _still_merged(self) -> Counts:
-        return tuple(map(sub, self.merged, self.rolled_back))
+        return tuple(map(sub, map(sub, self.merged, self.rolled_back), self.filtered))
 
     def _unadopted(self) -> list[int]:
         return [p.tokens if p is not None else 0 for p in self.pending]
@@ -290,9 +300,9 @@ class Ledger:
                 given = account.given(record.fragment, record.version, share)
                 self._open[share.learner, share.incarnation] = given
             else:
-                self._closed = _found(self._closed, record.fragment, share.tokens)
+                self._closed = _found(self._closed, record.fragment, share)
                 if (own := self._closed_of.get(share.learner)) is not None:
-                    self._closed_of[share.learner] = _found(own, record.fragment, share.tokens)
+                    self._closed_of[share.learner] = _found(own, record.fragment, share)
 
     def roll_back(self, undone: Iterable[Undone]) -> None:
         """What these had merged is in no version any more."""
@@ -316,7 +326,9 @@ class Ledger:
         account = self._open.pop((record.learner, record.incarnation))
         merged, undone = account.fates().merged, account.rolled_back
         computed = tuple(map(sum, zip(account.merged, record.dropped, record.lost, strict=True)))
-        fates = Totals(computed, merged, record.dropped, record.lost, self._none, record.missed, undone)
+        fates = Totals(
+            computed, merged, record.dropped, record.lost, self._none, record.missed, undone, account.filtered
+        )
         self._closed = _sum(self._closed, fates)
         before = self._closed_of.get(record.learner)
         self._closed_of[record.learner] = fates if before is None else _sum(before, fates)
@@ -350,13 +362,15 @@ class Ledger:
         return ledger
 
 
-def _found(closed: Totals, fragment: int, tokens: int) -> Totals:
+def _found(closed: Totals, fragment: int, share: Share) -> Totals:
     """It was under way when its account was closed: counted as lost, or as dropped where it had adopted since."""
+    tokens = share.tokens
     lost = min(tokens, closed.lost[fragment])
     missed = min(tokens - lost, closed.missed[fragment])  # adopted without it, as it seemed then
     return replace(
         closed,
-        merged=_plus(closed.merged, fragment, tokens),
+        merged=_plus(closed.merged, fragment, tokens - share.filtered),
+        filtered=_plus(closed.filtered, fragment, share.filtered),
         lost=_plus(closed.lost, fragment, -lost),
         dropped=_plus(closed.dropped, fragment, lost - tokens),
         missed=_plus(closed.missed, fragment, -missed),

@@ -111,6 +111,8 @@ class Share(Record, frozen=True):
     """How many times the median of all but the largest weight it could be (protocol/syncer/weights.py)."""
     factors: bytes = b""
     """Per tensor of the fragment, as float32, what the filter left of it (0: nothing); empty: all of it."""
+    filtered: int = 0
+    """Tokens of `tokens` that the filter left out: the share of the values that its factors took away."""
 
 
 class PayloadPlace(Record, frozen=True):

@@ -276,6 +276,8 @@ class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     attempt: Number
     weight: Real
     base: Number = -1
+    steps: Number = 1
+    """Steps behind it, where contributions are compared."""
 
 
 class Stage(ShardMessage, frozen=True):

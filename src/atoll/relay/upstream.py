@@ -20,7 +20,8 @@ from atoll.fabric.address import SyncerAddress
 from atoll.fabric.body_meter import ArrivalMeter, PartArrival
 from atoll.fabric.calls import close_session, dial_socket, open_session, request
 from atoll.fabric.control_channel import ClientSocket
-from atoll.fabric.relay_channel import HELD, MESSAGE_BYTES, RELAYS, SUMS
+from atoll.fabric.join_tokens import HELD, RELAYS, SUMS
+from atoll.fabric.relay_channel import MESSAGE_BYTES
 from atoll.fabric.transfer import SentBody, put_body, reason_of
 from atoll.fabric.wire import (
     DIGEST_HEADER,

@@ -149,7 +149,7 @@ class MemberAudit:
         who = f"round {record.round}: {_who(share.learner, share.incarnation)}"
         tally = self._known.get((share.learner, share.incarnation))
         _check_share(who, record.version, share)
-        self.merged[record.fragment] += share.tokens
+        self.merged[record.fragment] += share.tokens - share.filtered
         self.contributions += 1
         if (
             tally is None
@@ -180,6 +180,8 @@ def _check_share(who: str, version: int, share: Share) -> None:
         raise BadRun(f"{who} gave {share.steps} steps and {share.tokens} tokens")
     if not 0 <= share.base < version:
         raise BadRun(f"{who} is merged into version {version} on a base of version {share.base}")
+    if not 0 <= share.filtered <= share.tokens or (share.filtered and not share.factors):
+        raise BadRun(f"{who}: the filter left out {share.filtered} of {share.tokens} tokens")
 
 
 def _check_weights(record: MergedRecord, settings: Settings) -> None:

@@ -234,7 +234,7 @@ def _name_some(names: Iterable[str]) -> str:
 def _read_facts(path: Path) -> dict[str, Any]:
     """What a learner wrote beside the tensors (learner/unmerged.py)."""
     described = json.loads(read_model_facts(path).get("atoll", "{}"))
-    facts: dict[str, Any] = described.get("states", {}).get("export", {})
+    facts: dict[str, Any] = described.get("states", {})
     return facts
 
 

@@ -4,6 +4,7 @@
     journal/terms/000001   the claim of a term, made by exclusive creation and never removed; who made it, for people
     journal/lock           flock'ed by a living syncer; released when its process ends
     journal/alive          the holder's heartbeat: its term and a counter
+    journal/standby        a standby's sign: its machine, its process and a counter
 
 Rules of the lease:
 - a term is claimed once. Claims order the syncers of a run: a syncer that sees a higher claim than its own is fenced;
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import socket
@@ -40,7 +42,9 @@ from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import make_folder, mode_in
 from atoll.store.disk import LocalDisk, not_written, reading
 
-RUN_LOCK = "run.lock"
+RUN_LOCK, STANDBY = "run.lock", "standby"
+STANDBY_S = 5.0
+"""A standby whose sign has not changed for so long is not there."""
 _SEGMENT = re.compile(r"segment-(\d{6,})\.log")
 
 
@@ -95,13 +99,17 @@ class StandbyTurn:
         self.folder, self.stale_s = folder, stale_s
         self._seen: tuple[int, bytes] | None = None
         self._since = 0.0
+        self._looks = 0
         _make_folders(folder)
 
     def try_claim(self, now: float) -> WriterLease | None:
         """The lease, once the lock is free or its holder has not moved for `stale_s`; `now` is monotonic."""
+        self._looks += 1
         lock = _take_lock(self.folder)
         if lock is not None:
-            return _hold(self.folder, lock)
+            return self._taken(_hold(self.folder, lock))
+        with suppress(OSError):  # the sign is for people: without it the standby waits all the same
+            (self.folder / STANDBY).write_text(f"{socket.gethostname()} pid {os.getpid()} {self._looks}\n")
         _restore_claims(self.folder)
         seen = newest_claim(self.folder), _heartbeat(self.folder)
         if seen != self._seen:
@@ -111,7 +119,33 @@ class StandbyTurn:
         # Exactly the next term: if another standby was faster, its claim counts as a sign of life.
         if not claim(self.folder, seen[0] + 1):
             return None
-        return WriterLease(self.folder, seen[0] + 1, None, f"term {seen[0]} did not move for {now - self._since:.1f} s")
+        reason = f"term {seen[0]} did not move for {now - self._since:.1f} s"
+        return self._taken(WriterLease(self.folder, seen[0] + 1, None, reason))
+
+    def _taken(self, lease: WriterLease) -> WriterLease:
+        with suppress(OSError):
+            (self.folder / STANDBY).unlink(missing_ok=True)
+        return lease
+
+
+class StandbyWatch:
+    """Whether a standby waits for this run: its sign changes. By the watcher's own monotonic clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / STANDBY
+        self._seen, self._since = self._read(), -math.inf
+
+    def look(self, now: float) -> str:
+        """Return the machine and process that waits; empty: none does."""
+        if (seen := self._read()) != self._seen:
+            self._seen, self._since = seen, now
+        return seen.rpartition(" ")[0] if now - self._since < STANDBY_S else ""
+
+    def _read(self) -> str:
+        try:
+            return self._file.read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
 
 
 def acquire(folder: Path) -> WriterLease:

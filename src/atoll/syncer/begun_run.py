@@ -66,7 +66,7 @@ class BegunRun:
         self.ranks = LearnerRanks(self.parameters.plan, model.plan, declare)
         self.screen = make_screen(model.plan, settings, outer.norm_limit, feedback=codec.needs_feedback)
         self.merging = Merging(self.parameters, self.inbox, self.screen, outer.robust, handle, spawn)
-        self.merging.relays = relays
+        self.merging.relays, self.merging.sync_every = relays, settings.sync_every
         relays.begin(self.inbox, model.plan, codec, self.parameters.threads)
         self._set_relays(outer, settings)
         self._cuts = CutWriter(run_store, self.parameters, history.run, handle, spawn)
@@ -172,7 +172,7 @@ class BegunRun:
         settings = self.machine.settings
         self.parameters.change_outer(outer)
         self.screen.limit, self.merging.robust = outer.norm_limit, outer.robust
-        self.screen.most_steps = most_steps(settings)
+        self.screen.most_steps, self.merging.sync_every = most_steps(settings), settings.sync_every
         self._set_relays(outer, settings)
 
     def payload_of(self, persist: fx.Persist) -> memoryview | None:

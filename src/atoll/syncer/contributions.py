@@ -370,6 +370,8 @@ class Merging:
         self._outer_figures: dict[int, dict[str, float | None]] = {}
         """By fragment, of its newest merged gradient."""
         self._tell, self._spawn = tell, spawn
+        self.sync_every = 1
+        """H."""
         self.relays: RelayedSums | None = None
         self._shared_filter: Filter | None = None
 
@@ -501,7 +503,12 @@ class Merging:
     def _judge_deltas(self, merge: fx.Merge, deltas: Sequence[ReadableDelta]) -> list[FilterVerdict]:
         momentum, names = self._parameters.momentum(merge.fragment), [part.learner for part in merge.parts]
         sample_for = None if self.robust else merge.round
-        return self._filter.judge(merge.fragment, names, deltas, momentum, sample_for)
+        steps = self._count_steps(self._filter, merge)
+        return self._filter.judge(merge.fragment, names, deltas, momentum, sample_for, steps)
+
+    def _count_steps(self, by: Filter, merge: fx.Merge) -> list[int]:
+        by.sync_every = self.sync_every
+        return [part.steps for part in merge.parts]
 
     def _judge_with_others(
         self, shared: SharedFilter, merge: fx.Merge, deltas: Sequence[ReadableDelta], weights: Sequence[float]
@@ -509,7 +516,8 @@ class Merging:
         """The verdicts on the whole fragment, and the factors of this part of it."""
         assert self._shared_filter is not None, "the lead of several shards says so before the first round"
         names = [part.learner for part in merge.parts]
-        judged = shared.judge(self._shared_filter, merge.fragment, names, weights, deltas, self._parameters)
+        steps = self._count_steps(self._shared_filter, merge)
+        judged = shared.judge(self._shared_filter, merge.fragment, names, weights, deltas, self._parameters, steps)
         return judged, shared.select_factors(merge.fragment, [one.factors for one in judged])
 
     def _measure_gradient(self, fragment: int) -> dict[str, float | None]:
@@ -538,6 +546,7 @@ class Merging:
                 influence=count / sum(counts),
                 factors=one.factors.tobytes() if self.robust and (one.factors != 1).any() else b"",
                 suspect=one.suspect,
+                kept=float(of),
             )
-            for part, one, count in zip(merge.parts, judged, counts, strict=True)
+            for part, one, count, of in zip(merge.parts, judged, counts, kept, strict=True)
         )

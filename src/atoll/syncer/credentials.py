@@ -25,7 +25,13 @@ from atoll.telemetry.events import EventLog
 
 LogEvent = Callable[[str, str], None]
 """An event's kind and text."""
-LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "evaluator", "operator": "operator"}
+LOCAL: dict[str, Role] = {
+    "join": "learner",
+    "viewer": "viewer",
+    "evaluator": "evaluator",
+    "relay": "relay",
+    "operator": "operator",
+}
 """The tokens of a run without keys: a file each in its folder of secrets."""
 DAY_S = 86400.0
 AWAY_S = 1.0

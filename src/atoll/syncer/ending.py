@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from atoll.fabric.wire import one_line
+from atoll.protocol.account import make_account
 from atoll.protocol.errors import AtollError
-from atoll.protocol.ledger import Totals
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.writer_lease import Deposed
@@ -34,6 +34,8 @@ class RunEnding:
         self._events, self._score_s = events, LAST_SCORE_S if evaluated else 0.0
         """How long the last score is waited for; 0: there is no evaluator."""
         self._reason = ""
+        self.computed_before = 0
+        """Tokens of the run that were computed before this syncer served it."""
         self._finished, self._emptied, self._scored = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def finish_run(self, reason: str) -> None:
@@ -84,10 +86,10 @@ class RunEnding:
         # A learner that this term never met is left out: the earlier term logged more of it than is known here.
         known = machine.members.learners.values() if machine is not None else ()
         learners = [one for one in known if one.joined_at]
-        ledger = machine.history.ledger if machine is not None else None
+        account = make_account(machine.history, {one.name: one.t for one in learners}) if machine is not None else {}
         data: dict[str, object] = {
             "reason": self._reason,
-            "round": machine.committed if machine is not None else 0,
+            **account,
             "learners": [
                 {
                     "learner": one.name,
@@ -98,18 +100,11 @@ class RunEnding:
                 }
                 for one in learners
             ],
-            "tokens": ledger.totals().whole() if ledger is not None else None,
-            "dropped_by_cause": ledger.totals().by_cause() if ledger is not None else None,
-            "fates": {name: _fates(one) for name, one in sorted(ledger.by_learner().items())} if ledger else {},
+            "computed_before": self.computed_before,
             "bytes_in": traffic[0],
             "bytes_out": traffic[1],
         }
         self._events.say("finished", f"the run is over: {self._reason}", data)
-
-
-def _fates(totals: Totals) -> dict[str, object]:
-    """Of one learner, over all its lives."""
-    return {**totals.whole(), "dropped_by_cause": totals.by_cause(), "merged_share": totals.merged_share()}
 
 
 async def write_tail(cycles: int, run_store: RunStore, queue: EffectQueue, events: EventLog) -> None:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -55,7 +56,7 @@ from atoll.store.journal import Journal, JournalEntry, Position, read
 from atoll.store.removal import finish_removals
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.tail import TailModel, average_tail
-from atoll.store.writer_lease import Deposed, WriterLease
+from atoll.store.writer_lease import Deposed, StandbyWatch, WriterLease
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, RollbackState, read_earlier, recover
 from atoll.syncer.versions import VersionBuffer
@@ -115,6 +116,9 @@ class RunStore:
                 self.found_on_disk.parameters.begin_term()  # as its TermRecord says
             if self.found_on_disk.cut is not None:
                 self._kept.append(self.found_on_disk.kept)
+        self._standby_watch, self.standby = StandbyWatch(out.journal), ""
+        """The machine and process of a standby, as of the last heartbeat; empty: none waits."""
+        self.disk_free_bytes: int | None = None
         self._uploader = uploader
         self._rounds = self.found_on_disk.history.committed if self.found_on_disk is not None else 0
         """Committed, as far as they are appended."""
@@ -174,6 +178,10 @@ class RunStore:
 
     def send_heartbeat(self) -> None:
         self._lease.beat()
+        self.standby = self._standby_watch.look(time.monotonic())
+        with suppress(OSError):
+            room = os.statvfs(self._out.path)
+            self.disk_free_bytes = room.f_bavail * room.f_frsize
 
     def append(self, entries: Sequence[JournalEntry]) -> None:
         """Append, in a thread, one at a time; fsync with durability = "round", or where `must_be_synced` says so."""

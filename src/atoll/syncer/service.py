@@ -109,7 +109,8 @@ class SyncerService:
         self._access = access = make_port_access(
             config.service, lambda: self._run, events.say, secrets=run_store.secrets, succeeds=succeeds
         )
-        self.meter.notice = access.notice
+        self.meter.notice, self.meter.standby = access.notice, lambda: run_store.standby
+        self.meter.disk_free_bytes = lambda: run_store.disk_free_bytes
         known = NameOwners(None if found is None else found.history.owners)
         apart = f"this run's syncer has {shards} shards, to which learners send directly: let them join it, no relay"
         refusal, of_run = apart if shards > 1 else "", lambda: (self._run, run_store.term)
@@ -227,6 +228,7 @@ class SyncerService:
     def _come_back(self, found: Recovered) -> None:
         """Go on where an earlier term ended."""
         self._run = found.history.run
+        self._ending.computed_before = found.history.ledger.totals().whole()["computed"]
         run = self._set_up(model_of_earlier_terms(found))
         run.screen.restore_norms(self._run_store.read_norms(self._run))
         for remark in found.remarks:

@@ -39,11 +39,12 @@ class SharedFilter(NamedTuple):
         weights: Sequence[float],
         deltas: Sequence[ReadableDelta],
         parameters: Parameters,
+        steps: Sequence[int] = (),
     ) -> list[FilterVerdict]:
         """Of the lead; factors are of the pieces of the whole fragment. ValueError: the round is void."""
         told = np.concatenate(self._tell_figures(fragment, deltas, parameters))
         cuts = cut_fragment(self.plan.whole.fragments[fragment])
-        judged = by.judge_cuts(fragment, names, told.reshape(len(cuts), -1))
+        judged = by.judge_cuts(fragment, names, told.reshape(len(cuts), -1), steps)
         factors = [one.factors for one in judged]
         check_kept(factors, weights)
         self.gather(np.concatenate(factors).astype(np.float64))

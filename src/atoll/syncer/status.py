@@ -73,6 +73,9 @@ class Meter:
         """False: no evaluator is left that would score the model."""
         self.store: Callable[[], StoreLag | None] = lambda: None
         """How far the bucket is behind; None: there is none."""
+        self.standby: Callable[[], str] = str
+        """The machine and process of a standby; empty: none waits."""
+        self.disk_free_bytes: Callable[[], int | None] = lambda: None
         self.notice: Callable[[], str] = str
         """What the operator should do soon; empty: nothing."""
 
@@ -176,6 +179,8 @@ class Meter:
             or self._nobody_here(phase, learners)
             or awaited_learners(machine)
             or describe_downloads(machine),
+            standby=self.standby(),
+            disk_free_bytes=self.disk_free_bytes(),
             expected=settings.learners,
             supervised=self.supervised,
             liveness=self._time.liveness(now),
@@ -184,6 +189,7 @@ class Meter:
             fates=totals.whole() if totals else {},
             dropped_by_cause=totals.by_cause() if totals else {},
             merged_share=totals.merged_share() if totals else None,
+            rounds_merged=machine.history.merged_rounds if machine else 0,
             versions=tuple(machine.versions) if machine else (),
             codec=settings.codec,
             version_codec=settings.version_codec,
@@ -224,11 +230,12 @@ class Meter:
 
     def _learner(self, now: float, one: KnownLearner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
         assert machine is not None
+        life = machine.history.lives.get(one.name)
         return LearnerStatus(
             learner=one.name,
             state=_state(one, machine.phase),
             incarnation=one.incarnation,
-            step=one.t,
+            step=one.t + (life.steps_before if life is not None else 0),
             tokens=one.tokens_before + one.tokens_total,
             tokens_per_s=self._rate(now, one),
             loss=one.loss,

@@ -21,7 +21,8 @@ fragments), weight_share (share of their weight that they get in the next rounds
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,
 rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |
 | passed | syncer | round, fragment: a round that was given up |
-| refused, quarantined, muted, probed | syncer | learner (refused: round) |
+| refused, quarantined, muted, probed | syncer | learner (refused: round; quarantined: times of late, wait_s until
+rounds take from it again) |
 | helping, helped, fresh | syncer | learner: who takes whose inner optimizer's state, or why nobody's |
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
@@ -46,8 +47,9 @@ directions, unit |
 | share | syncer | learner, share: its link carries only this share of the rounds, or every round again (1) |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
-| finished | syncer | reason, round (how many were closed), learners (t, tokens, busy_s), tokens, dropped_by_cause,
-fates, bytes_in, bytes_out |
+| finished | syncer | reason, learners (t, tokens, busy_s), computed_before (tokens, when this syncer began), bytes_in,
+bytes_out; the account of the whole run: round (how many were closed), rounds (in which something was merged), tokens,
+dropped_by_cause, merged_share, fates, fragments (of each its version and the tokens merged) |
 | started, exited, restarted, killed | supervisor | process (and pid, code; ranks: the pids of a learner's ranks but
 the first, by the names of their logs; stepless: killed at the end, since its script never called learner.step();
 unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
@@ -58,8 +60,9 @@ unjoined: SIGTERM ended it before it joined); a syncer by hand says its own star
 `live` of a round: learners alive and recovered when it was frozen, without those whose links carry only a share of
 the rounds and that had no turn in it (`share`). A member of a round has learner, incarnation, t,
 steps, tokens, weight, base, since (its steps since the last sync), loss (the newest training loss it told, or null),
-agreement (its median cosine with the others') and influence (its share of the merge). `fates`: per learner, its tokens
-by fate, dropped_by_cause and merged_share.
+agreement (its median cosine with the others'), influence (its share of the merge) and filtered (tokens of it that the
+outlier filter left out). `fates`: per learner, its tokens
+by fate, dropped_by_cause, merged_share, steps and rounds.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """joining, training, stalled, muted, quarantined, stopped or gone; see AWAY."""
     incarnation: int
     step: int
+    """Steps of all its processes in the run."""
     tokens: int
     tokens_per_s: float
     loss: float | None
@@ -102,6 +103,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… since so long."""
     store_alarm: str = ""
     """What is wrong with it; empty: nothing."""
+    standby: str = ""
+    """Machine and process of a standby that waits for its turn; empty: none does."""
+    disk_free_bytes: int | None = None
+    """Bytes that the disk of the run's folder has left; None: not known yet."""
     expected: int = 0
     """M: how many learners the run is meant for."""
     supervised: bool = False
@@ -113,9 +118,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: int = 0
     """… and sent, since it started."""
     fates: dict[str, int] = {}
-    """Tokens computed, and of those merged, dropped, lost and in flight."""
+    """Tokens computed, and of those merged, dropped, lost, rolled back, filtered and in flight."""
     dropped_by_cause: dict[str, int] = {}
-    """overlap and missed make up what is dropped, crash is what is lost."""
+    """overlap and missed make up what is dropped, crash is what is lost; filtered is there with `robust` alone."""
     merged_share: float | None = None
     """Fragment-tokens merged over those computed; what is in flight counts for nothing yet."""
     effective_h_mean: float | None = None
@@ -130,6 +135,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… and at which share of the run that one ends."""
     earlier_h: tuple[tuple[int, float | None], ...] = ()
     """Asked and effective H before the present one, in this term."""
+    rounds_merged: int = 0
+    """Rounds in which something was merged, of those in `round`."""
     versions: tuple[int, ...] = ()
     """Of every fragment."""
     codec: str = "bf16"

@@ -427,7 +427,7 @@ RUNS = (
                 "keys:add",
                 (
                     argument("name", "What it is called; no secret.", required=True),
-                    option("--role", "viewer, learner, evaluator or operator.", default="learner"),
+                    option("--role", "viewer, learner, evaluator, relay or operator.", default="learner"),
                     option("--learner", "Only for this learner, or with a star at the end for a group.", default=""),
                     option("--most", "So many learners at once; 0: any number.", int, default=0),
                     option("--names", "So many different names, those that have left included.", int, default=4096),

@@ -12,7 +12,7 @@ from atoll.observe.dashboard.history import rounds_behind
 from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
 STATES = ("joining", "training", "stalled", "muted", "quarantined", "stopped", "gone", "done")
-FATES = ("merged", "dropped", "lost", "rolled_back", "in_flight")
+FATES = ("merged", "dropped", "lost", "rolled_back", "filtered", "in_flight")
 
 
 def exposition(status: RunStatus, viewers: int = 0) -> bytes:
@@ -67,6 +67,8 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("learners_expected", "M.", status.expected),
         ("term", "The term of the syncer.", status.term),
         ("alarm", "1 while nothing can be committed, or the loss is bad.", 1.0 if status.alarm else 0.0),
+        ("standby", "1 while a standby waits for its turn.", float(bool(status.standby))),
+        ("disk_free_bytes", "What the disk of the run's folder has left.", status.disk_free_bytes),
         (
             "store_behind_rounds",
             "Committed rounds that the bucket lacks.",

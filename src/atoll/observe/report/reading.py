@@ -1,7 +1,7 @@
 """A run's folder as a report needs it: its events in order, its figures, its settings, and what is missing.
 
-Figures are folded from the events, as `summary.json` is; the file itself is only asked where the events do not tell of
-a run with a syncer (a data-parallel baseline, a tape).
+Figures are folded from the events and the account in the journal, as `summary.json` is; the file itself is only asked
+where the events do not tell of a run with a syncer (a data-parallel baseline, a tape).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from atoll.observe.timeline import (
     remove_idle_time,
 )
 from atoll.protocol.errors import ConfigError
+from atoll.store.head import read_account
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
 
@@ -73,7 +74,7 @@ def read_run(folder: Path, now: float | None = None) -> ReportedRun:
     under_way = bool(lines) and not lines[-1].endswith(b"\n")
     timeline = tuple(remove_idle_time(sorted(events, key=lambda event: float(event["at"]))))
     state = _state(place, timeline, told, time.time() if now is None else now)
-    summary = _figures(timeline, told)
+    summary = _figures(timeline, told, {} if find_closing(timeline) else read_account(place))
     if state != "ended":
         _leave_out_what_only_the_end_tells(summary)
     missing = [
@@ -84,8 +85,8 @@ def read_run(folder: Path, now: float | None = None) -> ReportedRun:
     return ReportedRun(place.path, timeline, summary, settings, state, tuple(missing), find_training_part(timeline))
 
 
-def _figures(timeline: Sequence[Event], told: dict[str, Any]) -> Summary:
-    folded = summarise(timeline)
+def _figures(timeline: Sequence[Event], told: dict[str, Any], account: dict[str, Any]) -> Summary:
+    folded = summarise(timeline, account)
     if told and not any(event["kind"] in ("run", "round") for event in timeline):
         folded["rounds_closed"] = told.get("rounds", 0)
         folded |= {key: value for key, value in told.items() if key in folded}
@@ -94,8 +95,8 @@ def _figures(timeline: Sequence[Event], told: dict[str, Any]) -> Summary:
 
 
 def _leave_out_what_only_the_end_tells(summary: Summary) -> None:
-    """Of those who were stepping when the events end, nobody said how long and on what."""
-    summary |= {"goodput": None, "merged_share": None}
+    """Of those who were stepping when the events end, nobody said how long."""
+    summary["goodput"] = None
     summary["per_learner"] = {name: {**one, "busy_s": None} for name, one in summary["per_learner"].items()}
 
 
@@ -115,9 +116,8 @@ def _unsaid(state: ReportedState, place: RunDir, timeline: Sequence[Event], told
     found = [f"Figures are from the events up to {last}; the model's last score and the last steps are not in them."]
     if "round" in kinds:
         found.append(
-            "Tokens: what was merged, and what the lost had not given, is known; dropped and in flight are not told "
-            "apart, and steps since a learner's last contribution are not counted. "
-            "Goodput and merged share are left out: learners say at their end how long they were stepping."
+            "Tokens and rounds are as the journal has them: steps since a learner's last contribution are not counted. "
+            "Goodput is left out: learners say at their end how long they were stepping."
         )
     else:
         found.append("No round was committed: there is no participation, no effective H and no gap.")

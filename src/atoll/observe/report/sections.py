@@ -24,6 +24,7 @@ FATES = {
     "merged": "in the model",
     "dropped": "given up when a learner adopted a newer version",
     "lost": "gone with a process (a crash, or a learner that was given up), or in quarantine",
+    "filtered": "left out of the merge by the outlier filter (--robust)",
     "rolled_back": "in versions that were taken back when the validation loss had become worse",
     "in_flight": "on their way when the account ends",
 }
@@ -162,27 +163,18 @@ def ledger(run: ReportedRun) -> Html:
 
 def _fragments(run: ReportedRun) -> Html:
     """Per fragment: a token counts once for each fragment it was merged into."""
-    merged: Counter[int] = Counter()
-    rounds: Counter[int] = Counter()
-    version: dict[int, int] = {}
-    for event in select_kinds(run.timeline, "round"):
-        merged[event["fragment"]] += sum(member["tokens"] for member in event["members"])
-        rounds[event["fragment"]] += 1
-        version[event["fragment"]] = event["version"]
-    if not merged:
+    if not (fragments := run.summary["fragments"]):
         return Html("")
-    fragments = int(run.summary["settings"].get("fragments") or 0) or 1 + max(merged)
-    computed = run.summary["tokens"]["computed"]
-    total = sum(merged.values())
+    computed, total = run.summary["tokens"]["computed"], sum(merged for _, merged in fragments)
     rows = [
-        (str(one), str(version[one]), str(rounds[one]), f"{merged[one]:,}", _share(merged[one], computed))
-        for one in sorted(merged)
+        (str(place), str(version), f"{merged:,}", _share(merged, computed))
+        for place, (version, merged) in enumerate(fragments)
     ]
     told = (
-        f"Fragment-tokens: {total:,} merged of {computed * fragments:,} computed ({fragments} fragments × tokens), "
-        f"{_share(total, computed * fragments)}."
+        f"Fragment-tokens: {total:,} merged of {computed * len(fragments):,} computed ({len(fragments)} fragments × "
+        f"tokens), {_share(total, computed * len(fragments))}."
     )
-    columns = ("fragment", "version", "rounds", "fragment-tokens merged", "of computed")
+    columns = ("fragment", "version", "fragment-tokens merged", "of computed")
     return join([paragraph(told), folded("Every fragment", table(columns, rows))])
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import gt
+from typing import NamedTuple
 
 from atoll.protocol.limits import MAX_COUNTER
 from atoll.protocol.messages import Contribution, Progress, Recover, Refused
@@ -82,7 +83,8 @@ class Contributions:
             self._compare_tokens(learner)
         if not said.seeking:
             self.peers.note_gave_up(learner)
-        if learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said):
+        recovered = learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said)
+        if recovered and self.strikes.may_return(now, learner):
             self._mark_recovered(now, learner)
         same = not self.rounds.closing.follow_members(now)
         self.rounds.closing.count_steps(now, learner)
@@ -287,6 +289,20 @@ class Scrutiny:
         return beyond_rate(now, t, total, learner.usual, self.state.members.per_step(learner))
 
 
+SHUT_OUT_S, LONGEST_S = 10.0, 3600.0
+"""Seconds that a name's second quarantine keeps it out of the rounds, and the most that any does."""
+FORGIVEN_S = 3600.0
+"""Seconds after which a quarantine no longer counts, from when the name might take part again."""
+
+
+class ShutOut(NamedTuple):
+    """Quarantines of one name."""
+
+    times: int
+    wait_s: float
+    until: float
+
+
 class Strikes:
     """What a refusal costs a learner: its numbers are broken, or not to be believed.
 
@@ -295,12 +311,31 @@ class Strikes:
     inner optimizer; meanwhile it is in quarantine: no round waits for it, it helps nobody. The peer whose state
     a newcomer refused, or went into quarantine with, gets a strike too, and is not chosen for that process again
     (forgotten when either that process or the syncer restarts).
+
+    The second quarantine of a name within `FORGIVEN_S` also shuts it out of the rounds for `SHUT_OUT_S`, and each
+    further one for twice as long: a name that recovers only to give broken numbers again costs the others less each
+    time. Nobody is shut out while no other learner is live, since the run would stand still.
     """
 
     def __init__(self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, joining: Joining) -> None:
         self.state, self.accounts, self.rounds = state, accounts, rounds
         self.peers, self.joining = peers, joining
         self.not_finite = NotFiniteWatch(state)
+        self.shut_out: dict[str, ShutOut] = {}
+        """Names that were quarantined of late. In memory: a new term forgives."""
+
+    def may_return(self, now: float, learner: KnownLearner) -> bool:
+        """Return whether rounds may take from this name again, as far as its quarantines go."""
+        known = self.shut_out.get(learner.name)
+        return known is None or now >= known.until or not any(self.state.members.live_learners())
+
+    def _shut_out(self, now: float, name: str) -> ShutOut:
+        """Count one more quarantine of this name."""
+        self.shut_out = {one: known for one, known in self.shut_out.items() if now < known.until + FORGIVEN_S}
+        times = self.shut_out[name].times + 1 if name in self.shut_out else 1
+        wait_s = min(SHUT_OUT_S * 2.0 ** (times - 2), LONGEST_S) if times > 1 else 0.0
+        self.shut_out[name] = ShutOut(times, wait_s, now + wait_s)
+        return self.shut_out[name]
 
     def add_strike(self, now: float, learner: KnownLearner, what: str, reason: str, **data: object) -> None:
         """`what` was refused."""
@@ -316,15 +351,17 @@ class Strikes:
         self.add_strike(now, peer, f"state of {peer.name} refused by {newcomer.name}", reason, newcomer=newcomer.name)
 
     def quarantine_learner(self, now: float, learner: KnownLearner, when: str, reason: str) -> None:
-        text = f"{learner.name} is in quarantine {when}; it recovers from the run"
-        self.state.out.note("quarantined", text, learner)
+        known = self._shut_out(now, learner.name)
+        again = f", for the {known.times}. time: no round takes from it for {known.wait_s:g} s" if known.wait_s else ""
+        text = f"{learner.name} is in quarantine {when}; it recovers from the run{again}"
+        self.state.out.note("quarantined", text, learner, times=known.times, wait_s=known.wait_s)
         self.not_finite.note_quarantine(learner, reason)
         self.rounds.leave_learner_out(learner, "it is in quarantine")
         self.peers.stop_helping_and_seeking(learner, "it is in quarantine")
         self.joining.close_life(learner, f"its numbers are broken: {reason}")
         self.state.members.restart_learner(now, learner)
         self.accounts.open_life(learner)
-        self.state.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
+        self.state.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=f"{reason}{again}"))
         self._doubt_its_helper(now, learner, reason)
 
     def _doubt_its_helper(self, now: float, learner: KnownLearner, reason: str) -> None:

@@ -73,6 +73,8 @@ class Judged(Fact, frozen=True):
     """Per tensor, as float32, what was left of it; empty: all of it."""
     suspect: str = ""
     """Why its learner is suspect; empty: it is not."""
+    kept: float = 1.0
+    """Share of its values that the factors left, each as far as it was left."""
 
 
 class Merged(Fact, frozen=True):
@@ -215,6 +217,8 @@ class Part(Fact, frozen=True):
     weight: float
     base: int = -1
     """The version it was made on."""
+    steps: int = 1
+    """Steps behind it, as its learner says."""
 
 
 class Merge(Fact, frozen=True):

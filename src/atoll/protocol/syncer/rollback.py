@@ -41,7 +41,7 @@ def undone(lines: Iterable[AnyRecord], since: int, fragments: int) -> tuple[Undo
     for one in merged:
         for share in one.members:
             row = tokens.setdefault((share.learner, share.incarnation), [0] * fragments)
-            row[one.fragment] += share.tokens
+            row[one.fragment] += share.tokens - share.filtered
     return tuple(Undone(*who, tuple(row)) for who, row in sorted(tokens.items()))
 
 

@@ -368,9 +368,11 @@ class Rounds:
             round_.enter_stage("merging")
             round_.merging_at = now
             self._weigh_contributions(round_)
-            bases = {seat.learner: seat.answer.base for seat in round_.given}
-            weights = round_.weights.items()
-            parts = tuple(Part(name, round_.attempt, counts, bases[name]) for name, counts in weights)
+            answers = {seat.learner: seat.answer for seat in round_.given}
+            parts = tuple(
+                Part(name, round_.attempt, weight, answers[name].base, answers[name].steps)
+                for name, weight in round_.weights.items()
+            )
             self.state.out.add_effect(Merge(round_.number, round_.fragment, parts))
         return silent or bool(missed)  # run another pass, so that a learner just muted is probed now
 
@@ -496,8 +498,8 @@ class Rounds:
 
     def _record(self, round_: Round, event: Merged) -> records.MergedRecord:
         version = self.state.versions[round_.fragment]
-        factors = {one.learner: one.factors for one in event.judged}
-        shares = tuple(_share(round_, seat, factors.get(seat.learner, b"")) for seat in round_.given)
+        judged = {one.learner: one for one in event.judged}
+        shares = tuple(_share(round_, seat, judged.get(seat.learner)) for seat in round_.given)
         return records.MergedRecord(
             round_.number,
             round_.fragment,
@@ -552,12 +554,20 @@ class Rounds:
         if bool(before) == bool(judged.suspect):
             return
         if judged.suspect:
-            left_out = self.state.history.outer.get("robust", False)
-            what = "its contributions are left out" if left_out else "`atoll set RUN robust=true` leaves such ones out"
-            text = f"{learner.name} is suspect: {judged.suspect}; {what}"
+            text = f"{learner.name} is suspect: {judged.suspect}; {self._advise_on_suspects()}"
         else:
             text = f"{learner.name} is not suspect any more"
         self.state.out.note("suspect", text, learner, over=not judged.suspect, agreement=round(judged.agreement, 4))
+
+    def _advise_on_suspects(self) -> str:
+        """Say what becomes of a suspect's contributions, and name `robust` only where it leaves out the few."""
+        if self.state.history.outer.get("robust", False):
+            return "its contributions are left out"
+        connected = [one for one in self.state.members.connected_learners() if one.live]
+        suspects = sum(bool(one.suspect) for one in connected)
+        if 2 * suspects >= len(connected):
+            return f"{suspects} of {len(connected)} learners are: compare their data, batches and learning rates"
+        return "`atoll set RUN robust=true` leaves such ones out"
 
     def _book_member(self, round_: Round, seat: Seat, version: int, judged: Judged | None) -> dict[str, object]:
         """Book a member's contribution and tell about it."""
@@ -583,6 +593,7 @@ class Rounds:
             **self._last_report(learner, seat.incarnation),
             "agreement": None if judged is None else round(judged.agreement, 4),
             "influence": None if judged is None else round(judged.influence, 4),
+            "filtered": _filtered_tokens(given.tokens, judged),
         }
 
     def _last_report(self, learner: KnownLearner, incarnation: int) -> dict[str, object]:
@@ -624,7 +635,11 @@ class Rounds:
         return min(1.0, max(by_steps, by_tokens))
 
 
-def _share(round_: Round, seat: Seat, factors: bytes) -> records.Share:
+def _filtered_tokens(tokens: int, judged: Judged | None) -> int:
+    return 0 if judged is None else min(tokens, round(tokens * (1.0 - judged.kept)))
+
+
+def _share(round_: Round, seat: Seat, judged: Judged | None) -> records.Share:
     given = seat.answer
     return records.Share(
         learner=seat.learner,
@@ -637,5 +652,6 @@ def _share(round_: Round, seat: Seat, factors: bytes) -> records.Share:
         total=given.total,
         position=given.position,
         limit=round_.limits[seat.learner],
-        factors=factors,
+        factors=b"" if judged is None else judged.factors,
+        filtered=_filtered_tokens(given.tokens, judged),
     )

@@ -149,7 +149,7 @@ def expect_answer(learner: str, session: str, pull: Pull, token: str = "") -> Ex
 
 def merge_of(stage: Stage) -> fx.Merge:
     """What an order to stage means for one part."""
-    parts = tuple(fx.Part(one.learner, one.attempt, one.weight, one.base) for one in stage.given)
+    parts = tuple(fx.Part(one.learner, one.attempt, one.weight, one.base, one.steps) for one in stage.given)
     return fx.Merge(stage.round, stage.fragment, parts)
 
 

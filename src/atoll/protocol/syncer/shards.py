@@ -416,7 +416,9 @@ class LeadShards:
             self._fail(fx.Unmergeable(merge.round, lost))
             return
         self._merge = PendingMerge(self._orders, merge, compare)
-        given = tuple(Given(one.learner, one.attempt, one.weight, one.base) for one in merge.parts)
+        given = tuple(
+            Given(one.learner, one.attempt, one.weight, one.base, one.steps if compare else 1) for one in merge.parts
+        )
         attempt = max((one.attempt for one in merge.parts), default=0)
         number, fragment = merge.round, merge.fragment
         stage = Stage(

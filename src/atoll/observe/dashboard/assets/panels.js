@@ -3,7 +3,7 @@
 import { NONE, byName, bytes, clock, count, decimal, listing, measure, percent, span } from "./words.js";
 
 const by = (id) => document.getElementById(id);
-const FATES = { merged: "merged", dropped: "dropped", lost: "lost", rolled_back: "rolled back", in_flight: "in flight" };
+const FATES = { merged: "merged", dropped: "dropped", lost: "lost", rolled_back: "rolled back", filtered: "filtered", in_flight: "in flight" };
 const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
 const CAUSES_OF = { dropped: Object.keys(CAUSES) };
 const WAYS = { min: "less is better", max: "more is better" };
@@ -52,6 +52,7 @@ export function tiles(run) {
     ["tokens per second", count(now.tokens_per_s), `${count(now.tokens)} in all`],
     ["bytes in", `${bytes(of("in_per_s"))}/s`, bytes(now.bytes_in)],
     ["bytes out", `${bytes(of("out_per_s"))}/s`, bytes(now.bytes_out)],
+    ["standby", now.standby || "none", ""],
     ["newest cut", now.cut === null ? NONE : count(now.cut), `term ${now.term}`],
   ];
   const place = by("tiles");
