@@ -22,7 +22,7 @@ KNOWN = {
     "courier/rank_channel.py": (2, "couriers that come: what one raises ends the leader's courier, and the learner"),
     "courier/rank_leader.py": (1, VITAL + "; it ends the learner"),
     "courier/rank_follower.py": (1, "looks at what a rank lacks: what it raises is said, and it goes on"),
-    "courier/service.py": (7, VITAL + "; its learner starts another courier, or ends where it has several ranks"),
+    "courier/service.py": (8, VITAL + "; its learner starts another courier, or ends where it has several ranks"),
     "courier/shards.py": (1, VITAL + "; its learner starts another courier"),
     "courier/states.py": (1, VITAL + "; its learner starts another courier"),
     "fabric/client.py": (2, "a learner's channel: what it raises ends its courier; and a look for its relay"),

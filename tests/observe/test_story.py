@@ -171,7 +171,7 @@ def test_who_was_killed_since_it_never_made_a_step_did_not_just_die(say: Callabl
     """ "died and did not come back (killed by SIGKILL)", and it was our own kill."""
     exits = [say(9.0, "exited", process=name, code=-9, stepless=True) for name in ("learner-0", "learner-1")]
     told = story(summarise(exits), exits)
-    assert "learner-0 and learner-1 were killed at the end: their scripts never called learner.step()." in told
+    assert "learner-0 and learner-1 were killed at the end: they had made no step." in told
     assert not any("died" in sentence for sentence in told)
 
 

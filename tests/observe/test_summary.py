@@ -63,6 +63,7 @@ BY_HAND: dict[str, Any] = {
         {"learner": "b", "after": "restarted", "at_s": 5.0, "seconds": 2.0},
     ],
     "bytes_per_token": 2400 / 240,
+    "relays": {},
     "validation_loss_start": 5.5,
     "validation_loss_end": 2.25,
     "validation_not_finite": 0,

@@ -133,6 +133,26 @@ def _last(granted: list[records.GrantedRecord]) -> records.GrantedRecord:
     return [one for one in granted if (one.learner, one.incarnation) == (ALONE, 1)][-1]
 
 
+def test_the_learner_says_in_its_own_log_that_it_is_connected_again_and_what_becomes_of_its_steps() -> None:
+    texts = []
+    for adopt in ("carry", "overwrite"):
+        world = Cut(adopt=adopt, abandon_s=100.0).run_until(seconds=80.0)
+        assert isinstance(world, Cut)
+        world.cut_for(60.0).run_until(seconds=3.0)
+        texts += [note.text for note in world.said("connected") if note.text.startswith(ALONE)]
+    kept, dropped = texts
+    assert kept.startswith("learner-0: connected again after ") and kept.endswith(" are kept")
+    assert "because adopt = overwrite drops them with the versions that it missed of 24 of 24 fragments" in dropped
+
+
+def test_past_abandon_s_its_own_log_says_that_none_of_the_steps_counts() -> None:
+    world = Cut(abandon_s=30.0).run_until(seconds=80.0)
+    assert isinstance(world, Cut)
+    world.cut_for(60.0).run_until(seconds=3.0)
+    told = [note.text for note in world.said("connected") if note.text.startswith(ALONE)][-1]
+    assert "its life was closed meanwhile (abandon_s = 30): none of the " in told
+
+
 def test_a_short_absence_is_not_told() -> None:
     world = Cut().run_until(seconds=50.0)
     assert isinstance(world, Cut)

@@ -543,3 +543,15 @@ async def test_a_relay_that_tells_a_rate_below_nothing_is_sent_away() -> None:
     sums.relay_received(channel, RelayRates(up_rate=1.0))
     sums.relay_closed(channel, "gone")
     assert sums.rates == {}
+
+
+async def test_the_bytes_of_a_relay_are_counted_over_all_its_connections() -> None:
+    sums = RelaySums(lambda *said: None, lambda: ("run", 1))
+    for told in ([(10, 20), (15, 40)], [(1, 2)]):
+        channel = RelayChannel("eu", f"session-{len(told)}", "", "", SendQueue(8))
+        sums.relay_opened(channel)
+        for up, down in told:
+            sums.relay_received(channel, RelayRates(bytes_up=up, bytes_down=down))
+        sums.relay_closed(channel, "gone")
+    [relay] = sums.list_relays()
+    assert (relay.relay, relay.connected, relay.bytes_in, relay.bytes_out) == ("eu", False, 16, 42)

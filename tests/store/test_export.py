@@ -50,6 +50,14 @@ def test_a_file_holds_the_newest_version_and_says_what_it_is_of(tmp_path: Path) 
     assert everything(run.dir.path) == before, "nothing is written into a run"
 
 
+def test_exports_of_one_model_are_equal_files_whatever_process_writes_them(tmp_path: Path) -> None:
+    """safetensors writes metadata in an order that each call draws anew."""
+    run = with_rounds(tmp_path / "run", 4)
+    for number in range(4):
+        export_run(run.dir.path, tmp_path / f"{number}.safetensors")
+    assert len({(tmp_path / f"{number}.safetensors").read_bytes() for number in range(4)}) == 1
+
+
 def test_a_folder_holds_the_model_and_the_settings(tmp_path: Path) -> None:
     run = whole(tmp_path / "run")
     exported = export_run(run.dir.path, tmp_path / "out")

@@ -91,6 +91,12 @@ def test_the_steps_of_a_learner_that_is_cut_off_alone_are_merged(tmp_path: Path)
     events, lost, back = asyncio.run(train(RunDir.create(tmp_path / "run")))
     print(back["text"])
     assert back["away_s"] >= CUT_S
+    assert "learner-0 is connected again after " in back["text"]
+    log = RunDir(tmp_path / "run").log(ALONE).read_text()
+    again = [line for line in log.splitlines() if "connected again" in line]
+    assert (
+        again and " steps made meanwhile " in again[-1] and log.rindex("connected again") > log.rindex("out of reach")
+    )
     assert back["steps"] >= 0.25 * CUT_S / 0.1, "it trained on"
     assert back["kept"] + back["merged"] >= 0.95 * back["steps"] and back["dropped"] < 1
     began, ended = lost["t"], lost["t"] + back["steps"]

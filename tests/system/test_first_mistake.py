@@ -78,4 +78,36 @@ def test_a_script_that_never_calls_step_is_asked_about_it_and_does_not_hold_up_t
     run.ended(code=1)
     asked = "does the script call learner.step() after every optimizer step?"
     assert f"atoll: no learner made a step: {asked}" in run.stderr and asked in run.stdout
-    assert "learner-0 was killed: its script never called learner.step()" in run.stdout
+    assert "learner-0 was killed at the end: it had made no step" in run.stdout
+
+
+ATTACHED = """
+import time
+import torch
+import atoll
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+atoll.evaluate(model, lambda model: {}["accuracy"])
+learner = atoll.attach(model, optimizer, tokens=1)
+for step in range(1000):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    if step == 30:
+        {}["missing"]
+"""
+
+
+def test_an_exception_of_an_attached_script_is_told_as_that_and_one_of_the_evaluator_ends_nothing(run: Run) -> None:
+    words = ("--learners", "1", "--steps", "1000", "--max-restarts", "0")
+    run.train(write_script(run, ATTACHED), *words).ended(code=1)
+    line = ATTACHED.splitlines().index('        {}["missing"]') + 1
+    cause = f"KeyError: 'missing' (mine.py, line {line})"
+    gone = [event["reason"] for event in run.events("left", "lost")]
+    assert gone == [f"its training script ended with {cause}"], "the syncer is told by the script itself"
+    assert f"learner-0 failed: {cause}" in run.stdout and cause in run.stderr
+    told = [event["text"] for event in run.events("warning") if event.get("process") == "evaluator"]
+    assert [text for text in told if text.startswith("the model is not scored: KeyError: 'accuracy'")]
+    assert max(event["t"] for event in run.events("left", "lost")) >= 30, "the run went on without scores"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -98,9 +99,15 @@ def test_without_their_relay_learners_go_on_and_with_it_again_they_come_back(run
     moment = time.time()
     run.until(lambda events: len(in_rounds_since(run, moment)) == LEARNERS)
     assert time.time() - moment < BACK_S
+    lost = [event["reason"] for event in run.events("lost")]
+    assert lost and all(reason == "its way through relay eu broke" for reason in lost), lost
+    log = (run.folder / "beside.log").read_text()
+    assert "its relay is out of reach (" in log and "the syncer is out of reach" not in log
     region.start_relay()
     region.wait_for_sums(5)
+    run.until(lambda events: json.loads(run.ask("status", run.out, "--json").stdout)["relays"][0]["bytes_in"] > 0)
     region.end()
+    assert run.summary["relays"]["eu"]["bytes_in"] > 0
 
 
 @pytest.mark.faults
@@ -180,7 +187,8 @@ def test_a_run_with_sums_is_replayed_from_its_journal(run: Run) -> None:
     run.ended()
     assert relay.wait(WAIT_S) == 0 and count_sums(run) > 0
     found = run.replay()
-    assert found["identical"] and found["from_journal"], found
+    assert found["from_journal"] and found["difference"] is None and not found["stopped"], found
+    assert found["identical"] == (found["made_again"] > 0), "what is only read proves nothing"
 
 
 @pytest.mark.faults

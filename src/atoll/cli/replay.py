@@ -6,10 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from atoll.cli.shared import check_workload, document_of
+from atoll.cli.shared import check_workload, document_of, short
 from atoll.config import convert
 from atoll.launch.replay.play import RunReplay
 from atoll.launch.replay.syncer import ReplayOutcome
@@ -18,11 +19,29 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 
 
-def replay(directory: Path, until: int | None, cut: int | None, jobs: int, logs: Path | None, json_: bool) -> None:
+def replay(
+    directory: Path,
+    script: Path | None,
+    arguments: list[str],
+    until: int | None,
+    cut: int | None,
+    jobs: int,
+    logs: Path | None,
+    json_: bool,
+) -> None:
     if jobs < 0:
         raise ConfigError(f"--jobs {jobs} is below 0; 0 takes one for each core")
     out = RunDir.open(directory)
     config = convert(document_of(out.settings), str(out.settings))
+    if script is not None:
+        if not script.is_file():
+            raise ConfigError(f"there is no script {script}: give the path of a Python file")
+        config = msgspec.structs.replace(config, script=(str(script.absolute()), *arguments), by_hand=False)
+    elif config.by_hand and not config.script:
+        raise ConfigError(
+            "the learners of this run were started by hand, so their script is not known here; name it, with its "
+            f"arguments: atoll replay {short(out.path)} SCRIPT [-- ARGUMENTS]"
+        )
     check_workload(config.script)
     kernels.warm()
     console = Console(stderr=True)
@@ -45,7 +64,7 @@ def replay(directory: Path, until: int | None, cut: int | None, jobs: int, logs:
         print(json.dumps(_as_json(outcome), indent=2))
     else:
         _say(outcome, Console(highlight=False, soft_wrap=True))
-    if outcome.difference is not None or outcome.stopped:
+    if not outcome.is_identical:
         sys.exit(1)
 
 
@@ -54,7 +73,7 @@ def _say(outcome: ReplayOutcome, console: Console) -> None:
         console.print(f"note: {remark}")
     if rounds := outcome.from_journal:
         console.print(
-            f"note: {len(rounds)} rounds were taken from the journal and not made again ({_ranges(rounds)}): "
+            f"note: {len(rounds)} rounds were read from the journal and not made again ({_ranges(rounds)}): "
             "a member's steps could not be repeated, or came in a relay's sum"
         )
     if (difference := outcome.difference) is not None:
@@ -65,7 +84,18 @@ def _say(outcome: ReplayOutcome, console: Console) -> None:
     if outcome.stopped:
         console.print(f"stopped: {outcome.stopped}")
     if outcome.through >= 0:
-        console.print(f"bit-identical through round {outcome.through} ({outcome.compared} versions compared)")
+        console.print(_verdict(outcome))
+
+
+def _verdict(outcome: ReplayOutcome) -> str:
+    read = len(outcome.from_journal)
+    if read and not outcome.made_again:
+        return (
+            f"no round was made again: {read:,} were read from the journal, through round {outcome.through}, and fit "
+            "together; a replay that only reads proves nothing of the training"
+        )
+    made = f"{outcome.made_again:,} rounds made again, {read:,} read from the journal"
+    return f"bit-identical through round {outcome.through}: {made} ({outcome.compared} versions compared)"
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -81,10 +111,11 @@ def _ranges(numbers: list[int]) -> str:
 def _as_json(outcome: ReplayOutcome) -> dict[str, object]:
     difference = outcome.difference
     return {
-        "identical": difference is None and not outcome.stopped,
+        "identical": outcome.is_identical,
         "through": outcome.through,
         "compared": outcome.compared,
         "digest": outcome.digest(),
+        "made_again": outcome.made_again,
         "from_journal": outcome.from_journal,
         "difference": None
         if difference is None

@@ -24,6 +24,7 @@ from functools import partial
 
 from atoll.courier.body import FragmentTransfers, OpenBox, load_kernels, open_box, say
 from atoll.courier.memory import LearnerMemory
+from atoll.courier.processor_use import ProcessorUse
 from atoll.courier.rank_channel import BoxReady, ShardsKnown
 from atoll.courier.rank_events import SaidByAll
 from atoll.courier.rank_follower import RankFollower
@@ -64,6 +65,8 @@ from atoll.protocol.succession import Holder
 PARENT_CHECK_S = 1.0
 JOIN_REPORT_S = 0.5
 """Time between two reports of how much of the run's parameters has arrived, while it joins."""
+FIRST_STEP_LOOK_S = 2.0
+"""Time between two looks at whether the training process uses the processor, until its first step."""
 SAY_S = 10.0
 """Between two lines that say the same."""
 
@@ -104,6 +107,8 @@ class Courier:
         """Waits until the ranks have found each other."""
         self._opened: tuple[OpenBox, MailboxReady] | None = None
         """This rank's memory, until all ranks have theirs."""
+        self._stepped = False
+        """The training process has made a step since this courier began."""
         self._ended = False
         """A rank is gone, and the learner with it: nothing more is done."""
 
@@ -112,6 +117,7 @@ class Courier:
             self._tasks = tasks
             watch = tasks.create_task(lasting("watch for the parent", self._watch_parent))
             joining = tasks.create_task(lasting("report how far it has joined", self._watch_joining))
+            starting = tasks.create_task(lasting("look at the first step", self._watch_first_step))
             self._kernels = tasks.create_task(asyncio.to_thread(load_kernels))
             self._loop.add_reader(self._channel.sock, self._run_callback, self._readable)
             try:
@@ -121,6 +127,7 @@ class Courier:
                 self._loop.remove_reader(self._channel.sock)
             watch.cancel()
             joining.cancel()
+            starting.cancel()
             await self._close_ranks()
             if self._link is not None:
                 await self._link.close()
@@ -175,6 +182,7 @@ class Courier:
             case MailboxReady():
                 self._open_box(frame)
             case StepReport(stepped, epoch):
+                self._stepped = True
                 if epoch == (self._memory.epoch if self._memory is not None else 0):
                     self._handle(stepped)
             case fx.Told() | fx.Registered() | fx.Taken():
@@ -395,10 +403,11 @@ class Courier:
     def _lost(self, reason: str) -> None:
         self._held.clear()
         if self._serving is not None:
-            self._handle(fx.Disconnected(reason))
+            self._handle(fx.Disconnected(reason, self._link.lost if self._link is not None else "syncer"))
             return
         self._channel.send(DialFailed(reason))
-        self._say_note(f"the syncer is out of reach ({reason}); dialling again")
+        peer = "its relay" if self._link is not None and self._link.lost == "relay" else "the syncer"
+        self._say_note(f"{peer} is out of reach ({reason}); dialling again")
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
@@ -514,6 +523,21 @@ class Courier:
         self._handle(fx.Lacking(lacking))
         if not self._channel.clogged:  # what waits for a training process that reads nothing is not to grow
             self._channel.send(JoinProgress(memory.bodies.whole_bytes, lacking))
+
+    async def _watch_first_step(self) -> None:
+        """torch.compile may take minutes, in the training process and in those that it starts."""
+        usage = ProcessorUse(self._parent, but=os.getpid())
+        while True:
+            await asyncio.sleep(FIRST_STEP_LOOK_S)
+            if self._stepped or self._machine is None or self._machine.phase != "training":
+                continue
+            works = await asyncio.to_thread(usage.look)
+            if not self._over.is_set():
+                self._run_callback(self._note_first_step, works)
+
+    def _note_first_step(self, uses_cpu: bool) -> None:
+        if not self._stepped:
+            self._handle(fx.FirstStep(uses_cpu))
 
     async def _watch_parent(self) -> None:
         """A worker forked off the training process may keep its socket open, so watch the parent pid as well."""

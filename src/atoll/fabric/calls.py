@@ -128,9 +128,9 @@ async def send_frame(socket: aiohttp.ClientWebSocketResponse, data: bytes) -> No
         await socket.send_bytes(data)
 
 
-async def close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
+async def close_socket(socket: aiohttp.ClientWebSocketResponse, message: bytes = b"") -> None:
     with as_unreachable():
-        await socket.close()
+        await socket.close(message=message)
 
 
 # ---- errors in words ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Literal
 
 import aiohttp
 import msgspec
@@ -46,6 +47,7 @@ from atoll.protocol.messages import Ending, Finish, FromLearner, FromSyncer, Hel
 RELAY_S = 8.0
 """Between two looks whether a relay is there again, on average."""
 RELAY_BACK = "it goes to its relay, which is there now"
+LostPeer = Literal["syncer", "relay", ""]
 
 
 class RelaySearch:
@@ -59,9 +61,12 @@ class RelaySearch:
         self._is_relay[url] = is_relay or self._is_relay.get(url, False)
         return self._is_relay[url]
 
+    def is_relay(self, url: str) -> bool:
+        return self._is_relay.get(url, False)
+
     def list_asked(self, urls: Sequence[str], used: str) -> list[str]:
         """While `used` is; none, where that is a relay."""
-        if self._is_relay.get(used, False):
+        if self.is_relay(used):
             return []
         return [url for url in urls if url != used and self._is_relay.get(url, True)]
 
@@ -92,6 +97,8 @@ class SyncerConnection(BodyConnection):
         self._backoff_s = self._limits.backoff_s
         self._control: aiohttp.ClientSession | None = None
         self._relays = RelaySearch()
+        self.lost: LostPeer = "syncer"
+        """What the last loss was of, as told to `on_lost`; empty: it was left for its relay."""
         self._back_to = ""
         """A relay that answers again."""
         self._closing = asyncio.Event()
@@ -110,6 +117,9 @@ class SyncerConnection(BodyConnection):
                 reason = await self._connected()
                 if self._closing.is_set():
                     break
+                self.lost = "relay" if self._relays.is_relay(self.url) else "syncer"
+                if self._back_to:
+                    self.lost, reason = "", RELAY_BACK
                 self._on_lost(reason)
                 await self._pause()
                 self._take_next_address()
@@ -188,7 +198,7 @@ class SyncerConnection(BodyConnection):
         finally:
             self._outbox = None
             await close_socket(socket)  # also when this task is cancelled; a closed one stays as it is
-        return RELAY_BACK if self._back_to else reason
+        return reason
 
     async def _watch_relays(self, outbox: SendQueue) -> None:
         """Hang up when a relay answers, with the syncer behind it. It may be there for the first time."""
@@ -234,7 +244,7 @@ class SyncerConnection(BodyConnection):
             except Unreachable as error:
                 return f"the control channel failed: {error}"
             if frame.type is not aiohttp.WSMsgType.BINARY:
-                return _ending(socket, frame)
+                return _ending(socket, frame, "relay" if self._relays.is_relay(self.url) else "syncer")
             self.bytes_in += len(frame.data)
             try:
                 message = decode_from_syncer(frame.data)
@@ -252,13 +262,13 @@ class SyncerConnection(BodyConnection):
         await close_socket(socket)
 
 
-def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -> str:
+def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage, peer: str) -> str:
     if frame.type is aiohttp.WSMsgType.ERROR:
         return one_line(f"the control channel failed: {socket.exception() or frame.data}")
     if frame.type is aiohttp.WSMsgType.TEXT:
-        return "the syncer sent text on the control channel"
+        return f"the {peer} sent text on the control channel"
     why = one_line(frame.extra or "")
-    return f"the syncer closed the control channel{': ' + why if why else ''}"
+    return f"the {peer} closed the control channel{': ' + why if why else ''}"
 
 
 def _control_session(address: SyncerAddress, limits: FabricLimits, relays: RelaySearch) -> aiohttp.ClientSession:

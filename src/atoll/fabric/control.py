@@ -96,7 +96,7 @@ class ControlServer:
         if not self._hellos.any_left(_whose(request), asyncio.get_running_loop().time()):
             raise Rejected(429, LATER)
         relay = request.headers.get(RELAY_HEADER, "")
-        if relay and (self.relays is None or not self.relays.is_connected(relay)):
+        if relay and (self.relays is None or not self.relays.name_of(relay)):
             raise Rejected(503, "the relay that passes this on is not connected: try again later")
         socket = ServerSocket(
             compress=False,
@@ -118,7 +118,7 @@ class ControlServer:
         return socket
 
     async def _talk(self, request: web.Request, socket: ServerSocket, unopened: UnopenedChannel) -> None:
-        limits = self._limits
+        limits, relay = self._limits, request.headers.get(RELAY_HEADER, "")
         flood = MessageRate(limits, asyncio.get_running_loop().time)
         try:
             hello = await self._hello(request, socket, flood)
@@ -138,7 +138,8 @@ class ControlServer:
             mark=request[VISITOR].mark,
             holder=Holder.of(hello, request.remote or ""),
             liveness=PeerPing(socket.ping),
-            relay=request.headers.get(RELAY_HEADER, ""),
+            relay=relay,
+            relay_name=self.relays.name_of(relay) if relay and self.relays is not None else "",
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(socket, channel, outbox))
@@ -151,7 +152,7 @@ class ControlServer:
                 else:
                     await self._until_closed(socket)
             except _Gone as gone:
-                channel.reason = channel.reason or str(gone)
+                channel.reason = channel.reason or _explain_end(channel, gone)
             finally:
                 outbox.close(discard=True)
                 self._shut(channel)
@@ -289,7 +290,7 @@ class ControlServer:
         if frame.type is WSMsgType.ERROR:
             self.bad_frames += socket.exception() is not None
             raise _Gone(one_line(f"the channel failed: {socket.exception() or frame.data}"))
-        raise _Gone(f"the learner closed the channel ({one_line(frame.extra or 'no reason given')})")
+        raise _Gone(f"the learner closed the channel ({one_line(frame.extra or 'no reason given')})", frame.extra or "")
 
     async def _pong(self, socket: web.WebSocketResponse, data: bytes) -> None:
         try:
@@ -305,7 +306,9 @@ class ControlServer:
 
 
 class ConnectedRelays(Protocol):
-    def is_connected(self, session: str) -> bool: ...
+    def name_of(self, session: str) -> str:
+        """Name of a connected relay; empty: it is not."""
+        ...
 
 
 class MessageRate:
@@ -354,6 +357,20 @@ class UnopenedChannel:
 
 class _Gone(Exception):
     """No more frames will come."""
+
+    def __init__(self, text: str, said: str = "") -> None:
+        """`said`: the words with which the peer closed the channel; empty: it said nothing, or died."""
+        super().__init__(text)
+        self.said = one_line(said)
+
+
+def _explain_end(channel: ControlChannel, gone: _Gone) -> str:
+    """Return why a channel ended. A learner behind a relay that dies has not closed it."""
+    if not channel.relay:
+        return str(gone)
+    return (
+        f"relay {channel.relay_name}: {gone.said}" if gone.said else f"its way through relay {channel.relay_name} broke"
+    )
 
 
 class _Later(PeerError):

@@ -46,6 +46,7 @@ class ControlChannel:
         holder: Holder | None = None,
         liveness: PeerPing | None = None,
         relay: str = "",
+        relay_name: str = "",
     ) -> None:
         self.learner = learner
         self.session = session
@@ -55,8 +56,8 @@ class ControlChannel:
         """Who has the learner's name by it."""
         self.liveness = liveness
         """None: nobody is asked."""
-        self.relay = relay
-        """The session of the relay that it comes through; empty: directly."""
+        self.relay, self.relay_name = relay, relay_name
+        """The session and the name of the relay that it comes through; empty: directly."""
         self.reason = ""
         """Why it is closed or closing; empty while it is open."""
         self._outbox = outbox

@@ -128,8 +128,9 @@ class RelayServer:
             web.put(f"{SUMS}/{{ask:{_NUMBER}}}", self._receive_sum),
         ]
 
-    def is_connected(self, session: str) -> bool:
-        return session in self._channels
+    def name_of(self, session: str) -> str:
+        """Name of a connected relay; empty: it is not."""
+        return self._channels[session].name if session in self._channels else ""
 
     def sweep(self) -> None:
         """Send away whose token counts no more."""

@@ -59,6 +59,8 @@ def main() -> None:
         print(f"atoll: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except SystemExit as end:
+        if end.code:
+            sys.last_value = end
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr, flush=True)
             sys.exit(ConfigError.exit_code)
@@ -67,6 +69,8 @@ def main() -> None:
         if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
             print(f"atoll: {missing(error.name, Path(sys.argv[0]).name)}", file=sys.stderr, flush=True)
             sys.exit(ConfigError.exit_code)
+        # A learner that was attached leaves as the interpreter ends (attach.py): with this as the reason.
+        sys.last_value = error
         usage = is_usage_error(error)
         remove_own_frames(error, usage=usage or is_wrong_return(error))
         sys.excepthook(type(error), error, error.__traceback__)

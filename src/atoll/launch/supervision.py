@@ -5,8 +5,9 @@
 - a learner with exit code 2 found something wrong that a restart cannot mend: it is left out and the others go on; when
   none is left, the run fails with its words;
 - a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
-  anybody made a step, the same mistake in the code on every learner after each was restarted, an exception of the
-  scorer, or a return that is no score, before the first score;
+  anybody made a step, the same mistake in the code on every learner after each was restarted;
+- an evaluator that fails is started again like a learner, but a mistake in its code is not repeated: the run goes on
+  without scores, and a warning says so;
 - a learner that was asked to leave (`atoll scale`) is gone for good, however it ended;
 - a learner of several ranks (ranks.py) is one process in all of this; what is said names the rank;
 - any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit. Once the
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import signal
 import time
-from math import inf
 
 from atoll.launch.children import Child, ScriptError, describe_exit, find_shared_error, read_script_error
 from atoll.launch.resume import EVERYONE_ENDED, describe_resume
@@ -28,14 +28,14 @@ from atoll.learner.script import TERMINATED, tells_unjoined
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
-from atoll.telemetry.status import AWAY, RunStatus
+from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
 SAME_INTERRUPT_S = 0.5
 """Two interrupts so close to each other are one: nobody presses Ctrl-C so fast to have everything killed."""
-SAME_MISTAKE_S = 5.0
-"""If no learner fails as the evaluator did within this time, the mistake is the evaluator's own."""
 LEAVE_S = 120.0
 """A learner that was asked to leave and is still there after this is killed."""
+FIRST_STEP_S = 10.0
+"""The end of a run does not wait for a learner whose first step takes longer: it has nothing to give."""
 UNWRITABLE = 4
 """A syncer whose disk failed ends with this code: starting it again would not mend the disk."""
 
@@ -63,7 +63,6 @@ class Supervision:
         self._removed: set[str] = set()
         """Those that have left."""
         self.interrupts, self._interrupted_at = 0, 0.0
-        self._blame_scorer_at = inf
         self._orders: list[str] = []
         self.ending = False
         self._refusal = ""
@@ -103,7 +102,7 @@ class Supervision:
         self._scored = self._scored or status.validation_round is not None
         self._joined = self._joined or bool(status.learners)
         self.here |= {one.learner for one in status.learners if one.state not in AWAY}
-        self._without_step |= {one.learner for one in status.learners if one.state == "stalled"}
+        self._without_step |= {one.learner for one in status.learners if _makes_no_step(one)}
         self._without_step -= {one.learner for one in status.learners if one.step}
 
     def describe_absence(self, name: str, phase: str) -> str:
@@ -175,8 +174,6 @@ class Supervision:
                 self._handle_exit_of_scorer(child, code)
             else:
                 self._handle_exit_of_learner(child, code)
-        if self.scorer is not None and (self.interrupts or time.monotonic() >= self._blame_scorer_at):
-            self._blame_scorer(self.scorer)
         self._kill_late_leavers()
         # One that died since it was looked at above still has its process here: the next look says what becomes of it.
         if not any(child.started or child.waiting for child in self.learners.values()):
@@ -301,25 +298,17 @@ class Supervision:
         self.send_order("end its script failed")
 
     def _handle_exit_of_scorer(self, child: Child, code: int) -> None:
-        if child.name in self._errors and (code == USAGE or not self._scored):
-            self._blame_scorer_at = time.monotonic() + (0.0 if code == USAGE or self._joined else SAME_MISTAKE_S)
-            return
+        """The run goes on without it. A mistake that every restart repeats is told at once."""
         if self._failure is not None:
             return
-        if code not in (0, 2) and child.restart_later():
+        error = self._errors.get(child.name)
+        hopeless = code in (0, ConfigError.exit_code, USAGE) or (error is not None and error.is_in_code)
+        if not hopeless and not self.interrupts and child.restart_later():
             return
         if code != 0:
-            never = "" if self._scored else "the model is not scored"
-            self._log_warning(child, f"{never or 'the model is not scored any more'}: {self.read_last_words(child)}")
+            lost = "the model is not scored any more" if self._scored else "the model is not scored"
+            self._log_warning(child, f"{lost}: {self.read_last_words(child)}; the run goes on")
         self.send_order("unscored")
-
-    def _blame_scorer(self, child: Child) -> None:
-        if self._blame_scorer_at == inf:
-            return
-        self._blame_scorer_at = inf
-        self._fail_with_script(child, "the script failed in the evaluator before its first score")
-        if self._failure is None:  # the run was asked to end: it waits for no score
-            self.send_order("unscored")
 
     def find_failure(self) -> AtollError | None:
         """Why the run failed, with the command that goes on with it: what that needs is known at the end."""
@@ -344,11 +333,11 @@ class Supervision:
     # ---- at the end of the run --------------------------------------------------------------------------------------
 
     def kill_without_step(self) -> None:
-        """Only learner.step tells a script that the run ends: one that never calls it would hold up the end."""
+        """Only learner.step tells a script that the run ends: a learner that has made no step would hold up the end."""
         for name in self._without_step:
             if name in self.learners and self.learners[name].running:
                 self.learners[name].kill_all()
-                text = f"{name} was killed: its script never called learner.step()"
+                text = f"{name} was killed at the end: it had made no step"
                 data: dict[str, object] = {"process": name, "code": self.learners[name].poll_exit(), "stepless": True}
                 self._events.say("exited", text, data)
 
@@ -382,6 +371,10 @@ class Supervision:
         if (error := self._errors.get(child.name)) is not None:
             return error.summary
         return child.ended.last_words().removeprefix("atoll: ")
+
+
+def _makes_no_step(one: LearnerStatus) -> bool:
+    return one.state == "stalled" or (one.state == "starting" and one.first_step_s >= FIRST_STEP_S)
 
 
 def _is_unjoined(child: Child, code: int) -> bool:

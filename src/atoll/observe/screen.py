@@ -31,10 +31,10 @@ from atoll.observe.figures import (
     span,
     sparkline,
 )
-from atoll.observe.tail import EventTail, NotableEvents, PlainLines, describe_presence
+from atoll.observe.tail import NO_STEP, EventTail, NotableEvents, PlainLines, describe_presence
 from atoll.protocol.statistics import format_score
 from atoll.telemetry.events import Event
-from atoll.telemetry.status import AWAY, STEPPING, LearnerStatus, RunStatus
+from atoll.telemetry.status import AWAY, STEPPING, LearnerStatus, RelayStatus, RunStatus
 
 __all__ = ["EventTail", "LiveScreen", "PlainLines", "choose_screen"]
 
@@ -68,6 +68,7 @@ OFF_H = 0.15
 
 _STATES = {
     "joining": ("◌", "cyan"),
+    "starting": ("◌", "cyan"),
     "training": ("●", "green"),
     "stalled": ("◍", "yellow"),
     "muted": ("◍", "yellow"),
@@ -204,7 +205,7 @@ def _left(status: RunStatus) -> str:
 def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
     facts: list[tuple[str, Text]] = [
         ("round", Text(f"{count(status.round)} · step {count(status.global_step)}")),
-        ("goodput", _share(status.goodput, 0.8)),
+        ("goodput", _goodput(status)),
         ("tokens", Text(f"{count(status.tokens)} · {count(status.tokens_per_s)}/s")),
         ("effective H", _effective_h(status)),
         ("participation", _share(status.participation, 0.5)),
@@ -229,6 +230,18 @@ def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
     return grid
 
 
+def _goodput(status: RunStatus) -> Text:
+    if status.goodput is None and status.phase == "training":
+        return Text(NO_STEP)
+    return _share(status.goodput, 0.8)
+
+
+def describe_relay(relay: RelayStatus) -> str:
+    """Return "eu 12.0MB in, 30.1MB out"."""
+    gone = "" if relay.connected else " (gone)"
+    return f"{relay.relay}{gone} {count(relay.bytes_in)}B in, {count(relay.bytes_out)}B out"
+
+
 def describe_store(status: RunStatus) -> str:
     """How far the bucket is behind."""
     if not status.store_rounds:
@@ -249,6 +262,8 @@ def _last_round(status: RunStatus) -> Table:
         grid.add_row("overlap", Text(_overlap(status)))
     if status.outer_step is not None:
         grid.add_row("outer step", Text(_outer_step(status)))
+    if status.relays:
+        grid.add_row("relays", Text(plain(listing([describe_relay(one) for one in status.relays], 3))))
     if status.narrowest:
         grid.add_row("narrowest", Text(plain(status.narrowest), "yellow"))
     if status.shortage:

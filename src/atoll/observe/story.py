@@ -38,7 +38,7 @@ ADVICE = "Advice: "
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
     told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary), _phases(summary)]
-    told += [_shares(summary, events)]
+    told += [_shares(summary, events), _relays(summary)]
     told += [_merging(summary, events), _training(summary), _validation(summary), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
     told += [f"{ADVICE}{advice}" for advice in advise(summary)]
@@ -140,8 +140,8 @@ def _deaths(events: Sequence[Event]) -> str:
 
 
 def _stepless(names: Sequence[str]) -> str:
-    were, its = ("was", "its script") if len(names) == 1 else ("were", "their scripts")
-    return f"{listing(names)} {were} killed at the end: {its} never called learner.step()." if names else ""
+    were, it = ("was", "it") if len(names) == 1 else ("were", "they")
+    return f"{listing(names)} {were} killed at the end: {it} had made no step." if names else ""
 
 
 NO_LEARNERS = ("syncer", "shard-", "evaluator")
@@ -168,6 +168,14 @@ def _gaps(summary: Summary) -> str:
         f"(participation); "
         f"the longest pause between two was {span(summary['longest_gap_s'])} (median {span(summary['median_gap_s'])})."
     )
+
+
+def _relays(summary: Summary) -> str:
+    ways = [
+        f"{plain(name)} {count(one['bytes_in'])}B to the syncer and {count(one['bytes_out'])}B back"
+        for name, one in (summary.get("relays") or {}).items()
+    ]
+    return f"Bodies through relays: {listing(ways)}." if ways else ""
 
 
 def _shares(summary: Summary, events: Sequence[Event]) -> str:

@@ -30,6 +30,7 @@ larger than was asked, with what it carried; empty: none did |
 | tokens | by fate (`ledger.FATES`): computed is the sum of the others. From the ledger; without it, from the events |
 | tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too), filtered; only of a ledger |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
+| relays | per relay, bytes of bodies that the syncer received through it (bytes_in) and sent (bytes_out) |
 | longest_gap_s, median_gap_s | time between two commits |
 | wall_s, total_s | the training part; from the first event to the last |
 | validation_loss_start, _end, _best, _best_round | of the global model, by the evaluator (CPU: evaluator_cpu_s); _end
@@ -159,6 +160,7 @@ def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None)
         "quarantines": len(select_kinds(timeline, "quarantined")),
         "recovery": recoveries(timeline, part),
         "bytes_per_token": _bytes_per_token(timeline, tokens["computed"]),
+        "relays": _relays(timeline),
         **read_scores(select_kinds(timeline, "score")),
         **training_losses(rounds, fragments),
         "evaluator_cpu_s": _round(sum(float(e.get("cpu_s") or 0.0) for e in select_kinds(timeline, "score"))),
@@ -450,6 +452,15 @@ def muted_seconds(timeline: Sequence[Event], part: Span) -> dict[str, float]:
     for learner, start in since.items():
         found[learner] += Span(start, max(start, part.end)).within(part).length
     return found
+
+
+def _relays(timeline: Sequence[Event]) -> dict[str, dict[str, int]]:
+    """Bytes through each relay, over all terms that came to an end."""
+    found: dict[str, Counter[str]] = {}
+    for event in select_kinds(timeline, "finished"):
+        for name, figures in event.get("relays", {}).items():
+            found.setdefault(name, Counter()).update(figures)
+    return {name: dict(figures) for name, figures in sorted(found.items())}
 
 
 def _bytes_per_token(timeline: Sequence[Event], computed: int) -> float | None:

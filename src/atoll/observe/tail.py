@@ -97,6 +97,7 @@ NOTABLE = {
     "quarantined": "bold yellow",
     "muted": "yellow",
     "stalled": "yellow",
+    "starting": "cyan",
     "warning": "yellow",
     "devices": "cyan",
     "passed": "yellow",
@@ -374,6 +375,9 @@ def _narrowest(status: RunStatus) -> str:
     return f" ({plain(status.narrowest)})" if status.narrowest else ""
 
 
+NO_STEP = "no one has stepped yet"
+
+
 def status_line(status: RunStatus) -> str:
     """The run in one line."""
     if status.phase == "waiting":
@@ -386,7 +390,7 @@ def status_line(status: RunStatus) -> str:
         f"{clock(status.elapsed_s):>7}{spent}  round {status.round:,}",
         describe_presence(status),
         f"H {decimal(status.effective_h, 1)}/{status.sync_every}{_narrowest(status)}",
-        f"goodput {percent(status.goodput)}",
+        f"goodput {NO_STEP if status.goodput is None else percent(status.goodput)}",
         f"merged {percent(status.merged_share)}",
         f"{count(status.tokens_per_s)} tokens/s",
         f"validation {format_score(status.validation_loss)}",
@@ -396,4 +400,6 @@ def status_line(status: RunStatus) -> str:
         parts.append(f"left {clock(status.left_s) if status.left_s is not None else NONE}")
     if status.phase != "training":
         parts.append(status.phase)
+    elif status.goodput is None and status.notice:
+        parts.append(plain(status.notice))
     return " · ".join(parts)

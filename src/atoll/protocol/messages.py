@@ -176,6 +176,8 @@ class Progress(Message, frozen=True):
     """Bytes per second that its way down carries; 0: not measured yet."""
     lacking_bytes: Count = 0
     """Bytes of the run's parameters that have not arrived yet, while it joins; 0: all have, or it cannot tell."""
+    starting: bool = False
+    """Its training process is in its first step and uses the processor: it may be compiling."""
 
 
 class Heartbeat(Message, frozen=True):

@@ -119,12 +119,17 @@ class SumFailed(RelayMessage, frozen=True):
 
 
 class RelayRates(RelayMessage, frozen=True):
-    """Rates of the link between this relay and the syncer, which all of its learners share; 0: not measured yet."""
+    """Rates of the link between this relay and the syncer, which all of its learners share (0: not measured yet), and
+    what has crossed it."""
 
     up_rate: Real = 0.0
     """Bytes per second of the sums that it sent."""
     down_rate: Real = 0.0
     """Bytes per second of the versions that it fetched."""
+    bytes_up: Count = 0
+    """Bytes of bodies that it has sent since this channel opened: sums, and contributions that it passed on."""
+    bytes_down: Count = 0
+    """Bytes of versions that it has fetched since then."""
 
 
 class SumSettled(RelayMessage, frozen=True):

@@ -92,6 +92,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stalled_after_s: float = 10.0
     """A learner that has made no step for this long (and eight times its step) is not waited for. So long a due round
     also waits for its quorum where enough learners step but too few are ready."""
+    first_step_s: float = 900.0
+    """How long the first step of a training process may take while it uses the processor (torch.compile, autotuning).
+    Until then the learner is not waited for, and that is no fault; after it, it is stalled."""
     pull_floor_s: float = 0.75
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
@@ -151,6 +154,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "abandon_s",
             "cut_wait_s",
             "stalled_after_s",
+            "first_step_s",
             "pull_floor_s",
             "join_stall_s",
         ):

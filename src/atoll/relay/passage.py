@@ -42,11 +42,13 @@ class Passage:
         self.tensors, self.has_ranks = hello.tensors, bool(hello.ranks)
         self._below, self._above = below, above
 
-    async def close(self) -> None:
+    async def close(self, why: str) -> None:
+        """`why`: told to both ends, which cannot see what became of the other."""
+        message = why.encode("ascii", "replace")[:120]
         with suppress(OSError, Unreachable, TimeoutError):
-            await close_socket(self._above)
+            await close_socket(self._above, message)
         with suppress(OSError, TimeoutError):
-            await self._below.close()
+            await self._below.close(message=message)
 
 
 async def serve_passage(
@@ -105,10 +107,11 @@ async def _pass_frames(
     try:
         await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
     finally:
+        why = "the syncer closed the channel" if down.done() else "the learner closed the channel"
         for one in (up, down):
             one.cancel()
         await asyncio.gather(up, down, return_exceptions=True)
-        await passage.close()
+        await passage.close(why)
 
 
 async def _pass_up(below: ServerSocket, above: ClientSocket, limits: FabricLimits) -> None:

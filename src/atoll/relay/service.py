@@ -51,6 +51,8 @@ AGAIN_S = 0.5
 """Between two dials."""
 RATES_S = 1.0
 """Seconds between two looks whether the syncer should hear new rates."""
+TRAFFIC_S = 5.0
+"""Longest time after which the syncer hears what has crossed the link."""
 CHANGED = 0.05
 """Part of a rate by which it has changed when the syncer hears of it."""
 
@@ -104,7 +106,9 @@ class RelayService:
         self._fingerprint = ""
         self._channel: ClientSocket | None = None
         self._told = RelayRates()
-        """Rates that the syncer knows."""
+        """Rates that the syncer knows, and bytes that it was told of over this channel."""
+        self._told_before = (0, 0)
+        """Bytes that it was told of over earlier channels."""
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -127,7 +131,8 @@ class RelayService:
                 rates.cancel()
         finally:
             self.up = False
-            await self._close_passages()  # learners go on directly from now, not when the port is closed
+            # Learners go on directly from now, not when the port is closed.
+            await self._close_passages("the relay ends")
             await self.port.stop()
             await self.upstream.close()
 
@@ -140,7 +145,7 @@ class RelayService:
             if reason != told:
                 self._say(f"the syncer is out of reach ({reason}); dialling again")
             told = "" if self.up else reason
-            await self._note_lost()
+            await self._note_lost(reason)
             await asyncio.sleep(AGAIN_S)
             self.upstream.take_next_address()
 
@@ -167,14 +172,16 @@ class RelayService:
                 await close_socket(channel)
         return "it closed the channel"
 
-    async def _note_lost(self) -> None:
+    async def _note_lost(self, reason: str) -> None:
+        up, down = self._told_before
+        self._told_before = (up + self._told.bytes_up, down + self._told.bytes_down)
         self.up, self._channel, self._told = False, None, RelayRates()
         if self.bodies is not None:
             self.bodies.lose_syncer()
-        await self._close_passages()
+        await self._close_passages(f"it lost the syncer ({reason})")
 
-    async def _close_passages(self) -> None:
-        await asyncio.gather(*(passage.close() for passage in list(self.passages.values())))
+    async def _close_passages(self, why: str) -> None:
+        await asyncio.gather(*(passage.close(why) for passage in list(self.passages.values())))
 
     def _take(self, message: ToRelay) -> None:
         match message:
@@ -236,12 +243,19 @@ class RelayService:
                 await send_frame(self._channel, encode_relay(message))
 
     async def _tell_rates(self) -> None:
+        told_at = 0.0
         while True:
             await asyncio.sleep(RATES_S)
-            ways = self.upstream.ways
-            rates = RelayRates(up_rate=ways.up.bytes_per_s, down_rate=ways.down.bytes_per_s)
-            if self.up and have_changed(self._told, rates):
-                self._told = rates
+            upstream, now = self.upstream, time.monotonic()
+            rates = RelayRates(
+                up_rate=upstream.ways.up.bytes_per_s,
+                down_rate=upstream.ways.down.bytes_per_s,
+                bytes_up=upstream.bytes_up - self._told_before[0],
+                bytes_down=upstream.bytes_down - self._told_before[1],
+            )
+            is_news = have_changed(self._told, rates) or (rates != self._told and now >= told_at + TRAFFIC_S)
+            if self.up and is_news:
+                self._told, told_at = rates, now
                 await self._send(rates)
 
     # ---- learners -----------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import safetensors.numpy
 
 from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
@@ -144,13 +143,9 @@ def _check_out(run: RunDir, out: Path, force: bool) -> None:
 def _save(
     path: Path, tensors: Mapping[str, FloatArray], facts: Mapping[str, str], unmerged: Mapping[str, StoredTensor]
 ) -> None:
-    """Like every model of ours; its metadata says what it is of."""
-    metadata = {"format": "pt", **facts}
-    if unmerged:
-        save_whole(path, tensors, unmerged, metadata)
-        return
-    with staged(path) as draft:
-        safetensors.numpy.save_file(dict(tensors), draft, metadata=metadata)
+    """Like every model of ours; its metadata says what it is of. Equal tensors and facts give equal files: safetensors
+    itself writes metadata in a random order."""
+    save_whole(path, tensors, unmerged, {"format": "pt", **facts})
 
 
 NOTHING_UNMERGED = "-".join([hashlib.blake2b(b"", digest_size=16).hexdigest()] * 2)
@@ -272,7 +267,7 @@ def save_whole(
 
 
 def _header(whole: Mapping[str, StoredTensor | FloatArray], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name, one in whole.items():
         start, end = end, end + _length(one)

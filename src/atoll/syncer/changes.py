@@ -32,6 +32,7 @@ RULES = (
     "lost_after_s",
     "abandon_s",
     "stalled_after_s",
+    "first_step_s",
     "pull_floor_s",
     "strikes",
     "weight_limit",

@@ -7,6 +7,7 @@ time, and an event says whom it did not wait for any longer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from atoll.fabric.wire import one_line
 from atoll.protocol.account import make_account
@@ -17,6 +18,7 @@ from atoll.store.writer_lease import Deposed
 from atoll.syncer.effect_queue import EffectQueue
 from atoll.syncer.run_store import RunStore
 from atoll.telemetry.events import EventLog
+from atoll.telemetry.status import RelayStatus
 
 GOODBYE_S = 15.0
 """How long a finished run stays up for learners that fetch its last versions."""
@@ -81,7 +83,7 @@ class RunEnding:
         except TimeoutError:
             self._events.say("warning", f"the run closes without {whom}, after a wait of {limit_s:g} s")
 
-    def log_end(self, machine: Syncer | None, traffic: tuple[int, int]) -> None:
+    def log_end(self, machine: Syncer | None, traffic: tuple[int, int], relays: Sequence[RelayStatus] = ()) -> None:
         """Log the last event; `traffic`: bytes received and sent."""
         # A learner that this term never met is left out: the earlier term logged more of it than is known here.
         known = machine.members.learners.values() if machine is not None else ()
@@ -104,6 +106,8 @@ class RunEnding:
             "bytes_in": traffic[0],
             "bytes_out": traffic[1],
         }
+        if relays:
+            data["relays"] = {one.relay: {"bytes_in": one.bytes_in, "bytes_out": one.bytes_out} for one in relays}
         self._events.say("finished", f"the run is over: {self._reason}", data)
 
 

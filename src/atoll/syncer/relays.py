@@ -43,6 +43,7 @@ from atoll.protocol.relay import (
 )
 from atoll.protocol.syncer import effects as fx
 from atoll.syncer.contributions import Inbox, SumMissing
+from atoll.telemetry.status import RelayStatus
 
 SUM_S = 10.0
 """A relay begins to send a sum within this, and what it takes to make it; once it has begun, the fabric's least rate is
@@ -53,6 +54,10 @@ LONGER = 1.02
 """Times as long as its members together, a sum is refused: for what rounding does to it …"""
 LONGER_BY_FEEDBACK = 32.0
 """… and where the codec gives later what it left out before."""
+
+
+MOST_NAMES = 1024
+"""Relays whose bytes are counted."""
 
 
 @dataclass(slots=True)
@@ -78,6 +83,8 @@ class RelaySums:
     """Hears what the link of the relay with this session carries."""
     rates: dict[str, RelayRates] = field(default_factory=dict)
     """Rates that relays have told, by session."""
+    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes of bodies from each relay and to it, by name."""
     gathering: SumGathering = field(default_factory=SumGathering)
     rule: str = "mean"
     mode: RelayMode | None = None
@@ -149,8 +156,32 @@ class RelaySums:
             case RelayRates(up_rate=up, down_rate=down):
                 if min(up, down) < 0:
                     raise PeerError(f"up_rate = {up:g} and down_rate = {down:g}: a rate is not below 0")
+                self._note_traffic(channel.session, channel.name, message)
                 self.rates[channel.session] = message
                 self.tell_rates(channel.session, message)
+
+    def _note_traffic(self, session: str, name: str, told: RelayRates) -> None:
+        """Add what has crossed its link since it told that last."""
+        before = self.rates.get(session, RelayRates())
+        bytes_in, bytes_out = self.traffic.get(name, (0, 0))
+        if name in self.traffic or len(self.traffic) < MOST_NAMES:
+            more = (max(0, told.bytes_up - before.bytes_up), max(0, told.bytes_down - before.bytes_down))
+            self.traffic[name] = (bytes_in + more[0], bytes_out + more[1])
+
+    def list_relays(self) -> tuple[RelayStatus, ...]:
+        """Every relay that has been here since this syncer started, in order of names."""
+        here = {channel.name: self.rates.get(session, RelayRates()) for session, channel in self._channels.items()}
+        return tuple(
+            RelayStatus(
+                relay=name,
+                connected=name in here,
+                bytes_in=self.traffic.get(name, (0, 0))[0],
+                bytes_out=self.traffic.get(name, (0, 0))[1],
+                up_rate=here[name].up_rate if name in here else 0.0,
+                down_rate=here[name].down_rate if name in here else 0.0,
+            )
+            for name in sorted({*self.traffic, *here})
+        )
 
     def _fail(self, ask: int, reason: str) -> None:
         coming = self._coming.get(ask)

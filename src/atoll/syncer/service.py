@@ -115,6 +115,7 @@ class SyncerService:
         apart = f"this run's syncer has {shards} shards, to which learners send directly: let them join it, no relay"
         refusal, of_run = apart if shards > 1 else "", lambda: (self._run, run_store.term)
         self._relays = RelaySums(events.say, of_run, refusal, self._note_relay_rates)
+        self.meter.relays = self._relays.list_relays
         host, port = config.service.host, config.service.port
         self.server = Server(
             self,
@@ -172,7 +173,7 @@ class SyncerService:
             await self._effect_queue.wait_until_empty()
             if self._lead is not None:
                 self._lead.end_run("the run is over")
-            self._ending.log_end(self._machine, self._traffic)
+            self._ending.log_end(self._machine, self._traffic, self._relays.list_relays())
             await self.server.stop()
             self._access.withdraw(self.server.host, self.server.port)
             for task in (writing, beats, watch):

@@ -23,7 +23,7 @@ from atoll.protocol.syncer.interval import HEADROOM, RoundInterval
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.syncer.recovery import outer_of
-from atoll.telemetry.status import STEPPING, LearnerStatus, RunStatus
+from atoll.telemetry.status import STEPPING, LearnerStatus, RelayStatus, RunStatus
 
 RECENT = 256
 """Rounds behind the live figures."""
@@ -34,7 +34,9 @@ BEHIND = 64
 ENOUGH = 0.01
 """Of the budget: so much must be done before the rest is estimated by it."""
 SHOWN = 3
-"""Downloads that a notice names."""
+"""Downloads, or first steps, that a notice names."""
+FIRST_STEP_S = 5.0
+"""A first step that is worth a notice."""
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -73,6 +75,8 @@ class Meter:
         """False: no evaluator is left that would score the model."""
         self.store: Callable[[], StoreLag | None] = lambda: None
         """How far the bucket is behind; None: there is none."""
+        self.relays: Callable[[], tuple[RelayStatus, ...]] = tuple
+        """The relays that have been here."""
         self.standby: Callable[[], str] = str
         """The machine and process of a standby; empty: none waits."""
         self.disk_free_bytes: Callable[[], int | None] = lambda: None
@@ -156,7 +160,7 @@ class Meter:
             **_training_phase(machine),
             grace_s=machine.grace_s if machine else 0.0,
             participation=sum(self._shares) / len(self._shares) if self._shares else None,
-            goodput=self._time.goodput(self._busy_s(machine), now) if machine else None,
+            goodput=self._goodput(now, machine),
             tokens=machine.members.total_tokens() if machine else 0,
             tokens_per_s=sum(one.tokens_per_s for one in learners),
             median_gap_s=median(gaps) if gaps else None,
@@ -178,7 +182,8 @@ class Meter:
             notice=self.notice()
             or self._nobody_here(phase, learners)
             or awaited_learners(machine)
-            or describe_downloads(machine),
+            or describe_downloads(machine)
+            or describe_first_steps(learners),
             standby=self.standby(),
             disk_free_bytes=self.disk_free_bytes(),
             expected=settings.learners,
@@ -186,6 +191,7 @@ class Meter:
             liveness=self._time.liveness(now),
             bytes_in=traffic[0],
             bytes_out=traffic[1],
+            relays=self.relays(),
             fates=totals.whole() if totals else {},
             dropped_by_cause=totals.by_cause() if totals else {},
             merged_share=totals.merged_share() if totals else None,
@@ -222,6 +228,11 @@ class Meter:
             return nobody_started(phase, learners, self._learners, self._joined)
         return nobody_here(phase, learners)
 
+    def _goodput(self, now: float, machine: Syncer | None) -> float | None:
+        """None until somebody has made a step: nothing of its time is known before."""
+        busy_s = self._busy_s(machine) if machine else 0.0
+        return self._time.goodput(busy_s, now) if busy_s else None
+
     def _busy_s(self, machine: Syncer) -> float:
         """Seconds that learners spent stepping, those that are gone included."""
         now = {(one.name, one.incarnation): one.busy_s for one in machine.members.learners.values()}
@@ -251,6 +262,7 @@ class Meter:
             narrower_way=machine.rounds.interval.describe_way(one) if one.share < 1.0 else "",
             up_rate=one.up_rates[0],
             down_rate=one.down_rates[0],
+            first_step_s=round(one.first_step_s, 1) if one.connected else 0.0,
             **_download(one),
         )
 
@@ -323,6 +335,17 @@ def describe_downloads(machine: Syncer | None) -> str:
     if machine.beginning.awaited:
         lines.insert(0, "Training begins once the learners hold version 0")
     return ". ".join(lines) + ("." if lines else "")
+
+
+def describe_first_steps(learners: Sequence[LearnerStatus]) -> str:
+    """Return a notice while learners are in their first step; empty: none is, or not for long."""
+    starting = [one for one in learners if one.state == "starting" and one.first_step_s >= FIRST_STEP_S]
+    if not starting:
+        return ""
+    longest_s = max(one.first_step_s for one in starting)
+    names = ", ".join(one.learner for one in starting[:SHOWN])
+    more = f" and {len(starting) - SHOWN} more" if len(starting) > SHOWN else ""
+    return f"{names}{more}: first step: {longest_s:.0f} s so far (compiling?)."
 
 
 def _download(one: KnownLearner) -> dict[str, Any]:
@@ -450,7 +473,8 @@ def _state(one: KnownLearner, phase: str) -> str:
         return "done" if phase == "finished" and one.stopped and not one.leaving else "gone"
     if one.stopped:
         return "stopped"
-    for name in ("muted", "stalled"):
-        if getattr(one, name):
-            return name
-    return one.state
+    if one.muted:
+        return "muted"
+    if one.state == "training" and one.starting and (one.excused or not one.stalled):
+        return "starting"
+    return "stalled" if one.stalled else one.state

@@ -21,6 +21,7 @@ fragments), weight_share (share of their weight that they get in the next rounds
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,
 rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |
 | passed | syncer | round, fragment: a round that was given up |
+| starting | syncer | learner: it is in its first step (torch.compile?) and is not waited for; no fault |
 | refused, quarantined, muted, probed | syncer | learner (refused: round; quarantined: times of late, wait_s until
 rounds take from it again) |
 | helping, helped, fresh | syncer | learner: who takes whose inner optimizer's state, or why nobody's |
@@ -48,10 +49,11 @@ directions, unit |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
 | finished | syncer | reason, learners (t, tokens, busy_s), computed_before (tokens, when this syncer began), bytes_in,
-bytes_out; the account of the whole run: round (how many were closed), rounds (in which something was merged), tokens,
-dropped_by_cause, merged_share, fates, fragments (of each its version and the tokens merged) |
+bytes_out; relays: bytes_in and bytes_out of each; the account of the whole run: round (how many were closed), rounds
+(in which something was merged), tokens, dropped_by_cause, merged_share, fates, fragments (of each its version and the
+tokens merged) |
 | started, exited, restarted, killed | supervisor | process (and pid, code; ranks: the pids of a learner's ranks but
-the first, by the names of their logs; stepless: killed at the end, since its script never called learner.step();
+the first, by the names of their logs; stepless: killed at the end, since it had made no step;
 unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |

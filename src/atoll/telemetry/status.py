@@ -7,14 +7,14 @@ from msgspec import UNSET, UnsetType
 
 AWAY = ("gone", "restarting", "done")
 """States of a learner that is not connected. That one is being restarted only its supervisor knows."""
-STEPPING = ("joining", "training", "muted", "quarantined")
+STEPPING = ("joining", "starting", "training", "muted", "quarantined")
 """States of one that makes steps, or is about to: out of quarantine it joins again, and trains meanwhile."""
 
 
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     learner: str
     state: str
-    """joining, training, stalled, muted, quarantined, stopped or gone; see AWAY."""
+    """joining, starting (in its first step), training, stalled, muted, quarantined, stopped or gone; see AWAY."""
     incarnation: int
     step: int
     """Steps of all its processes in the run."""
@@ -48,6 +48,8 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the run's parameters that it fetches while it joins; 0: it fetches none."""
     lacking_bytes: int = 0
     """Bytes of them that have not arrived yet."""
+    first_step_s: float = 0.0
+    """Seconds that its first step takes so far; 0: it has made one, or uses no processor."""
     fetch_left_s: float | None = None
     """Seconds until they have, at the rate of the last ten; None: not known."""
 
@@ -55,6 +57,18 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     def fetched_share(self) -> float | None:
         """Share of the parameters that has arrived; None: it fetches none."""
         return 1 - self.lacking_bytes / self.whole_bytes if self.lacking_bytes and self.whole_bytes else None
+
+
+class RelayStatus(msgspec.Struct, frozen=True, kw_only=True):
+    relay: str
+    connected: bool
+    bytes_in: int = 0
+    """Bytes of bodies that this syncer has received through it: sums, and contributions that it passed on."""
+    bytes_out: int = 0
+    """Bytes of versions that it has fetched for its learners."""
+    up_rate: float = 0.0
+    """Bytes per second that its link to the syncer carries; 0: not measured."""
+    down_rate: float = 0.0
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,3 +190,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How far Θ moves for each gradient at this ρ, as the outer optimizer says …"""
     outer_lr: float = 0.0
     """… and η, how far it moves at once."""
+    relays: tuple[RelayStatus, ...] = ()
+    """Every relay that has been here since this syncer started."""

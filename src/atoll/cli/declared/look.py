@@ -119,21 +119,24 @@ LOOKING = (
         """Run it again from its tape on this machine, and compare every version.
 
         The same scripts are told the same things after the same steps, as fast as this machine goes. The exit
-        code is 0 when everything is bit-identical.
+        code is 0 when everything is bit-identical. Where learners were started by hand, name their script.
 
         Examples:
           atoll replay atoll-runs/first
+          atoll replay atoll-runs/by-hand my_script.py -- --my-option 3
           atoll replay atoll-runs/first --until 200 --jobs 1
         """,
         "replay:replay",
         (
             argument("directory", "The run's folder.", find_run, metavar="RUN", required=True),
+            argument("script", "The learners' script; without one, the run's own.", Path),
             option("--until", "Stop after this round.", int),
             option("--from-cut", "Begin with this cut of the run.", int, name="cut"),
             option("--jobs", "Learners that train at a time; 0: one per core.", int, default=0),
             option("--logs", "Keep what the scripts print in this folder.", Path),
             flag("--json", "Print the result as JSON.", name="json_"),
         ),
+        script=True,
     ),
     Command(
         "chaos",

@@ -419,7 +419,10 @@ RUNS = (
             Command(
                 "add",
                 "Commands",
-                """One token more; its join link is printed.
+                """One token more; its join link is printed, as soon as there is one.
+
+                A link names where the syncer is, so there is none before the first syncer was started with
+                these keys: `atoll tokens link NAME` prints it then.
 
                 Example:
                   atoll tokens add anna --learner anna-laptop --hours 48

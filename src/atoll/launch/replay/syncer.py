@@ -80,14 +80,21 @@ class ReplayOutcome:
     """The last round of which every version was the same."""
     compared: int = 0
     """Versions."""
+    made_again: int = 0
+    """Rounds that were made again by training, each with the same version."""
     from_journal: list[int] = field(default_factory=list)
-    """Rounds that were not made again."""
+    """Rounds that were not made again, but read."""
     difference: VersionDifference | None = None
     stopped: str = ""
     """Why it ended before it was to."""
     remarks: list[str] = field(default_factory=list)
     made: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     """Per round, digest and marks of the version it made."""
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether all of it is the same, and something was made again. What is read proves nothing."""
+        return self.difference is None and not self.stopped and (self.made_again > 0 or not self.from_journal)
 
     def digest(self) -> str:
         """Of all versions that were made, in their order."""
@@ -354,6 +361,7 @@ class ReplaySyncer:
             except ValueError as error:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False
+            again = True
         elif self._waits_for_copies(record, known):
             return False
         else:
@@ -368,6 +376,7 @@ class ReplaySyncer:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False
             self.outcome.from_journal.append(record.round)
+            again = False
         if self._shards is not None:
             mark = digest_version(self._parameters.staged_values(record.fragment), self._shards, record.fragment)
         if record.digest and mark != record.digest:
@@ -376,6 +385,7 @@ class ReplaySyncer:
         self.outcome.made[record.round] = (mark, self._parameters.piece_marks(record.fragment))
         self._parameters.commit_version(record.fragment, record.version, record.round)
         self.outcome.through, self.outcome.compared = record.round, self.outcome.compared + 1
+        self.outcome.made_again += again
         self._keep_current([record.fragment])
         self._keep_for_rollback(record.round + 1)
         return True

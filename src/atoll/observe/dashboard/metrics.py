@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from atoll.observe.dashboard.history import rounds_behind
 from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
-STATES = ("joining", "training", "stalled", "muted", "quarantined", "stopped", "gone", "done")
+STATES = ("joining", "starting", "training", "stalled", "muted", "quarantined", "stopped", "gone", "done")
 FATES = ("merged", "dropped", "lost", "rolled_back", "filtered", "in_flight")
 
 
@@ -87,12 +87,20 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
     yield CounterMetricFamily("atoll_tokens", "Tokens trained on.", value=status.tokens)
     yield CounterMetricFamily("atoll_received_bytes", "Bodies and messages from learners.", value=status.bytes_in)
     yield CounterMetricFamily("atoll_sent_bytes", "Bodies and messages to learners.", value=status.bytes_out)
+    yield _labelled("relay_up", "1 while the relay is connected.", "relay", _each_relay(status, "connected"))
+    received, sent = _each_relay(status, "bytes_in"), _each_relay(status, "bytes_out")
+    yield _labelled("relay_received_bytes", "Bytes of bodies that came through the relay.", "relay", received)
+    yield _labelled("relay_sent_bytes", "Bytes of versions that the relay fetched.", "relay", sent)
     fates = ((fate, status.fates[fate]) for fate in FATES if fate in status.fates)
     yield _labelled("ledger_tokens", "What became of the tokens computed.", "fate", fates)
     causes = status.dropped_by_cause.items()
     yield _labelled("dropped_tokens", "Why tokens are in no version.", "cause", causes)
     versions = ((str(fragment), version) for fragment, version in enumerate(status.versions))
     yield _labelled("fragment_version", "Newest version.", "fragment", versions)
+
+
+def _each_relay(status: RunStatus, figure: str) -> list[tuple[str, float]]:
+    return [(one.relay, float(getattr(one, figure))) for one in status.relays]
 
 
 def _of_learners(status: RunStatus) -> Iterator[Metric]:

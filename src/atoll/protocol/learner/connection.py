@@ -155,16 +155,19 @@ class ConnectionState:
         self.connected = False
         self._lost_for: set[str] = set()
         """Why it is not connected, as far as somebody was told."""
+        self.lost: tuple[float, int] | None = None
+        """When it was lost, and after which step; None: it is there, or never was."""
         self.said_at = 0.0
         self.heard: Clock = {}
         """What it was told of everybody's steps."""
         self.tape = Spoken()
 
-    def note_lost(self, reason: str) -> bool:
+    def note_lost(self, now: float, reason: str) -> bool:
         """Whether that is news: every dial that fails ends here, ten times in a minute. Of several addresses, which are
         dialled in turn, each may have a reason of its own."""
         if self.connected:
             self._lost_for.clear()
+            self.lost = (now, self._counters.t)
         is_news = reason not in self._lost_for
         self.connected = False
         if len(self._lost_for) < REASONS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from atoll.protocol.effects import Fact, Note, Tick
 from atoll.protocol.messages import (
     FromLearner,
@@ -21,6 +23,8 @@ class Disconnected(Fact, frozen=True):
     """Event: the control channel is down; it is being dialled again."""
 
     reason: str
+    of: Literal["syncer", "relay", ""] = "syncer"
+    """Peer that was lost; empty: none, the channel was left for another."""
 
 
 class Stepped(Fact, frozen=True):
@@ -106,6 +110,12 @@ class Lacking(Fact, frozen=True):
     """Event: number of bytes of the run's parameters that have not arrived yet."""
 
     nbytes: int
+
+
+class FirstStep(Fact, frozen=True):
+    """Event: the training process has not reported a step yet; whether it uses the processor."""
+
+    uses_cpu: bool
 
 
 class FetchFailed(Fact, frozen=True):
@@ -407,6 +417,7 @@ LearnerEvent = (
     | Fetched
     | Arriving
     | Lacking
+    | FirstStep
     | FetchFailed
     | Uploaded
     | UploadFailed

@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from atoll.protocol import messages as msg
+from atoll.protocol.absence import describe_outcome, find_outcome
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as fx
@@ -92,6 +93,8 @@ class LearnerMachine:
         """Whether training has not begun, as the syncer's last welcome said."""
         self._lacking_bytes = 0
         """Bytes of the run's parameters that have not arrived yet."""
+        self._starting = False
+        """Whether the training process is in its first step and uses the processor."""
 
     # ---- read by the service ----------------------------------------------------------------------------------
 
@@ -196,9 +199,10 @@ class LearnerMachine:
         match event:
             case fx.Arrived(message):
                 self._hear_message(now, message)
-            case fx.Disconnected(reason):
-                self._lose_connection(reason)
+            case fx.Disconnected(reason, of):
+                self._lose_connection(now, reason, of)
             case fx.Stepped():
+                self._starting = self._starting and event.t <= self.t
                 self._counters.take_step(event)
                 self._pulls.pass_boundary()
                 self._send_report(now)
@@ -222,6 +226,10 @@ class LearnerMachine:
                 self._fetch_missing()
             case fx.Lacking(nbytes):
                 self._note_lacking(now, nbytes)
+            case fx.FirstStep(uses_cpu):
+                changed, self._starting = uses_cpu != self._starting, uses_cpu
+                if changed:
+                    self._send_report(now)
             case fx.FetchFailed(fragment, reason):
                 self._versions.retry_later(now, fragment)
                 self._fetch_missing()
@@ -314,6 +322,7 @@ class LearnerMachine:
 
     def _take_welcome(self, now: float, welcome: msg.Welcome) -> None:
         before, self._connection.incarnation = self.incarnation, welcome.incarnation
+        back = self._describe_return(now, welcome, before)
         self._connection.connected = True
         self._orders.share = 1.0
         self._connection.tape.welcomed(welcome.taped)
@@ -352,6 +361,26 @@ class LearnerMachine:
         self._send_report(now)
         if not welcome.waits and self.t == 0:
             self._begin_training("")  # an earlier term, or a courier that died, may have held the training process back
+        if back:
+            self._note("connected", back)
+
+    def _describe_return(self, now: float, welcome: msg.Welcome, before: int) -> str:
+        """Return what becomes of the steps that it made while it was cut off; empty: it was not."""
+        if (lost := self._connection.lost) is None:
+            return ""
+        self._connection.lost = None
+        (lost_at, lost_t), again = lost, "connected again"
+        again += f" after {now - lost_at:.1f} s"
+        if self.run != welcome.run or (steps := self.t - lost_t) <= 0:
+            return again
+        if before not in (0, welcome.incarnation):
+            longest = f"abandon_s = {welcome.settings.abandon_s:g}"
+            return f"{again}; its life was closed meanwhile ({longest}): none of the {steps:,} steps made since counts"
+        given = [t - lost_t for _, t, _ in welcome.merged] or [0] * len(self.versions)
+        behind = [held < newest for held, newest in zip(self.versions, welcome.versions, strict=True)]
+        adopt = welcome.settings.resolved_adopt
+        outcome = describe_outcome(find_outcome(steps, given, behind, adopt), adopt)
+        return f"{again}. Of the {steps:,} steps made meanwhile {outcome}"
 
     def _begin_training(self, reason: str) -> None:
         """Let the training process make its first step, after its next orders are on their way to it."""
@@ -440,14 +469,16 @@ class LearnerMachine:
             self._do(fx.Stop(reason))
             self._fetch_missing()  # a learner with a share of the rounds has passed over some versions
 
-    def _lose_connection(self, reason: str) -> None:
-        is_news = self._connection.note_lost(reason)
+    def _lose_connection(self, now: float, reason: str, of: Literal["syncer", "relay", ""]) -> None:
+        is_news = self._connection.note_lost(now, reason)
         self._copies.forget_pulls()
         self._helping.forget_requests()
         if self._final is not None:
             self._stop_for_good("the run is over")
         elif self.phase != "finished" and is_news:
-            self._note("warning", f"the syncer is out of reach ({reason}); training goes on")
+            peer = {"syncer": "the syncer", "relay": "its relay"}.get(of)
+            lost = f"{peer} is out of reach ({reason})" if peer else reason
+            self._note("warning" if peer else "relay", f"{lost}; training goes on")
 
     # ---- its place in the run -----------------------------------------------------------------------------------
 
@@ -592,7 +623,8 @@ class LearnerMachine:
     def _progress(self, offer: int, aims: int, tape: Spoken) -> msg.Progress:
         last, seeking = self._counters.last, self._seeking.open
         ways, lacking = self.ways, self._lacking_bytes
-        return progress_of(last, self._versions, ways, offer, aims, self.incarnation, seeking, tape, lacking)
+        report = progress_of(last, self._versions, ways, offer, aims, self.incarnation, seeking, tape, lacking)
+        return msgspec.structs.replace(report, starting=True) if self._starting else report
 
     def _do(self, effect: fx.LearnerEffect) -> None:
         self._effects.append(effect)

@@ -64,7 +64,7 @@ class Joining:
             self.state.out.merge_clock(hello.clock)
         self.run_start.consider_uploader(hello)
         self._send_welcome(learner)
-        word = "joined" if new else "came back"
+        word = "joined" if new else "is connected again"
         text = f"{learner.name} {word} (incarnation {learner.incarnation})"
         known_as = hello.incarnation if hello.run == self.state.history.run else 0
         self.state.out.note("joined", text, learner, declared=learner.declared, known_as=known_as)

@@ -3,6 +3,7 @@
 Rules kept here, each with its test:
 - a learner that sends nothing for `lost_after_s` is disconnected;
 - no round waits for a learner that makes no steps;
+- a first step that uses the processor is no fault for `first_step_s`;
 - a learner that missed its pulls is muted and probed; a probe's answer is never merged;
 - time in which the syncer itself stood still counts against nobody.
 """
@@ -67,13 +68,31 @@ class Liveness:
         if learner.stopped or waits or self.beginning.holds_back:
             learner.idle_at = now  # it waits for us, not we for it
         limit = self.state.members.stall_limit(learner)
-        if (now >= limit) != learner.stalled:
-            learner.stalled = not learner.stalled
-            never = "has made no step yet; does its script call learner.step() after every optimizer step?"
-            word = "makes no steps; it is not waited for" if learner.t else never
-            kind, word = ("stalled", word) if learner.stalled else ("steps", "makes steps again")
-            self.state.out.note(kind, f"{learner.name} {word}", learner)
+        learner.first_step_s = now - max(learner.last_step_at, learner.idle_at) if learner.starting else 0.0
+        longest_s = self.state.settings.first_step_s
+        stalled, excused = now >= limit, learner.starting and learner.first_step_s < longest_s
+        if stalled != learner.stalled or (stalled and excused != learner.excused):
+            self._tell_steps(learner, stalled=stalled, excused=stalled and excused)
         wakes.append(limit)
+        if stalled and excused:
+            wakes.append(now + longest_s - learner.first_step_s)
+
+    def _tell_steps(self, learner: KnownLearner, *, stalled: bool, excused: bool) -> None:
+        began = learner.excused
+        learner.stalled, learner.excused = stalled, excused
+        if not stalled:
+            word = "has made its first step" if began else "makes steps again"
+            self.state.out.note("steps", f"{learner.name} {word}", learner)
+        elif excused:
+            text = f"first step: {learner.first_step_s:.0f} s so far (compiling?); nobody waits for it"
+            self.state.out.note("starting", f"{learner.name}: {text}", learner)
+        elif learner.t and not learner.starting:
+            self.state.out.note("stalled", f"{learner.name} makes no steps; it is not waited for", learner)
+        else:
+            longest_s = self.state.settings.first_step_s
+            late = f" in {longest_s:g} s (first_step_s)" if learner.starting else " yet"
+            asked = "does its script call learner.step() after every optimizer step?"
+            self.state.out.note("stalled", f"{learner.name} has made no step{late}; {asked}", learner)
 
     @property
     def probe_every_s(self) -> float:

@@ -47,6 +47,15 @@ class KnownLearner:
     leaving: bool = False
     """It reports that it was asked to leave."""
     stalled: bool = False
+    """It is not waited for, because it makes no steps."""
+    starting: bool = False
+    """It reports that it is in its first step and uses the processor …"""
+    excused: bool = False
+    """… which is why it makes no steps, and no fault of it."""
+    first_step_s: float = 0.0
+    """Seconds since that step began."""
+    compiled: bool = False
+    """Whether `step_s` has the time of that step alone."""
     last_heard: float = 0.0
     last_step_at: float = 0.0
     idle_at: float = 0.0
@@ -264,7 +273,7 @@ class Membership:
         learner.budgeted.begin(now)
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
-        learner.stalled = False
+        learner.stalled = learner.excused = learner.starting = False
         learner.share = 1.0  # it may have another link now, and its welcome told it of no share
         # It may come without its relay now; a relay tells its rates again.
         learner.up_rates, learner.down_rates = (learner.up_rates[0], 0.0), (learner.down_rates[0], 0.0)
@@ -289,7 +298,10 @@ class Membership:
         """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
         offer, aims = min(progress.offer, furthest), min(progress.aims, furthest)
         if progress.t > learner.t and learner.state == "training":
+            if learner.compiled:
+                learner.step_s = Average()  # what torch.compile took says nothing about the steps behind it
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
+            learner.compiled = learner.excused
         learner.usual.add(now, progress.t, progress.tokens_total)
         learner.budgeted.add(now, progress.tokens_total - learner.origin, lambda: self._rate(now, learner))
         if progress.t != learner.t or progress.stopped:
@@ -302,7 +314,7 @@ class Membership:
         learner.versions, learner.offer, learner.aims = progress.versions, offer, aims
         learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
         learner.loss, learner.stopped, learner.leaving = progress.loss, progress.stopped, progress.leaving
-        learner.reset = False
+        learner.reset, learner.starting = False, progress.starting
         learner.dropped, learner.position = progress.dropped, progress.position
         learner.up_rates = (max(0.0, progress.up_rate), learner.up_rates[1])
         learner.down_rates = (max(0.0, progress.down_rate), learner.down_rates[1])

@@ -1,9 +1,7 @@
 """A learner that comes back after an absence: one event says what became of the steps that it made meanwhile.
 
-Its life stays open until `abandon_s`. If it is back by then, its adoption rule decides: carry keeps the steps for the
-coming rounds, the other rules drop them with each version that it missed. Later its life is closed, and none of them
-counts. The event is told at the first report of the learner, or at its hello if its life was closed. An absence shorter
-than `lost_after_s` is not told.
+What becomes of them, absence.py says. The event is told at the first report of the learner, or at its hello if its
+life was closed. An absence shorter than `lost_after_s` is not told.
 
 A contribution that holds the steps of a long absence is heavier than the others' and is limited (weights.py), so the
 event names the share of its own weight that it will have, by the weights of the last round.
@@ -14,15 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import fsum
 
+from atoll.protocol.absence import AbsenceOutcome, describe_outcome, find_outcome
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.statistics import median
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 from atoll.protocol.syncer.weights import FEW, limit_of
-
-KEEPS_ALL = "carry"
-"""Adoption rule that drops no steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +30,6 @@ class LastHeard:
     t: int
     tokens: int
     dropped: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AbsenceOutcome:
-    """Steps of an absence by what becomes of them, as means over the fragments."""
-
-    steps: int
-    merged: float
-    dropped: float
-    missed: int
-    """Number of fragments of which it missed a version."""
-
-    @property
-    def kept(self) -> float:
-        return max(0.0, self.steps - self.merged - self.dropped)
 
 
 class Returns:
@@ -77,10 +58,8 @@ class Returns:
             return
         found = self._outcome(learner, said, absence)
         share = self._weight_share(learner, said)
-        text = f"{learner.name} was away for {absence.seconds:.1f} s and made {found.steps:,} steps: "
-        text += _say(found, self.state.settings.adopt)
-        if why := self._why_dropped(found):
-            text += f", because {why}"
+        text = f"{learner.name} is connected again after {absence.seconds:.1f} s. Of the {found.steps:,} steps that it "
+        text += f"made meanwhile {describe_outcome(found, self.state.settings.adopt)}"
         if found.kept >= 0.5:
             text += f"; they get {100 * share:.0f} % of their weight in the next rounds"
             text += " (weight_limit)" if share < 1 else ""
@@ -97,28 +76,11 @@ class Returns:
 
     def _outcome(self, learner: KnownLearner, said: Progress, absence: LastHeard) -> AbsenceOutcome:
         steps, tokens = said.t - absence.t, said.tokens_total - absence.tokens
-        versions, merged, dropped, missed = self.state.versions, 0, 0.0, 0
-        for fragment, held in enumerate(said.versions):
-            behind = held < versions[fragment]
-            missed += behind
-            # What was on its way when the link broke may have been merged since.
-            given = max(0, min(steps, learner.synced_t.get(fragment, 0) - absence.t))
-            merged += given
-            if behind and self.state.settings.adopt != KEEPS_ALL:
-                dropped += steps - given
-            elif absence.dropped and tokens > 0:
-                gone = said.dropped[fragment] - absence.dropped[fragment]
-                dropped += min(steps - given, max(0, gone) * steps / tokens)
-        count = len(said.versions)
-        return AbsenceOutcome(steps, merged / count, dropped / count, missed)
-
-    def _why_dropped(self, found: AbsenceOutcome) -> str:
-        if found.dropped < 0.5:
-            return ""
-        if self.state.settings.adopt == KEEPS_ALL:
-            return "versions that it fetched before overwrote them"
-        of = f"{found.missed} of {len(self.state.versions)} fragments"
-        return f"adopt = {self.state.settings.adopt} drops them with the versions that it missed of {of}"
+        behind = [held < newest for held, newest in zip(said.versions, self.state.versions, strict=True)]
+        given = [learner.synced_t.get(fragment, 0) - absence.t for fragment in range(len(behind))]
+        gone = zip(said.dropped, absence.dropped, strict=True) if absence.dropped and tokens > 0 else ()
+        overwritten = [max(0, now - before) * steps / tokens for now, before in gone]
+        return find_outcome(steps, given, behind, self.state.settings.adopt, overwritten)
 
     def _weight_share(self, learner: KnownLearner, said: Progress) -> float:
         """Return the share of its weight that the coming contributions have, by the others' weights of late.
@@ -140,16 +102,8 @@ class Returns:
         leased = before.position >= 0 and self.state.history.leases is not None
         data = "its data was issued again" if leased else "its data is its own"
         text = (
-            f"{before.name} was away for {away_s:.1f} s, longer than abandon_s = {settings.abandon_s:g}: none of the "
-            f"{steps:,} steps that it made meanwhile counts, {data}, and it takes the run's parameters anew"
+            f"{before.name} is connected again after {away_s:.1f} s, longer than abandon_s = {settings.abandon_s:g}: "
+            f"none of the {steps:,} steps that it made meanwhile counts, {data}, and it takes the run's parameters anew"
         )
         told = {"away_s": round(away_s, 3), "t": hello.t, "steps": steps, "merged": 0.0, "kept": 0.0}
         self.state.out.note("returned", text, before, **told, dropped=float(steps), weight_share=0.0)
-
-
-def _say(found: AbsenceOutcome, adopt: str) -> str:
-    """Return the fates that are not zero, as words. A round that asks before a version is adopted may save some."""
-    at_most = "" if adopt == KEEPS_ALL else "up to "
-    fates = (("kept", "", found.kept), ("merged", "", found.merged), ("dropped", at_most, found.dropped))
-    named = [f"{word}{count:,.0f} are {fate}" for fate, word, count in fates if count >= 0.5]
-    return ", ".join(named) or "none is kept or dropped"
