@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -277,6 +278,26 @@ def test_a_snapshot_is_bounded_with_64_learners_and_10_000_rounds(status: Status
     assert len(past.samples.points) <= history.SAMPLES and len(past.lanes.marks) == history.MARKS
     past.encode_delta(11_000.0, now)
     assert len(past.encode_delta(11_000.5, now)) < 4_000, "news are news only"
+
+
+def test_losses_have_an_axis_of_steps_and_one_of_tokens(status: Status) -> None:
+    past = DashboardHistory()
+    past.take_status(1000.0, status(global_step=123_456, fates={"computed": 80, "merged": 70}))
+    sample = dict(zip(history.SAMPLE, past.samples.points[0], strict=True))
+    assert (sample["step"], sample["tokens"]) == (123_456, 70)
+    assets = Path(history.__file__).parent / "assets"
+    axes = re.findall(r'<option value="(\w+)"', (assets / "index.html").read_text().partition('id="loss-axis"')[2])
+    assert axes == ["time", "step", "tokens"] and set(axes[1:]) <= set(history.SAMPLE)
+
+
+def test_nothing_empty_is_shown_before_the_first_figures() -> None:
+    assets = Path(history.__file__).parent / "assets"
+    assert (
+        'data-loaded="no"' in (assets / "index.html").read_text()
+        and 'id="loading"' in (assets / "index.html").read_text()
+    )
+    assert '[data-loaded="no"] main' in (assets / "style.css").read_text()
+    assert 'dataset.loaded = "yes"' in (assets / "app.js").read_text()
 
 
 def test_a_series_reaches_back_to_its_start_and_stays_bounded() -> None:

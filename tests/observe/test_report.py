@@ -11,7 +11,7 @@ from tests.store.written import everything
 
 from atoll.observe.plots.pictures import Lane
 from atoll.observe.report import read_run, write_report
-from atoll.observe.report.page import MOST_POINTS, draw_lanes, draw_losses, draw_participation
+from atoll.observe.report.page import MOST_POINTS, draw_lanes, draw_losses, draw_losses_over, draw_participation, render
 from atoll.observe.report.reading import find_faults, find_recoveries
 from atoll.observe.summary import summarise
 from atoll.observe.timeline import remove_idle_time
@@ -56,17 +56,20 @@ def shown(text: str) -> str:
 def test_a_page_has_every_section_and_a_way_to_each(events: list[Event], tmp_path: Path) -> None:
     text = page(lay(tmp_path / "run", events))
     titles = re.findall(r"<h2>(.*?)</h2>", text)
-    assert titles == ["Summary", "Timeline", "Loss", "Participation", "Faults", "Ledger", "Settings", "Versions"]
-    assert re.findall(r'<a href="#(\w+)">', text) == [title.lower() for title in titles]
-    assert all(f'<section id="{title.lower()}"' in text for title in titles)
+    losses = ["Loss", "Loss over steps", "Loss over tokens"]
+    assert titles == ["Summary", "Timeline", *losses, "Participation", "Faults", "Ledger", "Settings", "Versions"]
+    names = [title.lower().replace(" over ", "-") for title in titles]
+    assert re.findall(r'<a href="#([\w-]+)">', text) == names
+    assert all(f'<section id="{name}"' in text for name in names)
 
 
-def test_a_page_holds_all_it_needs_and_three_figures(events: list[Event], tmp_path: Path) -> None:
+def test_a_page_holds_all_it_needs_and_its_figures(events: list[Event], tmp_path: Path) -> None:
     rest = without_library(page(lay(tmp_path / "run", events)))
     assert not re.search(r"https?:|\bsrc=|<link|@import|url\(", rest)
     assert "default-src 'none'" in rest
     drawn = re.findall(r'Plotly\.react\("([\w-]+)"', rest)
-    assert drawn == ["figure-timeline", "figure-loss", "figure-participation"]
+    losses = ["figure-loss", "figure-loss-steps", "figure-loss-tokens"]
+    assert drawn == ["figure-timeline", *losses, "figure-participation"]
     assert all(f'id="{name}"' in rest for name in drawn)
 
 
@@ -261,6 +264,22 @@ def test_learners_losses_are_drawn_where_rounds_tell_them(events: list[Event], t
             member["loss"] = 1.0 + member["t"]
     names = [trail.name for trail in draw_losses(read_run(lay(tmp_path / "run", events))).trails]
     assert names == ["validation, global model", "training, a", "training, b"]
+
+
+def test_losses_are_drawn_over_steps_and_tokens_too(events: list[Event], tmp_path: Path) -> None:
+    merged = 0
+    for number, event in enumerate(one for one in events if one["kind"] == "round"):
+        event["step"] = 2.0 * number
+        event["members"][0]["loss"] = 3.0
+        merged += sum(member["tokens"] for member in event["members"])
+    run = read_run(lay(tmp_path / "run", events))
+    steps, tokens = draw_losses_over(run, "steps"), draw_losses_over(run, "tokens")
+    assert (steps.x_label, tokens.x_label) == ("the run's steps", "tokens merged")
+    assert [at for at, _ in steps.trails[0].points] == [0.0, 12.0], "a score stands at the newest round before it"
+    fragments = int(run.summary["settings"].get("fragments") or 0) or 1
+    assert tokens.trails[0].points[0][0] == 0.0 and tokens.trails[0].points[-1][0] == merged / fragments
+    page = render(run).decode()
+    assert 'id="loss-steps"' in page and 'id="loss-tokens"' in page and "tokens merged" in page
 
 
 def test_participation_is_members_of_live_and_live_of_all(events: list[Event], tmp_path: Path) -> None:

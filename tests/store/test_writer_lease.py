@@ -295,6 +295,16 @@ def test_a_standby_is_seen_while_it_waits_and_no_longer(folder: Path) -> None:
     assert turn.try_claim(2.0) is not None and not (folder / "standby").exists()
 
 
+def test_the_sign_of_a_standby_follows_no_link(folder: Path, tmp_path: Path) -> None:
+    held, other = acquire(folder), tmp_path / "other"
+    other.write_text("mine")
+    (folder / "standby").symlink_to(other)
+    watch = StandbyWatch(folder)
+    assert StandbyTurn(folder, STALE_S).try_claim(0.0) is None
+    assert other.read_text() == "mine" and watch.look(1.0) == ""
+    held.release()
+
+
 @pytest.mark.parametrize("standby", [False, True])
 def test_claims_that_were_removed_are_made_again_from_the_segments(folder: Path, standby: bool) -> None:
     """Or the next syncer would take a term that has written already."""

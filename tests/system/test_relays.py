@@ -103,6 +103,12 @@ def test_without_their_relay_learners_go_on_and_with_it_again_they_come_back(run
     assert lost and all(reason == "its way through relay eu broke" for reason in lost), lost
     log = (run.folder / "beside.log").read_text()
     assert "its relay is out of reach (" in log and "the syncer is out of reach" not in log
+    learners = run.folder / "learners.link"
+    write_secret(learners, run.ask("tokens", "link", "join", "--run", run.out).stdout)
+    refused = run.command("relay", "--join", learners, "--out", run.folder / "taken", "--name", "eu", "--port", "0")
+    assert refused.returncode == 2 and "is for a learner, and this takes a relay" in refused.stderr, (
+        "the name stays free"
+    )
     region.start_relay()
     region.wait_for_sums(5)
     run.until(lambda events: json.loads(run.ask("status", run.out, "--json").stdout)["relays"][0]["bytes_in"] > 0)
@@ -125,7 +131,11 @@ def test_a_syncer_that_is_killed_behind_a_relay_goes_on(run: Run) -> None:
 @pytest.mark.faults
 def test_a_relay_whose_token_is_revoked_ends_in_one_line_and_its_learners_go_on(run: Run) -> None:
     keys, mine = KeyDir(run.folder / "keys"), run.folder / "relay-keys"
-    for words in (("cert", "--out", keys.path), ("tokens", "--keys", keys.path, "add", "eu"), ("cert", "--out", mine)):
+    for words in (
+        ("cert", "--out", keys.path),
+        ("tokens", "--keys", keys.path, "add", "eu", "--role", "relay"),
+        ("cert", "--out", mine),
+    ):
         assert run.command(*words).returncode == 0
     rules = [word for one in SETTINGS for word in ("--set", one)]
     where = ("--keys", keys.path, "--bind", "127.0.0.1", "--port", str(run.free_port()))

@@ -219,7 +219,7 @@ def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
     if beside == 2:
         facts = facts[:-1]
     if status.standby:
-        facts.append(("standby", Text(status.standby)))
+        facts.append(("standby", Text(plain(status.standby))))
     if status.store:
         facts.append(("store", Text(describe_store(status), "bold red" if status.store_alarm else "")))
     grid = Table.grid(expand=True, padding=(0, 1))

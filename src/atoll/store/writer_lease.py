@@ -43,7 +43,7 @@ from atoll.store.atomic import make_folder, mode_in
 from atoll.store.disk import LocalDisk, not_written, reading
 
 RUN_LOCK, STANDBY = "run.lock", "standby"
-STANDBY_S = 5.0
+STANDBY_S, SIGN_BYTES = 5.0, 128
 """A standby whose sign has not changed for so long is not there."""
 _SEGMENT = re.compile(r"segment-(\d{6,})\.log")
 
@@ -108,8 +108,7 @@ class StandbyTurn:
         lock = _take_lock(self.folder)
         if lock is not None:
             return self._taken(_hold(self.folder, lock))
-        with suppress(OSError):  # the sign is for people: without it the standby waits all the same
-            (self.folder / STANDBY).write_text(f"{socket.gethostname()} pid {os.getpid()} {self._looks}\n")
+        self._show_sign()
         _restore_claims(self.folder)
         seen = newest_claim(self.folder), _heartbeat(self.folder)
         if seen != self._seen:
@@ -121,6 +120,17 @@ class StandbyTurn:
             return None
         reason = f"term {seen[0]} did not move for {now - self._since:.1f} s"
         return self._taken(WriterLease(self.folder, seen[0] + 1, None, reason))
+
+    def _show_sign(self) -> None:
+        """Write the sign over the one before, in one piece. Without it the standby waits all the same."""
+        line = f"{socket.gethostname()[:64]} pid {os.getpid()} {self._looks}".ljust(SIGN_BYTES - 1) + "\n"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with suppress(OSError):
+            descriptor = os.open(self.folder / STANDBY, flags, mode_in(self.folder))
+            try:
+                os.pwrite(descriptor, line.encode(), 0)
+            finally:
+                os.close(descriptor)
 
     def _taken(self, lease: WriterLease) -> WriterLease:
         with suppress(OSError):
@@ -143,8 +153,12 @@ class StandbyWatch:
 
     def _read(self) -> str:
         try:
-            return self._file.read_text().strip()
-        except (OSError, UnicodeDecodeError):
+            descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                return os.read(descriptor, SIGN_BYTES).decode(errors="replace").strip()
+            finally:
+                os.close(descriptor)
+        except OSError:
             return ""
 
 

@@ -19,7 +19,7 @@ of hellos that are refused, which may come under any name, so many of each token
 fragments), weight_share (share of their weight that they get in the next rounds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,
-rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |
+step (of the run), rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |
 | passed | syncer | round, fragment: a round that was given up |
 | starting | syncer | learner: it is in its first step (torch.compile?) and is not waited for; no fault |
 | refused, quarantined, muted, probed | syncer | learner (refused: round; quarantined: times of late, wait_s until

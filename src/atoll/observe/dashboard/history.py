@@ -43,7 +43,10 @@ SAMPLE = (
     "loss_low",
     "loss_high",
     "tokens_per_s",
+    "step",
+    "tokens",
 )
+"""`step` is the run's, `tokens` those that are merged."""
 QUIET = {"round", "again", "started", "run", "plan", "initial", "finishing", "courier", "score"}
 """Kinds of events that have no line of their own: they come too often, or are shown otherwise."""
 
@@ -172,7 +175,8 @@ def _sample(at: float, status: RunStatus, rates: tuple[float | None, float | Non
         max(losses, default=None),
         status.tokens_per_s,
     ]
-    return [figures[0], *(figure if figure is None else _short(figure) for figure in figures[1:])]
+    short = (figure if figure is None else _short(figure) for figure in figures[1:])
+    return [figures[0], *short, status.global_step, status.fates.get("merged", 0)]
 
 
 def rounds_behind(status: RunStatus, version_round: int) -> int:

@@ -15,7 +15,7 @@ from itertools import cycle
 from string import Template
 from typing import Any
 
-from atoll.observe.figures import clock, percent
+from atoll.observe.figures import clock, count, percent
 from atoll.observe.plots.pictures import (
     KINDS,
     CurveChart,
@@ -37,6 +37,7 @@ from atoll.observe.plots.style import (
     KIND_COLOURS,
     LIGHT,
     ColourScheme,
+    Unit,
     decimal_ticks,
     digits,
     heat_range,
@@ -137,7 +138,7 @@ def _curves(picture: CurveChart) -> tuple[list[PlotlyPart], PlotlyPart]:
 
 
 def _course(picture: TimeChart) -> tuple[list[PlotlyPart], PlotlyPart]:
-    unit = unit_of(picture.last_s)
+    unit = Unit(picture.x_label, 1.0) if picture.x_label else unit_of(picture.last_s)
     scale, suffix = (100.0, " %") if picture.shares else (1.0, "")
     figure = f"%{{y:.1f}}{suffix}" if picture.shares else "%{y:.4~g}"
     traces = [
@@ -147,7 +148,7 @@ def _course(picture: TimeChart) -> tuple[list[PlotlyPart], PlotlyPart]:
             "name": escape(trail.name),
             "x": [round(at_s / unit.seconds, 6) for at_s, _ in trail.points],
             "y": [round(scale * value, 6) if math.isfinite(value) else None for _, value in trail.points],
-            "text": [clock(at_s) for at_s, _ in trail.points],
+            "text": [count(at) if picture.x_label else clock(at) for at, _ in trail.points],
             "line": {
                 "color": stroke.colour,
                 "dash": stroke.dash,
@@ -162,7 +163,7 @@ def _course(picture: TimeChart) -> tuple[list[PlotlyPart], PlotlyPart]:
     ]
     up: PlotlyPart = {"range": [0, 103], "ticksuffix": " %", "dtick": 20} if picture.shares else {"nticks": 8}
     layout = _layout(height=340) | {
-        "xaxis": _time(picture.last_s),
+        "xaxis": _titled(picture.x_label) | {"nticks": 14} if picture.x_label else _time(picture.last_s),
         "yaxis": _titled(picture.y_label) | up,
         "margin": {"l": 10, "r": 10, "t": 48, "b": 10},
         "legend": _above(height=340 - 110),

@@ -144,6 +144,8 @@ class TimeChart:
     """The values run from 0 to 1 and are shown in percent."""
     end_s: float = 0.0
     """Where the time axis ends at least: courses under each other line up."""
+    x_label: str = ""
+    """What the points count in place of seconds, such as steps; empty: they are seconds."""
 
     @property
     def last_s(self) -> float:

@@ -1,13 +1,17 @@
 """The report's page: its sections with a table of contents, and its pictures.
 
-Pictures show learners as lanes in time, losses and participation; times count from the first parameters.
+Pictures show learners as lanes in time, losses over time, steps and tokens, and participation; times count from the
+first parameters.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Literal
 
 from atoll.observe.figures import plain
 from atoll.observe.plots import Lane, LaneChart, LaneMark, LaneSegment, TimeChart, TimeSeries
@@ -67,6 +71,11 @@ def _sections(run: ReportedRun) -> list[Section]:
     if any(trail.points for trail in losses.trails):
         words = "Validation loss of the global model, by the evaluator, and the training loss of every learner."
         found.append(Section("loss", "Loss", sections.sample(run), words, losses))
+        if run.summary["rounds"]:
+            words = "The same over the run's steps: the median of the learners' own."
+            found.append(Section("loss-steps", "Loss over steps", Html(""), words, draw_losses_over(run, "steps")))
+            words = "The same over the tokens that are merged into the model."
+            found.append(Section("loss-tokens", "Loss over tokens", Html(""), words, draw_losses_over(run, "tokens")))
     if run.summary["rounds"] and rounds.trails[0].points:
         words = "How many of the live learners were in a round, and how many of all were alive."
         found.append(Section("participation", "Participation", Html(""), words, rounds))
@@ -111,6 +120,26 @@ def draw_losses(run: ReportedRun) -> TimeChart:
                 own.setdefault(member["learner"], []).append((run.at_s(event), float(member["loss"])))
     trails += [TimeSeries(f"training, {name}", _thinned(own[name])) for name in sorted(own, key=_in_order)]
     return TimeChart("", "", tuple(trails), "loss", end_s=run.end_s)
+
+
+def draw_losses_over(run: ReportedRun, axis: Literal["steps", "tokens"]) -> TimeChart:
+    """Draw the losses over what the run had done by then, as its rounds tell."""
+    moments, places, place = [-math.inf], [0.0], 0.0
+    fragments = int(run.summary["settings"].get("fragments") or 0) or 1
+    for event in select_kinds(run.timeline, "round"):
+        if axis == "tokens":
+            place += sum(one["tokens"] - one.get("filtered", 0) for one in event["members"]) / fragments
+        else:
+            place = max(place, float(event.get("step") or median([one["t"] for one in event["members"]] or [0])))
+        moments.append(run.at_s(event))
+        places.append(place)
+    over_time = draw_losses(run)
+    trails = tuple(
+        replace(trail, points=tuple((places[bisect_right(moments, at_s) - 1], loss) for at_s, loss in trail.points))
+        for trail in over_time.trails
+    )
+    label = "the run's steps" if axis == "steps" else "tokens merged"
+    return replace(over_time, trails=trails, end_s=0.0, x_label=label)
 
 
 def draw_participation(run: ReportedRun) -> TimeChart:

@@ -540,6 +540,7 @@ class Rounds:
             merge_s=round(event.merge_s, 6),
             grace_s=round(round_.grace_s, 6),
             effective_h=self.steps_between_syncs.median,
+            step=round(self.step, 3),
         )
         lives = {seat.learner: seat.incarnation for seat in round_.given}
         for one in event.judged:

@@ -19,6 +19,7 @@ let due = false, notes = -1, again = AGAIN_MS, drawn = 0;
 
 function draw(all = false) {
   if (!run.now || document.hidden) return;
+  document.body.dataset.loaded = "yes";
   due = false;
   drawn += 1;
   panels.head(run);
@@ -63,6 +64,7 @@ function connect() {
 watch(() => { legend(by("legend")); draw(true); });
 legend(by("legend"));
 by("window").addEventListener("change", () => draw());
+by("loss-axis").addEventListener("change", (event) => { charts.lossAxis = event.target.value; draw(true); });
 document.addEventListener("visibilitychange", () => draw(true));
 window.addEventListener("resize", () => { due = true; });
 setInterval(() => { if (due) draw(); }, DRAW_MS);

@@ -19,6 +19,7 @@ export class Charts {
     this.visible = new Set();
     this.drawn = new Set();
     this.next = 0;
+    this.lossAxis = "time";
     const watcher = new IntersectionObserver((found) => found.forEach((one) =>
       this.visible[one.isIntersecting ? "add" : "delete"](one.target.id)));
     for (const place of Object.values(places)) watcher.observe(place);
@@ -26,23 +27,29 @@ export class Charts {
 
   // Draws the next one that can be seen; all of them after a change of colours.
   draw(run, all = false) {
-    if (!window.Plotly) return this.#without();
+    if (!window.Plotly) return this.#say("No charts: the syncer's machine has no plotly (pip install 'atoll[plots]').");
     if (all) this.drawn.clear();
     const names = Object.keys(LINES).filter((name) => this.visible.has(name) || !this.drawn.has(name));
-    if (!names.length || !run.samples.length) return;
+    if (!run.samples.length) return this.#say("No figures yet: they come with the first rounds.");
+    if (!names.length) return;
     const due = all ? names : [names[this.next++ % names.length]];
     for (const name of due) this.drawn.add(name);
-    for (const name of due) window.Plotly.react(this.places[name], traces(name, run), layout(name, unit(run).name), { displayModeBar: false, responsive: true });
+    for (const name of due) {
+      const axis = name === "loss" ? this.lossAxis : "time";
+      if (this.places[name].dataset.words) { this.places[name].replaceChildren(); delete this.places[name].dataset.words; }
+      const title = { time: unit(run).name, step: "the run's steps", tokens: "tokens merged" }[axis];
+      window.Plotly.react(this.places[name], traces(name, run, axis), layout(name, title), { displayModeBar: false, responsive: true });
+    }
   }
 
-  #without() {
-    for (const place of Object.values(this.places)) place.textContent = "No charts: the syncer's machine has no plotly (pip install 'atoll[plots]').";
+  #say(words) {
+    for (const [name, place] of Object.entries(this.places)) if (!this.drawn.has(name)) place.textContent = place.dataset.words = words;
   }
 }
 
-function traces(name, run) {
+function traces(name, run, axis) {
   const { seconds } = unit(run);
-  const place = (at) => Math.round((1000 * (at - (run.began ?? at))) / seconds) / 1000;
+  const place = axis === "time" ? (at) => Math.round((1000 * (at - (run.began ?? at))) / seconds) / 1000 : (at) => done(run, axis, at);
   const column = (key) => run.samples.map((sample) => sample[run.sample.indexOf(key)]);
   const x = run.samples.map((sample) => place(sample[0]));
   const drawn = LINES[name].map(([title, key, ink, dash]) => ({
@@ -56,6 +63,16 @@ function traces(name, run) {
     drawn.push(edge(x, column("loss_low")), { ...edge(x, column("loss_high")), fill: "tonexty", fillcolor: "rgba(61,143,198,.18)", name: "from lowest to highest", showlegend: true });
   }
   return drawn;
+}
+
+// What the run had done at a moment, by its newest sample until then; null before the first, which leaves a point out.
+function done(run, axis, at) {
+  let low = 0, high = run.samples.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (run.samples[middle][0] <= at) low = middle + 1; else high = middle;
+  }
+  return low ? run.samples[low - 1][run.sample.indexOf(axis)] : null;
 }
 
 function edge(x, y) {

@@ -53,6 +53,8 @@ export function tiles(run) {
     ["bytes in", `${bytes(of("in_per_s"))}/s`, bytes(now.bytes_in)],
     ["bytes out", `${bytes(of("out_per_s"))}/s`, bytes(now.bytes_out)],
     ["standby", now.standby || "none", ""],
+    ["store", now.store ? (now.store_rounds ? `${count(now.store_rounds)} rounds behind` : "up to date") : "none", now.store_rounds ? span(now.store_s) : ""],
+    ["relays", now.relays.length ? `${now.relays.filter((one) => one.connected).length} of ${now.relays.length}` : "none", now.relays.length ? "connected" : ""],
     ["newest cut", now.cut === null ? NONE : count(now.cut), `term ${now.term}`],
   ];
   const place = by("tiles");
