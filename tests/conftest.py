@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # aiohttp reads the certificates of every authority of the world when it is imported: 0.1 s. Tests bring their own.
 os.environ.setdefault("SSL_CERT_FILE", os.devnull)
 os.environ.setdefault("SSL_CERT_DIR", os.devnull)
+# Runs that tests begin are remembered apart from those of whoever starts the tests.
+os.environ["XDG_STATE_HOME"] = f"{tempfile.gettempdir()}/atoll-tests-{os.geteuid()}"
 STARTUP = str(Path(__file__).parent / "startup")
 if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))

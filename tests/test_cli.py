@@ -490,7 +490,7 @@ def test_a_run_goes_on_with_the_script_it_was_begun_with(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], stopped: WrittenRun
 ) -> None:
     stopped.dir.settings.write_text('script = ["script.py", "--mine", "3"]\n')
-    assert begin(monkeypatch, taken, "--resume", "run").script == ["script.py", "--mine", "3"]
+    assert begin(monkeypatch, taken, "--resume", "run", "--trust").script == ["script.py", "--mine", "3"]
 
 
 def test_a_run_whose_learners_were_started_by_hand_is_told_its_script(

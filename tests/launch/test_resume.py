@@ -78,7 +78,9 @@ def test_a_damaged_cut_is_passed_over_and_that_is_said(tmp_path: Path, name: str
     found = plan_resume(run.dir)
     assert found.cut == 2 and found.states == states(run, 2)
     said, goes_on = found.remarks
-    assert said.startswith("cut 4 is passed over: ") and name in said
+    assert (
+        said.startswith("snapshot 4 cannot be used (") and name in said and said.endswith("snapshot 2 is used instead")
+    )
     assert goes_on == f"run small goes on at round 5: {FROM_HEAD} 2", "Θ is the same whichever cut it is"
 
 
@@ -211,7 +213,7 @@ def test_a_cut_of_a_syncer_that_was_replaced_is_passed_over(tmp_path: Path) -> N
     heir.write(TermRecord(2, end.offset, end.hash, heir.history.committed))
     heir.round()
     found = plan_resume(heir.dir)
-    assert found.cut == 2 and found.remarks[0].startswith("cut 5 is passed over: ")
+    assert found.cut == 2 and found.remarks[0].startswith("snapshot 5 cannot be used (")
     assert found.remarks[1].endswith("optimizers as of snapshot 2")
 
 

@@ -61,7 +61,9 @@ def test_every_beginning_has_the_figures_of_the_whole_run(run: Run) -> None:
     check_status(run, before)
     run.kill_everything()
     cut = max(int(path.name) for path in (run.out / "cuts").iterdir() if (path / "manifest.json").exists())
-    steps = str(4 * (committed(run) // 2 + 16))
+    head = read_head(RunDir(run.out))
+    assert head is not None
+    steps = str(int(head.step) + 60)  # on a crowded machine steps are ahead of rounds
 
     restored = run.command("restore", bucket, run.folder / "restored", "--take-over")
     assert restored.returncode == 0, restored.stderr

@@ -20,6 +20,7 @@ from atoll.bucket.client import select_credentials
 from atoll.cli.shared import close, document_of, short
 from atoll.cli.store import restore_if_empty
 from atoll.config import Config, convert, merged, parse_settings
+from atoll.launch.begun_here import check_begun_here, remember_run
 from atoll.launch.environment import capture_environment, read_environment
 from atoll.launch.local import WORKLOAD
 from atoll.launch.on_ray.cluster import LearnerNeeds, connect, find_shortage, import_ray, list_nodes, parse_engine
@@ -62,12 +63,20 @@ def start_on_ray(
         max_restarts,
         force=force,
     )
+    remember_run(config, job.launch)
     credentials = select_credentials(config.service.store, os.environ)
     watch_run(make_controller(folder, job, credentials), RunDir(folder), as_json=as_json)
 
 
 def resume_on_ray(
-    engine: str, folder: Path, words: list[str], max_restarts: int, *, store: str | None, as_json: bool
+    engine: str,
+    folder: Path,
+    words: list[str],
+    max_restarts: int,
+    *,
+    store: str | None,
+    as_json: bool,
+    trusted: bool,
 ) -> None:
     """Watch the run if it goes on, else go on with it; from its bucket, where the folder is empty."""
     address = parse_engine(engine)
@@ -87,7 +96,7 @@ def resume_on_ray(
     no_rules = ("cpus_per_learner", "gpus_per_learner", "nodes_per_learner", "store", "durability")
     rules = tuple(word for word in words if word.partition("=")[0] not in no_rules)
     check_changeable(rules)
-    RunDir.open(run.path)
+    check_begun_here(RunDir.open(run.path), trusted=trusted)
     config = convert(merged(document_of(run.settings), parse_settings(words)), str(run.settings))
     job = RunJob(
         str(run.path),
@@ -101,6 +110,7 @@ def resume_on_ray(
         resume=True,
         changes=rules,
     )
+    remember_run(config, job.launch)
     credentials = select_credentials(config.service.store, os.environ)
     watch_run(make_controller(run.path, job, credentials), run, as_json=as_json)
 

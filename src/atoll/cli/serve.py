@@ -21,6 +21,8 @@ from atoll.config import Config, Service, convert, merged, parse_settings, parse
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.certificates import signs_itself
 from atoll.fabric.listener import check_port
+from atoll.launch.begun_here import check_begun_here, remember_run
+from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, script_arguments
 from atoll.launch.restoring import attach_store
 from atoll.launch.resume import plan_resume
@@ -65,6 +67,7 @@ def syncer(
     advertise: list[str],
     mutual: bool,
     front: Path | None,
+    trust: bool,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     number, count = parse_shard(shard) if shard is not None else (1, None)
@@ -94,7 +97,7 @@ def syncer(
         if resume is not None:
             if store is not None:
                 restore_if_empty(resume, store, Console())
-            _resume(resume, service, without_own_shards(words, resume))
+            _resume(resume, service, without_own_shards(words, resume), trusted=trust)
         elif standby is not None:
             own = without_own_shards(words, standby)
             _stand_by(standby, {**service, "port": PORT if port is None else port}, own)
@@ -112,6 +115,7 @@ def syncer(
     if settings.service.store:
         attach_store(run_dir, settings.service.store)
     write_atomic(run_dir.settings, settings.toml())
+    remember_run(settings, None)
     _serve(settings, run_dir, None)
 
 
@@ -152,7 +156,7 @@ def _serve_shard(number: int, count: int, join: str | None, out: Path | None, se
         raise SystemExit(code)
 
 
-def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:
+def _resume(folder: Path, service: dict[str, Any], words: list[str], *, trusted: bool) -> None:
     """Go on with a run that lies there: opened again where it had ended, with what the operator changes. It listens
     where it did, because learners, links and open dashboards know it by that address; what is given anew stays."""
     run_dir = RunDir.open(folder)
@@ -161,6 +165,7 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:
     rules = tuple(word for word in words if word.partition("=")[0] not in NO_RULES)
     check_changeable(rules)
     check_not_alive(run_dir.path)
+    check_begun_here(run_dir, trusted=trusted, only_store=True)
     found = plan_resume(run_dir, rules)
     document = merged(document_of(run_dir.settings), parse_settings(words))
     asked = settings = convert(merged(document, {"service": service}), str(run_dir.settings))
@@ -175,9 +180,10 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:
     with hold_run(run_dir.path):  # somebody may have gone on with it since it was looked at
         if words or any(value is not None for value in service.values()):
             write_atomic(run_dir.settings, asked.toml())
+        remember_run(asked, read_environment(run_dir.path))
         run_dir.summary.unlink(missing_ok=True)  # of an earlier end
-    if found.only_end:
-        Console().print(found.remarks[0], soft_wrap=True, highlight=False)
+    for remark in found.remarks:
+        Console().print(remark, soft_wrap=True, highlight=False, markup=False)
     _serve(settings, run_dir, None, found.changes, reopen=found.reopen)
 
 

@@ -32,6 +32,7 @@ from atoll.cli.shared import (
 from atoll.cli.store import describe_disk_loss, finish_upload, restore_if_empty
 from atoll.config import Config, convert, converted, merged, parse_settings
 from atoll.fabric.address import is_loopback
+from atoll.launch.begun_here import check_begun_here
 from atoll.launch.children import LIMIT, cores
 from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
@@ -95,6 +96,7 @@ def train(
     wandb: str | None,
     on: str | None,
     gpus_per_learner: float | None,
+    trust: bool,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     named: dict[str, Any] = {"ranks": ranks, "shards": syncer_shards, "seed": seed, "warm_start": warm_start}
@@ -123,9 +125,10 @@ def train(
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, arguments)[1:]) if script is not None else ()
         if on is not None:
-            resume_on_ray(on, resume, words, max_restarts, store=store, as_json=json_)
+            resume_on_ray(on, resume, words, max_restarts, store=store, as_json=json_, trusted=trust)
             return
-        _go_on(resume, cut, out, own, without_own_shards(words, resume), targets, options, force=force, as_json=json_)
+        words = without_own_shards(words, resume)
+        _go_on(resume, cut, out, own, words, targets, options, force=force, as_json=json_, trusted=trust)
         return
     workload = WorkloadSettings if script is None else None
     document = merged(document_of(config), DEMO) if demo else document_of(config)
@@ -220,9 +223,10 @@ def _go_on(
     *,
     force: bool,
     as_json: bool,
+    trusted: bool,
 ) -> None:
     """`--resume`: the run's own settings and script, with what may change while a run goes on. `script`: of a run whose
-    learners were started by hand."""
+    learners were started by hand; `trusted`: what the folder says may be run without asking."""
     if cut is None and out is not None:
         raise ConfigError("--resume goes on in the run's own folder: --out belongs to --from-cut, for a new run")
     rules = tuple(word for word in words if word.partition("=")[0] not in NO_RULES)
@@ -230,6 +234,7 @@ def _go_on(
     old = RunDir.open(resume)
     if cut is None:
         check_not_alive(old.path)
+    check_begun_here(old, trusted=trusted, only_store=bool(script))
     settings = convert(merged(document_of(old.settings), parse_settings(words)), str(old.settings))
     settings = _without_ray_keys(settings, old)
     _check_at_home(settings)

@@ -27,6 +27,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.fabric.transfer import get_json, make_dashboard_link
+from atoll.launch.begun_here import remember_run
 from atoll.launch.children import (
     LAST_S,
     LIMIT,
@@ -153,6 +154,7 @@ class LocalRun:
         write_atomic(self.out.settings, self.config.toml())
         self.launch = self.launch or capture_environment()
         write_environment(self.out.path, self.launch)
+        remember_run(self.config, self.launch)
         self.out.withdraw_address()
         self.out.summary.unlink(missing_ok=True)  # of an earlier end
 

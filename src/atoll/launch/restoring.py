@@ -20,7 +20,10 @@ import numpy as np
 from atoll.bucket.claims import StoredHead, begin_store, check_own, read_place, write_place
 from atoll.bucket.client import Bucket, StoreUnavailable, open_bucket
 from atoll.bucket.restore import Restored, Takeover, claim_run, clear_draft, fetch_run, finish_restore
+from atoll.config import load
 from atoll.digests import compute_digest
+from atoll.launch.begun_here import remember_run
+from atoll.launch.environment import read_environment
 from atoll.launch.restored_shards import begin_shards_anew, clear_written, cut_to_common
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import (
@@ -64,7 +67,10 @@ def restore_run(
         remarks.append(f"{cut_off} rounds at the end are left out: not all shards had uploaded their parts of them")
     if not read_only and (takeover.behind or cut_off or _lacks_rounds(draft, takeover)):
         remarks += _begin_new_run(draft, restored)
-    return RestoredRun(finish_restore(draft, out.absolute()), tuple(remarks))
+    run = finish_restore(draft, out.absolute())
+    if not read_only and run.settings.exists():
+        remember_run(load(run.settings), read_environment(run.path))
+    return RestoredRun(run, tuple(remarks))
 
 
 def _lacks_rounds(draft: RunDir, takeover: Takeover) -> bool:

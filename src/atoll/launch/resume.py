@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,16 +86,17 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
         return _plan_beginning(head, changes)
     if _is_spent(out, head, changes):
         return _plan_end(out, head)
-    remarks: list[str] = []
+    damaged: dict[int, str] = {}
     reopen = bool(head.ended)
     for cut in complete_cuts(out.cuts):
         try:
             checked = check_cut(out.cuts, out.learners, cut)
             nothing_behind = _is_head(out, cut)
         except (BadCut, Corrupt) as error:
-            remarks.append(f"cut {cut} is passed over: {error}")
+            damaged[cut] = str(error)
             continue
         manifest = checked.manifest
+        remarks = _describe_damaged(damaged, f"snapshot {cut}")
         by_hand = _find_by_hand(out, head, checked)
         remarks += checked.list_remarks(but=by_hand)
         exact = bool(manifest.learners) and not manifest.left_out and nothing_behind
@@ -103,8 +105,14 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
         if by_hand:
             remarks.append(_describe_by_hand(by_hand))
         return Resume(cut, head.run, _parts(out, manifest), exact, reopen, changes, tuple(remarks))
+    remarks = _describe_damaged(damaged, "none")
     remarks.append(f"run {head.run} goes on at round {head.committed}: no complete snapshot, so fresh optimizers")
     return Resume(None, head.run, {}, False, reopen, changes, tuple(remarks))
+
+
+def _describe_damaged(damaged: Mapping[int, str], used: str) -> list[str]:
+    """Say which newer snapshots cannot be used, and what is used in their place."""
+    return [f"snapshot {cut} cannot be used ({wrong}): {used} is used instead" for cut, wrong in damaged.items()]
 
 
 def _find_by_hand(out: RunDir, head: History, checked: CheckedCut) -> list[str]:

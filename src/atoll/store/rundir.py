@@ -96,6 +96,7 @@ class RunDir:
                         run.close_to_others()
                     run._clear_folder()
             run._make_folders(shared)
+            run._refuse_links()
             make_folder(run.learners)
             make_folder(run.logs)
         except OSError as error:
@@ -135,7 +136,14 @@ class RunDir:
         run = cls(path.absolute())
         if not run.settings.exists() or not run.journal.is_dir():
             raise ConfigError(f"{path} holds no run to go on with: it has no run.toml and journal/")
+        run._refuse_links()
         return run
+
+    def _refuse_links(self) -> None:
+        """What is written to line by line is never written through a link: it may lead to any file of this user."""
+        for place in (self.events, self.logs, *(self.logs.iterdir() if self.logs.is_dir() else ())):
+            if place.is_symlink():
+                raise ConfigError(f"{place} is a link, and nothing is written through it: remove it")
 
     @classmethod
     def open_shard(cls, path: Path, *, shared: bool = False) -> RunDir:

@@ -29,6 +29,7 @@ FOLDER = (
     option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
     option("--store", "Copy the run to a bucket, as s3://bucket/run.", metavar="URL", panel=RUN),
 )
+TRUST = flag("--trust", "With --resume: do not ask about a run that began elsewhere.", hidden=True)
 ANY_SETTING = (
     option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
     setting_option(SETTINGS),
@@ -80,6 +81,7 @@ RUNS = (
             *end_options(steps=STEPS),
             *FOLDER,
             option("--from-cut", "With --resume: a new run (--out) from this cut.", int, name="cut", panel=RUN),
+            TRUST,
             option("--tape", "Follow this scenario (atoll simulate tape).", Path, metavar="FILE", panel=RUN),
             option(
                 "--algorithm",
@@ -193,6 +195,7 @@ RUNS = (
         "serve:syncer",
         (
             *FOLDER,
+            TRUST,
             option(
                 "--standby", "Wait for the turn to serve the run in this folder.", find_run, metavar="RUN", panel=RUN
             ),
