@@ -56,8 +56,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("train --config odd.toml", "odd.toml: unknown key [protocol] 'qorum': did you mean 'quorum'?"),
-        ("train --config work.toml", "work.toml, table [workload]: unknown key 'dept': did you mean 'depth'?"),
+        (
+            "train --config odd.toml",
+            "odd.toml: unknown key [protocol] 'qorum': did you mean quorum, quorum_policy or overlap?",
+        ),
+        (
+            "train --config work.toml",
+            "work.toml, table [workload]: unknown key 'dept': did you mean depth, experts or data?",
+        ),
         ("train --config torn.toml", "torn.toml is not TOML"),
         ("train --config far.toml", "[service] keys belongs to atoll syncer, and atoll train starts everything on"),
         ("train --set host=0.0.0.0", "[service] host = 0.0.0.0 belongs to atoll syncer, and atoll train starts"),
@@ -94,9 +100,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train script.py --algorithm data-parallel", "trains the built-in workload only: leave script.py out"),
         ("train --set port=70000", "port = 70000 is not between 0 and 65535"),
         ("train --seed -1", "seed = -1 is below 0"),
-        ("train --set qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
-        ("syncer --set qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
-        ("chaos plan.toml --set qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
+        ("train --set qorum=2", "there is no setting 'qorum': did you mean quorum, quorum_policy or port?"),
+        ("syncer --set qorum=2", "there is no setting 'qorum': did you mean quorum, quorum_policy or port?"),
+        ("chaos plan.toml --set qorum=2", "there is no setting 'qorum': did you mean quorum, quorum_policy or port?"),
         ("train --set depth=2", "there is no setting 'depth': did you mean workload.depth?"),
         ("train --set quorum", "'quorum' is not understood: write it as quorum=2"),
         ("train --set quorum=two", "quorum=two: expected int, got str"),
@@ -107,7 +113,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("chaos plan.toml --set quorum=9", "quorum = 9 can never be reached by 4 learners"),
         (
             "chaos plan.toml --set workload.dept=2",
-            "no setting 'workload.dept': did you mean workload.depth or",
+            "no setting 'workload.dept': did you mean workload.depth, workload.data or",
         ),
         ("train --fragments 4", "atoll train has no option --fragments: it is a setting, --set fragments=VALUE"),
         ("train --depth 4", "atoll train has no option --depth: it is a setting, --set workload.depth=VALUE"),

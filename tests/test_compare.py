@@ -43,7 +43,7 @@ def test_the_budget_outlasts_the_plan_at_its_pace() -> None:
     [
         ({"script": ["mine.py"]}, "only the built-in workload can be compared"),
         ({}, "the learning rate has nothing to follow: set pace_s"),
-        ({"workload": {"pase_s": 1.0}}, "unknown key 'pase_s': did you mean 'pace_s'?"),
+        ({"workload": {"pase_s": 1.0}}, "unknown key 'pase_s': did you mean pace_s, parallel or betas?"),
     ],
 )
 def test_a_plan_that_cannot_be_compared_is_refused(config: dict[str, Any], said: str) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from atoll.cli import serve
 from atoll.cli.shared import without_own_shards
 from atoll.config import Config, Service, load
+from atoll.numerics import kernels
 from atoll.observe.tail import Comings
 from atoll.store.atomic import Appender
 from atoll.store.rundir import RunDir
@@ -150,3 +151,15 @@ def test_a_run_that_goes_on_may_name_the_shards_that_it_has(tmp_path: Path) -> N
     (tmp_path / "run.toml").write_text("[service]\nshards = 2\n")
     assert without_own_shards(["steps=5", "shards=2"], tmp_path) == ["steps=5"]
     assert without_own_shards(["shards=3"], tmp_path) == ["shards=3"]
+
+
+def test_a_standby_says_in_its_log_that_it_compiles_before_it_stands_by(
+    tmp_path: Path, served: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, compiled = make_run(tmp_path), []
+    monkeypatch.setattr(kernels, "are_compiled", lambda: False)
+    monkeypatch.setattr(kernels, "warm", lambda: compiled.append("warm"))
+    assert atoll(monkeypatch, "syncer", "--standby", str(run.path), "--port", "0") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compiling the kernels (only the first time; about half a minute); then it stands by" in said
+    assert compiled == ["warm"] and len(served) == 1

@@ -397,16 +397,15 @@ def _read_value(text: str) -> Any:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
+    """Name the three settings whose names are nearest."""
     names = list(known)
-    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     same = [name for name in names if name.removeprefix(WORKLOAD) == key]
-    if found := same or near:
-        return f"did you mean {' or '.join(found)}?"
-    return f"known are {', '.join(names)}"
+    *others, last = same or difflib.get_close_matches(key, names, n=3, cutoff=0.0)
+    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
 
 
 def _explain(error: str, kind: type[msgspec.Struct]) -> str:
-    """The place as a person would write it; an unknown key with the nearest known one beside it."""
+    """The place as a person would write it; an unknown key with the nearest known ones beside it."""
     problem, _, place = error.partition(" - at ")
     *tables, last = place.strip("`$.").split(".")
     found = re.search(r"unknown field `([^`]+)`", problem)
@@ -417,10 +416,8 @@ def _explain(error: str, kind: type[msgspec.Struct]) -> str:
     table = "phases" if table.startswith("phases[") else table
     structs = {"protocol": Settings, "outer": Outer, "service": Service, "phases": TrainingPhase}
     known = list(structs.get(table, kind).__struct_fields__)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     where = f"[{table}] " if table else ""
-    hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
-    return f"unknown key {where}'{key}': {hint}"
+    return f"unknown key {where}'{key}': {_nearest(key, known)}"
 
 
 def _without_none(value: Any) -> Any:

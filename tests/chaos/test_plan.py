@@ -92,7 +92,7 @@ def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
         ({"settle_s": 40.0, "rates": {"kill": 60.0}}, "leaves no time for faults"),
         ({"verdict": {"goodput": -1.0}}, "must be a number of 0 or more"),
         ({"verdict": {"beauty": 1.0}}, "unknown field `beauty`"),
-        ({"config": {"protocol": {"learner": 3}}}, "did you mean 'learners'?"),
+        ({"config": {"protocol": {"learner": 3}}}, "did you mean learners, plan or wait_for_learners_s?"),
         ({"config": 3}, "config must be a table"),
         ({"colour": "red"}, "unknown field `colour`"),
     ],

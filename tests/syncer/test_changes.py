@@ -124,8 +124,8 @@ def test_the_default_rhythm_of_cuts_is_what_it_was_at_the_beginning() -> None:
     [
         ("quorum", "'quorum' is not understood: write it as quorum=2"),
         ("quorum=", "'quorum=' is not understood: write it as quorum=2"),
-        ("=2", "there is no setting '': known are seed, init, ranks, strict_devices, "),
-        ("qorum=2", "there is no setting 'qorum': did you mean quorum or quorum_policy?"),
+        ("=2", "there is no setting '': did you mean weight_limit, "),
+        ("qorum=2", "there is no setting 'qorum': did you mean quorum, quorum_policy or port?"),
         (
             "fragments=3",
             "'fragments' cannot change while a run goes on: start a new run for it, or change learners, quorum",
@@ -141,7 +141,10 @@ def test_the_default_rhythm_of_cuts_is_what_it_was_at_the_beginning() -> None:
         ("lost_after_s=1", "lost_after_s = 1.0 is under two heartbeats"),
         ("norm_limit=0.5", "norm_limit = 0.5 must be above 1"),
         ("weight_limit.large=0.5", "weight_limit = 0.5 is not a number of 1"),
-        ("weight_limit.=2", "there is no setting 'weight_limit.': did you mean weight_limit or norm_limit?"),
+        (
+            "weight_limit.=2",
+            "there is no setting 'weight_limit.': did you mean weight_limit, norm_limit or outer_optimizer?",
+        ),
         ("outer_lr=-1", "-1"),
         ("outer_lr=nan", "nan"),
     ],

@@ -39,6 +39,7 @@ def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_s
     again = run.folder / "again"
     restored = run.command("restore", bucket, again, "--take-over")
     assert restored.returncode == 0, restored.stderr
+    assert "go on with: atoll syncer --resume again" in restored.stdout, "its learners are started by hand"
     after = Run(run.folder)
     after.out = again
     after.start("syncer", "--resume", again, *serve)

@@ -15,7 +15,16 @@ import msgspec
 from rich.console import Console
 
 from atoll.cli.keys import Last, join_link, own_address, pins_of, remember
-from atoll.cli.shared import check_store, close, document_of, setting_words, settings_of, short, without_own_shards
+from atoll.cli.shared import (
+    check_store,
+    close,
+    compile_kernels,
+    document_of,
+    setting_words,
+    settings_of,
+    short,
+    without_own_shards,
+)
 from atoll.cli.store import describe_disk_loss, finish_upload, restore_if_empty
 from atoll.config import Config, Service, convert, merged, parse_settings, parse_shard
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
@@ -220,11 +229,13 @@ def _serve(
     reopen: bool = False,
 ) -> None:
     console = Console()
+    compile_kernels(console, "; then it stands by" if standby is not None else "")
     comings = Comings(run_dir.events, console)
 
     def ready(url: str, run: str, look: str) -> None:
-        console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
-        console.print(f"dashboard: {look}", soft_wrap=True, highlight=False)
+        shown = advertise_url(settings.service, url)
+        console.print(f"syncer at [bold]{shown}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
+        console.print(f"dashboard: {shown}{look.removeprefix(url)}", soft_wrap=True, highlight=False)
         own = invitation(settings.service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty())
         for line in (describe_disk_loss(settings), *invite_shards(settings.service, url), *own):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -328,6 +339,14 @@ def _asked_for(service: Service, port: int) -> tuple[tuple[str, ...], str]:
     hosts = tuple(host if _has_port(host) else host_port(host, port) for host in named)
     parse_address(SyncerAddress(urls=tuple(f"https://{host}" for host in hosts), pin=pin).link(), {})
     return hosts, pin
+
+
+def advertise_url(service: Service, url: str) -> str:
+    """The first address of the join link; `url`: that for commands on this machine, and of a run without keys."""
+    if not service.keys:
+        return url
+    hosts, _ = _asked_for(service, urlsplit(url).port or 0)
+    return f"https://{hosts[0]}"
 
 
 def _own_host(host: str) -> str:

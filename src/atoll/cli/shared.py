@@ -86,11 +86,11 @@ def check_store(url: str) -> None:
         check_installed("obstore", "--store")
 
 
-def compile_kernels(console: Console) -> None:
-    """Before processes start that would each do it."""
+def compile_kernels(console: Console, waits: str = "") -> None:
+    """Before processes start that would each do it. `waits`: what waits for it, for whoever reads the log."""
     if not kernels.are_compiled():
-        with console.status("compiling the kernels (only the first time; about half a minute)"):
-            kernels.warm()
+        console.print(f"compiling the kernels (only the first time; about half a minute){waits} …", style="dim")
+        kernels.warm()
 
 
 def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train", failure: str = "") -> str:

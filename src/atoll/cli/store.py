@@ -37,10 +37,17 @@ def restore(*, url: str, out: Path, take_over: bool, read_only: bool) -> None:
         raise ConfigError("--take-over claims the run and --read-only does not: leave one of them out")
     console = Console()
     _restore(url, out, console, take_over=take_over, read_only=read_only)
-    go_on = f"go on with: atoll train --resume {short(out.absolute())}"
-    console.print(
-        f"{url} is in {short(out.absolute())}{'' if read_only else f'; {go_on}'}", soft_wrap=True, markup=False
-    )
+    go_on = "" if read_only else _describe_next(out.absolute())
+    console.print(f"{url} is in {short(out.absolute())}{go_on}", soft_wrap=True, markup=False)
+
+
+def _describe_next(out: Path) -> str:
+    """Return the command that goes on with a run that was brought back, by who started its learners."""
+    config = load(out / "run.toml")
+    command = f"atoll {'syncer' if config.by_hand else 'train'} --resume {short(out)}"
+    keys = Path(config.service.keys)
+    lacks = f"; put a copy of its keys into {keys} first" if config.service.keys and not keys.is_dir() else ""
+    return f"; go on with: {command}{lacks}"
 
 
 def restore_if_empty(out: Path, url: str, console: Console) -> None:
