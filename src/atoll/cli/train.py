@@ -42,6 +42,7 @@ from atoll.launch.restoring import attach_store
 from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.observe import dashboard
 from atoll.observe.screen import EventTail, choose_screen
+from atoll.observe.summary import summarise
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import BegunRecord
@@ -51,6 +52,7 @@ from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import check_not_alive
 from atoll.syncer.changes import check_changeable
 from atoll.syncer.process import serve
+from atoll.telemetry.events import parse
 from atoll.telemetry.status import RunStatus
 from atoll.workloads.settings import WorkloadSettings
 
@@ -451,11 +453,12 @@ def _follow(
         def watch(outcome: ReplayOutcome, rounds: int) -> None:
             bar.update(task, total=rounds, completed=outcome.through + 1, said="")
 
-        summary = TapeRun(tape.absolute(), config, run_dir, watch=watch).run()
+        told = TapeRun(tape.absolute(), config, run_dir, watch=watch).run()
+    summary = {**summarise(parse(run_dir.events.read_bytes().splitlines(keepends=True))), **told}
     write_summary(run_dir, summary, as_json)
     if not as_json:
         Console(highlight=False, soft_wrap=True).print(
-            f"{summary['rounds']} rounds as the tape says, {summary['processes']} training processes, "
+            f"{summary['rounds_closed']} rounds as the tape says, {summary['processes']} training processes, "
             f"{summary['wall_s']:.0f} s. The model is in {run_dir.model}; atoll replay repeats it.",
             *([summary["drawn"]] if "drawn" in summary else []),
             sep="\n",
