@@ -163,3 +163,17 @@ def test_a_standby_says_in_its_log_that_it_compiles_before_it_stands_by(
     said = " ".join(capsys.readouterr().out.split())
     assert "compiling the kernels (only the first time; about half a minute); then it stands by" in said
     assert compiled == ["warm"] and len(served) == 1
+
+
+def test_a_shard_shows_the_address_that_it_advertises_and_says_that_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert atoll(monkeypatch, "cert") == 0
+    monkeypatch.setattr(kernels, "are_compiled", lambda: False)
+    monkeypatch.setattr(kernels, "warm", lambda: None)
+    monkeypatch.setattr(serve, "serve_shard", lambda *words, ready, **more: ready("https://127.0.0.1:7078") or 0)
+    words = ("--join", "http://127.0.0.1:7077", "--out", "two", "--keys", "atoll-keys", "--advertise", "a.example.org")
+    assert atoll(monkeypatch, "syncer", "--shard", "2/2", *words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compiling the kernels" in said and "shard 2 of 2 at https://a.example.org:7078, in two" in said

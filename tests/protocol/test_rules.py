@@ -191,7 +191,8 @@ def test_a_name_that_is_quarantined_again_and_again_is_shut_out_for_longer_each_
     back = [at for at, note in world.notes if note.kind == "recovered" and note.data["learner"] == "learner-1"][1:]
     for (_, wait_s), start, end in zip(quarantines, began, back, strict=True):
         assert wait_s <= end - start < wait_s + 10
-    assert "for the 3. time: no round takes from it for 20 s" in world.said("quarantined")[2].text
+    text = "after 3 refusals since its last accepted contribution (3 times of late: no round takes from it for 20 s)"
+    assert f"learner-1 is in quarantine {text}" in world.said("quarantined")[2].text
     world.run_until(seconds=200)
     world.learners["learner-1"].broken = True
     world.run_until(seconds=30)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from atoll.cli.keys import own_address, pins_of
-from atoll.cli.shared import short
+from atoll.cli.shared import compile_kernels, short
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.authorizer import host_name
 from atoll.fabric.listener import Tls, check_port
@@ -66,6 +66,7 @@ def relay(
         secret = " (a secret: whoever has it can join)" if address.private else ""
         console.print(f"learners join with: atoll learn SCRIPT --join {short(file)}{secret}", soft_wrap=True)
 
+    compile_kernels(Console())
     if code := run_relay(options, ready):
         raise SystemExit(code)
 

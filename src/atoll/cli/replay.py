@@ -10,11 +10,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from atoll.cli.shared import check_workload, document_of, short
+from atoll.cli.shared import check_workload, compile_kernels, document_of, short
 from atoll.config import convert
 from atoll.launch.replay.play import RunReplay
 from atoll.launch.replay.syncer import ReplayOutcome
-from atoll.numerics import kernels
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 
@@ -43,8 +42,8 @@ def replay(
             f"arguments: atoll replay {short(out.path)} SCRIPT [-- ARGUMENTS]"
         )
     check_workload(config.script)
-    kernels.warm()
     console = Console(stderr=True)
+    compile_kernels(console)
     columns = (
         TextColumn("round"),
         BarColumn(),

@@ -150,9 +150,11 @@ def _serve_shard(number: int, count: int, join: str | None, out: Path | None, se
     if run_dir.summary.exists() or run_dir.learners.exists():
         raise ConfigError(f"{short(run_dir.path)} holds a run, and a shard has a folder of its own: choose another")
     console = Console()
+    compile_kernels(console)
 
     def ready(url: str) -> None:
-        console.print(f"shard {number} of {count} at [bold]{url}[/], in {short(run_dir.path)}", soft_wrap=True)
+        shown = advertise_url(settings.service, url)
+        console.print(f"shard {number} of {count} at [bold]{shown}[/], in {short(run_dir.path)}", soft_wrap=True)
 
     def name_address(url: str) -> str:
         """As learners dial it: by the keys of the run, as with the first; without keys on this machine alone."""

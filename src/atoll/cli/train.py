@@ -40,7 +40,6 @@ from atoll.launch.replay.play import TapeRun
 from atoll.launch.replay.syncer import ReplayOutcome
 from atoll.launch.restoring import attach_store
 from atoll.launch.resume import Resume, from_cut, plan_resume
-from atoll.numerics import kernels
 from atoll.observe import dashboard
 from atoll.observe.screen import EventTail, choose_screen
 from atoll.observe.trackers import NO_TARGETS, Targets
@@ -441,9 +440,9 @@ def _follow(
     if lines[0].settings.shares_moments:
         raise ConfigError(f"{tape} shares moments, and no tape says which were adopted: make one without share")
     config = msgspec.structs.replace(config, protocol=lines[0].settings)
-    kernels.warm()
     run_dir = RunDir.create(out, force=force, shared=config.service.share_files)
     console = Console(stderr=True)
+    compile_kernels(console)
     said_so_far = TextColumn("{task.fields[said]}")
     columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), said_so_far)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

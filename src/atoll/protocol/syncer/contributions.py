@@ -352,8 +352,8 @@ class Strikes:
 
     def quarantine_learner(self, now: float, learner: KnownLearner, when: str, reason: str) -> None:
         known = self._shut_out(now, learner.name)
-        again = f", for the {known.times}. time: no round takes from it for {known.wait_s:g} s" if known.wait_s else ""
-        text = f"{learner.name} is in quarantine {when}; it recovers from the run{again}"
+        again = f" ({known.times} times of late: no round takes from it for {known.wait_s:g} s)" if known.wait_s else ""
+        text = f"{learner.name} is in quarantine {when}{again}; it recovers from the run"
         self.state.out.note("quarantined", text, learner, times=known.times, wait_s=known.wait_s)
         self.not_finite.note_quarantine(learner, reason)
         self.rounds.leave_learner_out(learner, "it is in quarantine")
