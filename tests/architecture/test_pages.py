@@ -188,7 +188,8 @@ def test_every_default_is_on_the_page(heading: str, kind: type[Settings] | type[
     rows = table_after((DOCS / "algorithm.md").read_text(), heading)
     shown = {CODE.findall(name)[0]: ast.literal_eval(CODE.findall(default)[0]) for name, default, _ in rows}
     due = {name: getattr(kind(), name) for name in kind.__struct_fields__}
-    due |= {"share": "parameters", "initial_codec": "fp32"} if "share" in due else {}  # unset means that
+    unset = {"share": "parameters", "initial_codec": "fp32", "progress": "budget"}
+    due |= unset if "share" in due else {}
     assert shown == due
 
 
@@ -207,6 +208,7 @@ def test_the_settings_page_shows_the_defaults() -> None:
     assert shown["protocol"].pop("steps") == 1000, "of the built-in workload"
     assert shown["protocol"].pop("share") == "parameters", "which is unset"
     assert shown["protocol"].pop("initial_codec") == "fp32", "and so is this"
+    assert shown["protocol"].pop("progress") == "budget", "and this"
     for table in ("protocol", "outer", "service"):
         assert shown[table] == {name: defaults[table][name] for name in shown[table]}, table
 

@@ -6,10 +6,12 @@ import copy
 from typing import Any
 
 import msgspec
+import pytest
 from tests.protocol.world import World
 
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
+from atoll.protocol.messages import Announce
 from atoll.protocol.records import EndedRecord
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
@@ -27,7 +29,7 @@ def ended(**settings: Any) -> World:
     return World(2, fragments=2, sync_every=4, latency_s=0.05, **settings).run_to_end()
 
 
-def more(history: History, **changes: int) -> fx.ChangeAsked:
+def more(history: History, **changes: Any) -> fx.ChangeAsked:
     return fx.ChangeAsked(msgspec.structs.replace(history.settings, **changes), {}, "more", reopen=True)
 
 
@@ -50,6 +52,31 @@ def test_more_steps_open_it_again_and_it_does_not_say_that_it_is_finished() -> N
     assert (machine.history.ended, machine.history.finished, machine.state.end_reason) == ("", False, "")
     assert 0.2 < machine.progress < 0.5, "it goes on where it was"
     assert fx.Finished not in kinds(machine.handle(1.0, Tick()))
+
+
+@pytest.mark.parametrize(("rule", "begins"), [("budget", 0.25), ("added", 0.0)])
+def test_more_steps_set_learning_rates_back_as_the_rule_says(rule: str, begins: float) -> None:
+    history = read_again(ended(steps=24))
+    assert history.schedule_progress == 1.0
+    machine = Syncer(history)
+    machine.handle(0.0, more(history, steps=96, progress=rule))
+    assert history.schedule_progress == pytest.approx(begins, abs=0.06), "before the next round"
+    assert 0.2 < machine.progress < 0.5, "of the whole budget"
+    kept = History.restore(copy.deepcopy(history.state()))
+    assert kept.schedule_progress == history.schedule_progress
+    Syncer(kept).handle(0.0, more(kept, steps=96, progress="budget"))
+    assert kept.schedule_progress == kept.progress, "the rule alone may change too"
+
+
+def test_learning_rates_begin_anew_in_the_middle_of_a_run_and_come_to_their_end() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=48, progress="added").run_until(round=8)
+    told = [announce.progress for _, announce in world.sent(Announce, "learner-0")]
+    assert told == sorted(told) and told[-1] > 0.2
+    world.inject(fx.ChangeAsked(msgspec.structs.replace(world.syncer.settings, steps=96), {}, "steps=96"))
+    world.run_until(round=20).crash_syncer()
+    world.run_to_end()
+    after = [announce.progress for _, announce in world.sent(Announce, "learner-0")][len(told) :]
+    assert after == sorted(after) and after[0] < 0.1 and after[-1] > 0.95, "as its journal has it, in every term"
 
 
 def test_only_a_run_that_is_opened_again_with_other_settings_says_that_they_changed() -> None:

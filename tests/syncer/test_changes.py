@@ -47,8 +47,9 @@ def test_what_needs_whole_tensors_is_refused_while_the_syncer_has_several_shards
 def test_every_rule_that_may_change_is_a_setting_of_its_kind(key: str) -> None:
     before = history()
     words = {"quorum": "3", "quorum_policy": "minimum", "grace_share": "0.25", "guard": "rollback", "adopt": "blend"}
+    words |= {"progress": "added"}
     value = {**words, "phases": "[{until = 0.5}]"}.get(key, "7")
-    before.settings = msgspec.structs.replace(before.settings, steps=100)  # without a budget no phases
+    before.settings = msgspec.structs.replace(before.settings, steps=100, progress="budget")  # a budget, for phases
     asked = parse_changes(before, [f"{key}={value}"])
     assert asked is not None
     now, was = msgspec.to_builtins(asked.settings), msgspec.to_builtins(before.settings)

@@ -175,7 +175,8 @@ class BaseLearner:
         """How much of the run's budget is spent, in [0, 1]: what learning rate schedules should follow.
 
         It changes between two steps only, and is 0 while the run has not been heard of. Alone: of the pass that
-        `batches` makes. A run without a budget stays at 0.
+        `batches` makes. A run without a budget stays at 0. A larger budget sets it back: to the share of that, or to 0
+        with the setting `progress=added`.
         """
         return self._feed.passed if self._session is None else self._session.progress
 

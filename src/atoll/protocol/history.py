@@ -115,6 +115,7 @@ class HistoryState(msgspec.Struct, array_like=True):
     cuts_from: int = 0
     merged_rounds: int = -1
     """−1 in cuts of earlier versions."""
+    progress_from: float = 0.0
 
     def begin_run(self, run: str, at: str, *, term: int, succeeds: tuple[str, ...] = ()) -> HistoryState:
         """The state of a new run that begins with this one. It goes on, however this one ended, so its outer steps look
@@ -137,6 +138,8 @@ class History:
         """Committed rounds in which something was merged, also those of the runs that this one was begun from."""
         self.progress = 0.0
         """How much of its budget was spent with the last round; learners are told this and nothing newer …"""
+        self.progress_from = 0.0
+        """With `progress = "added"`: the share that was spent when the budget was last raised."""
         self.global_step = 0
         """… and with it the run's step in whole steps, which then was …"""
         self.step = 0.0
@@ -169,6 +172,12 @@ class History:
     @property
     def run(self) -> str:
         return self.begun.run
+
+    @property
+    def schedule_progress(self) -> float:
+        """Progress as learning rates see it, in [0, 1]."""
+        start = self.progress_from
+        return max(0.0, self.progress - start) / (1.0 - start) if start < 1.0 else 1.0
 
     @property
     def kept_cuts(self) -> tuple[int, ...]:
@@ -226,10 +235,11 @@ class History:
                 self.leases.granted(record)
             case GoneRecord():
                 self._gone(record)
-            case ChangedRecord(settings, outer, _, reopen, training_phase):
+            case ChangedRecord(settings, outer, _, reopen, training_phase, progress):
                 if settings.phases != self.settings.phases:  # of the new ones none has begun
                     self.training_phase = 0
                 self._keep_steps_since_cut(settings)
+                self._change_budget(settings, progress)
                 self.settings, self.outer = settings, dict(outer)
                 self.training_phase = training_phase or self.training_phase
                 if reopen:
@@ -248,6 +258,16 @@ class History:
             since = (self.committed - self.cuts_from) % before.cut_every
             since = min(round(since * before.sync_every / settings.sync_every), settings.cut_every - 1)
             self.cuts_from = self.committed - since
+
+    def _change_budget(self, settings: Settings, progress: float) -> None:
+        """The same work is another share of another budget. Learners hear of it at once, before the next round."""
+        before = self.settings
+        if progress >= 0.0 and (settings.steps, settings.tokens) != (before.steps, before.tokens):
+            self.progress = progress
+            if settings.steps > before.steps or settings.tokens > before.tokens:
+                self.progress_from = progress
+        if not settings.restarts_progress:
+            self.progress_from = 0.0
 
     def _joined(self, record: JoinedRecord) -> None:
         known = self.lives.get(record.learner)
@@ -334,6 +354,7 @@ class History:
             self.training_phase,
             self.cuts_from,
             self.merged_rounds,
+            self.progress_from,
         )
 
     @classmethod
@@ -344,7 +365,8 @@ class History:
         history.versions, history.committed = list(state.versions), state.committed
         history.lives, history.cuts, history.ended = dict(state.lives), list(state.cuts), state.ended
         history.finished, history.began = state.finished, list(state.began)
-        history.progress, history.owners = state.progress, dict(state.owners)
+        history.progress, history.progress_from = state.progress, state.progress_from
+        history.owners = dict(state.owners)
         history.step, history.global_step = state.step, state.global_step
         history.trend, history.good_cut = state.trend, state.good_cut
         history.training_phase, history.cuts_from = state.training_phase, state.cuts_from

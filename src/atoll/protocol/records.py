@@ -245,6 +245,8 @@ class ChangedRecord(Record, frozen=True, tag="changed"):
     """A run that had ended goes on."""
     training_phase: int = 0
     """The phase of training (phases.py) that begins here, 1 being the first; 0: the operator changed something."""
+    progress: float = -1.0
+    """Share of the budget in these settings that is spent here; below 0: as the last round said."""
 
 
 class CutDoneRecord(Record, frozen=True, tag="cut"):

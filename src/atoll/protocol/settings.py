@@ -60,6 +60,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The run ends at this step: the median steps of its learners (`Pace`, protocol/syncer/closing.py). 0: none."""
     tokens: int = 0
     """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
+    progress: Literal["budget", "added"] | UnsetType = UNSET
+    """What learning rates see (`learner.progress`) after the budget was raised. "budget": the share of all of it, so
+    they go back. "added": the share of what is left from there, so they begin anew. Unset, it is "budget"."""
     cut_every: int = -1
     """Rounds between two cuts of the whole run. −1: ten times over every fragment; 0: none but the first."""
     keep_cuts: int = 3
@@ -251,6 +254,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def phased_values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in PHASED}
+
+    @property
+    def restarts_progress(self) -> bool:
+        """Whether `learner.progress` begins at 0 again where the budget is raised."""
+        return self.progress == "added"
 
     @property
     def shares_moments(self) -> bool:

@@ -28,6 +28,7 @@ RULES = (
     "grace_cap_steps",
     "steps",
     "tokens",
+    "progress",
     "patience_s",
     "lost_after_s",
     "abandon_s",

@@ -117,7 +117,7 @@ class Joining:
             gathering=self.state.gathering_round,
             reset=learner.reset,
             upload=self.run_start.asks_for_upload(learner),
-            progress=self.state.history.progress,
+            progress=self.state.history.schedule_progress,
             global_step=self.state.history.global_step,
             committed=self.state.committed,
             merged=learner.last_merged(),

@@ -359,7 +359,8 @@ class Syncer:
             outer, before = (outer_again(self.state.history.begun.outer, one) for one in (outer, before))
         differ = (asked.settings, outer) != (self.state.settings, before)
         scaled = asked.settings.learners != self.settings.learners
-        self.state.change_settings(ChangedRecord(asked.settings, outer, asked.what, asked.reopen))
+        progress = self.rounds.spent_share(asked.settings)
+        self.state.change_settings(ChangedRecord(asked.settings, outer, asked.what, asked.reopen, progress=progress))
         if other_rounds:
             self._tell_changed_rounds()
         if asked.reopen:

@@ -22,7 +22,7 @@ from math import ceil
 
 from atoll.protocol import records, schedule
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
-from atoll.protocol.settings import MOST_PHASES
+from atoll.protocol.settings import MOST_PHASES, Settings
 from atoll.protocol.statistics import RecentSamples, Spread
 from atoll.protocol.syncer.closing import DEADLINE_RATIO, OWN_STEPS, RoundClosing
 from atoll.protocol.syncer.cuts import Cuts
@@ -613,7 +613,7 @@ class Rounds:
             members=members,
             gathering=self.state.gathering_round,
             digest=digest,
-            progress=self.state.history.progress,
+            progress=self.state.history.schedule_progress,
             global_step=self.state.history.global_step,
             cuts=self.state.history.kept_cuts,
             restored=restored,
@@ -627,12 +627,11 @@ class Rounds:
         step = schedule.step_after(self.step, under_way, self.state.settings) if ahead else self.step
         return 0 < self.state.settings.steps <= step
 
-    def spent_share(self) -> float:
-        """How much of the run's budget is spent, in [0, 1]."""
-        by_steps = self.step / self.state.settings.steps if self.state.settings.steps else 0.0
-        by_tokens = (
-            self.state.members.total_tokens() / self.state.settings.tokens if self.state.settings.tokens else 0.0
-        )
+    def spent_share(self, settings: Settings | None = None) -> float:
+        """How much of the run's budget is spent, in [0, 1]; or of the budget in other settings."""
+        settings = settings or self.state.settings
+        by_steps = self.step / settings.steps if settings.steps else 0.0
+        by_tokens = self.state.members.total_tokens() / settings.tokens if settings.tokens else 0.0
         return min(1.0, max(by_steps, by_tokens))
 
 
