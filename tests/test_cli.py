@@ -609,7 +609,7 @@ def test_weights_are_exported_with_the_moment_they_are_of(
     assert atoll(monkeypatch, "export", "run", "model.safetensors", "--tail", 2, "--force") == 0
     assert capsys.readouterr().out.endswith("the mean of its last 2 cycles is in model-tail.safetensors\n")
     assert atoll(monkeypatch, "export", "run", "model.safetensors", "--tail", 2, "--best") == 2
-    assert "--tail averages the newest versions: give it without --best and --cut" in capsys.readouterr().err
+    assert "--best and --tail name different models: give one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.store.written import WrittenRun, well, with_rounds, wrong
 
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import TensorSpec
-from atoll.store.export import export_best, export_run
+from atoll.store.export import export_kept, export_run
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 
 
@@ -69,14 +69,14 @@ def test_of_version_0_the_journal_has_no_digest(tmp_path: Path) -> None:
 def test_it_is_exported_as_it_was_kept(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
     run.cut()
-    with pytest.raises(ConfigError, match="holds no best model: a script with a scorer"):
-        export_best(run.dir.path, tmp_path / "best.safetensors")
+    with pytest.raises(ConfigError, match=r"holds no model-best\.safetensors: a script with a scorer"):
+        export_kept(run.dir.path, tmp_path / "best.safetensors", "best")
     keep_best(run)
-    best = export_best(run.dir.path, tmp_path / "best.safetensors")
+    best = export_kept(run.dir.path, tmp_path / "best.safetensors", "best")
     file, facts = best.file, best.facts
     assert file.read_bytes() == run.dir.best_model.read_bytes() and facts["score"] == "0.5"
     with pytest.raises(ConfigError, match="is there already"):
-        export_best(run.dir.path, tmp_path / "best.safetensors")
+        export_kept(run.dir.path, tmp_path / "best.safetensors", "best")
 
 
 SPLIT = (TensorSpec("embed", (60, 4), "float32", embedding=True), TensorSpec("gain", (), "float32"))

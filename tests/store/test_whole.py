@@ -16,7 +16,7 @@ from atoll.learner.snapshot import Snapshot, write
 from atoll.learner.unmerged import UnmergedTensors
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import read_manifest
-from atoll.store.export import NOTHING_UNMERGED, export_best, export_run
+from atoll.store.export import NOTHING_UNMERGED, export_kept, export_run
 from atoll.store.rundir import UNMERGED
 
 UNMERGED_THERE = {
@@ -91,7 +91,7 @@ def test_the_best_model_is_whole_too(tmp_path: Path) -> None:
     keep(run, UNMERGED_THERE)
     tensors = {name: torch.tensor(values) for name, values in run.parameters.tensors_by_name().items()}
     save_file(tensors, run.dir.best_model, metadata={"run": "small", "figure": "loss", "score": "0.5"})
-    exported = export_best(run.dir.path, tmp_path / "best.safetensors")
+    exported = export_kept(run.dir.path, tmp_path / "best.safetensors", "best")
     assert load_file(exported.file).keys() == tensors.keys() | UNMERGED_THERE.keys()
     assert exported.facts["score"] == "0.5" and len(exported.remarks) == 1
 

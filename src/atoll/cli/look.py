@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from atoll.observe.screen import LiveScreen
 from atoll.observe.story import print_closing, print_command, story, verification_rows
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
-from atoll.store.export import export_best, export_run
+from atoll.store.export import export_kept, export_run
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.verify import verify_run
 from atoll.store.writer_lease import is_alive
@@ -167,18 +168,20 @@ def export(
     out: Path,
     cut: int | None,
     best: bool,
+    ema: bool,
     tail: int | None,
     force: bool,
     merged: bool,
     parameter_names: bool,
 ) -> None:
     console = Console()
-    if tail is not None and (best or cut is not None):
-        raise ConfigError("--tail averages the newest versions: give it without --best and --cut")
-    if best and cut is not None:
-        raise ConfigError("--best and --cut name different models: give one of them")
+    asked = {"--best": best, "--ema": ema, "--cut": cut is not None, "--tail": tail is not None}
+    named = [option for option, given in asked.items() if given]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} name different models: give one of them")
+    kept = "best" if best else "ema" if ema else ""
     with open_copy(run, console) as folder:
-        _export(console, folder, out, cut, best, tail, force, merged, parameter_names)
+        _export(console, folder, out, cut, kept, tail, force, merged, parameter_names)
 
 
 def _export(
@@ -186,23 +189,23 @@ def _export(
     run: Path,
     out: Path,
     cut: int | None,
-    best: bool,
+    kept: str,
     tail: int | None,
     force: bool,
     merged: bool,
     parameter_names: bool,
 ) -> None:
-    if best:
-        kept = export_best(run, out, force=force, merged=merged, parameter_names=parameter_names)
-        for remark in kept.remarks:
+    if kept:
+        copied = export_kept(run, out, kept, force=force, merged=merged, parameter_names=parameter_names)
+        for remark in copied.remarks:
             console.print(f"note: {remark}", soft_wrap=True, highlight=False)
-        facts = kept.facts
-        scored = (
-            f"{facts.get('figure', 'score')} {facts.get('score', 'unknown')} at round {facts.get('round', 'unknown')}"
-        )
-        console.print(
-            f"the best of run {facts.get('run')} ({scored}) is in {short(kept.file)}", soft_wrap=True, highlight=False
-        )
+        facts = defaultdict(lambda: "unknown", copied.facts)
+        if kept == "best":
+            what = f"the best of run {facts['run']} ({facts['figure']} {facts['score']} at round {facts['round']})"
+        else:
+            models = f"{facts['models']} models to round {facts['round']}, decay {facts['decay']}"
+            what = f"the moving average of run {facts['run']} ({models})"
+        console.print(f"{what} is in {short(copied.file)}", soft_wrap=True, highlight=False)
         return
     done = export_run(run, out, cut, force=force, merged=merged, tail=tail, parameter_names=parameter_names)
     for remark in done.remarks:

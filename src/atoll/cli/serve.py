@@ -412,4 +412,4 @@ def _set_environment(
     os.environ["ATOLL_ROLE"] = "evaluator" if evaluator else "learner"
     if folder is not None:
         os.environ["ATOLL_FOLDER"] = str(folder.absolute())
-        os.environ["ATOLL_BEST"] = str(RunDir(folder.absolute()).best_model)  # where an evaluator keeps it
+        os.environ["ATOLL_MODELS"] = str(folder.absolute())  # where an evaluator keeps them

@@ -219,11 +219,12 @@ def evaluate(
     sample: Callable[[Any], str] | None = None,
     directions: Mapping[str, Direction] | None = None,
     unit: str = "",
+    ema: float = 0.0,
 ) -> None:
     """Score the global model until the run ends: `score(params)` is a loss, or figures by name. As `atoll.evaluate`: in
     a learner, and alone, it returns at once."""
     model = _make_model(params, None, names, transposed, embeddings)
-    score_run(ScoredArrays(model), score, sample=sample, directions=directions, unit=unit)
+    score_run(ScoredArrays(model), score, sample=sample, directions=directions, unit=unit, ema=ema)
 
 
 def load(params: Any, path: str | Path, *, names: Callable[[str], str] | None = None, transposed: Chosen = ()) -> Any:

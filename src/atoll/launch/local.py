@@ -292,7 +292,7 @@ class LocalRun:
         return env
 
     def _evaluator_env(self) -> dict[str, str]:
-        return {"ATOLL_ROLE": "evaluator", "ATOLL_BEST": str(self.out.best_model)}
+        return {"ATOLL_ROLE": "evaluator", "ATOLL_MODELS": str(self.out.path)}
 
     def _start_child(self, child: Child) -> None:
         child.start()

@@ -130,7 +130,8 @@ def _describe_loss(round: int, head: StoredHead | None) -> str:
 
 def _leave_to_old_run(draft: RunDir) -> None:
     """What the new run has of its own: events, figures and models."""
-    for path in (draft.events, draft.summary, draft.model, draft.best_model, draft.tail_model, draft.norms):
+    models = (draft.model, draft.best_model, draft.ema_model, draft.tail_model)
+    for path in (draft.events, draft.summary, *models, draft.norms):
         path.unlink(missing_ok=True)
     if (place := read_place(draft.path)) is not None:
         write_place(draft.path, msgspec.structs.replace(place, events=0))

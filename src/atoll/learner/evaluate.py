@@ -66,16 +66,19 @@ def evaluate(
     sample: Callable[[Any], str] | None = None,
     directions: Mapping[str, Direction] | None = None,
     unit: str = "",
+    ema: float = 0.0,
 ) -> None:
     """Score the global model until the run ends.
 
     `score(model)` is a loss, or several figures by name: {"loss": 0.31, "accuracy": 0.91}. The loss is what the run is
     guarded by. The model is in the mode in which the script left it: `score` may call `model.eval()`. `directions` says
     which values of the others are better, {"accuracy": "max"}: then the best one is told. `sample(model)` is a few
-    lines that the model wrote. `unit` is that of the loss, as it is to be shown.
+    lines that the model wrote. `unit` is that of the loss, as it is to be shown. `ema=0.9` keeps an exponential moving
+    average of the scored models by this decay and scores it too, as "ema_loss" and so on; `atoll export --ema` writes
+    it.
     """
     check_model(model)
-    score_run(ScoredModule(model), score, sample=sample, directions=directions, unit=unit)
+    score_run(ScoredModule(model), score, sample=sample, directions=directions, unit=unit, ema=ema)
 
 
 def score_run(
@@ -85,6 +88,7 @@ def score_run(
     sample: Callable[[Any], str] | None,
     directions: Mapping[str, Direction] | None,
     unit: str,
+    ema: float,
 ) -> None:
     """In the evaluator process, until the run ends, and the script with it."""
     if not callable(score):
@@ -93,18 +97,22 @@ def score_run(
         )
     directions = dict(directions or {})
     _check_words(directions, unit)
+    if not 0.0 <= ema < 1.0:
+        raise ValueError(f"ema = {ema} is no decay: 0.9 keeps nine tenths of the average at each score, 0 keeps none")
     if os.environ.get("ATOLL_ROLE") != "evaluator":
         return
-    from atoll.learner.evaluator import (
-        BestModel,
-        Evaluator,  # brings the network along, which a learner should not wait for
-    )
+    # These bring the network along, which a learner should not wait for.
+    from atoll.learner.averaged_model import AveragedModel
+    from atoll.learner.evaluator import BestModel, Evaluator
+    from atoll.store.rundir import RunDir
 
-    best = BestModel(Path(os.environ["ATOLL_BEST"])) if os.environ.get("ATOLL_BEST") else None
+    folder = RunDir(Path(os.environ["ATOLL_MODELS"])) if os.environ.get("ATOLL_MODELS") else None
+    best = BestModel(folder.best_model) if folder else None
+    average = AveragedModel(ema, folder.ema_model if folder else None) if ema else None
     if not (syncer := find_syncer(os.environ)):
         sys.exit("atoll: which run is to be scored? Name it by ATOLL_JOIN, as its syncer printed it")
     try:
-        asyncio.run(Evaluator(syncer, scored, score, sample, directions, unit, best).run())
+        asyncio.run(Evaluator(syncer, scored, score, sample, directions, unit, best, average).run())
     except AtollError as error:
         end_script(str(error), error.exit_code, error)
     sys.exit(0)

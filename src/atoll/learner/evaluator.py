@@ -4,6 +4,9 @@ It keeps the model with the best score so far in model-best.safetensors, at once
 those values, since outer gradients are trimmed at snapshots. The fragments are written as they were fetched, since the
 model's own parameters may be of another type. The file says which version of each fragment it holds, and the journal
 has the digest of every version, so `atoll verify` can check the file against what the run committed.
+
+With `ema` it also keeps the average of the models that it fetches (averaged_model.py), and scores it after each of
+them: its figures have the names of the others behind "ema_".
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from atoll.fabric.address import parse_address
 from atoll.fabric.bodies import fetch_one_version
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
+from atoll.learner.averaged_model import AveragedModel
 from atoll.learner.evaluate import ScoredModel
 from atoll.learner.model import view_piece
 from atoll.learner.script import say
@@ -37,6 +41,8 @@ from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 from atoll.telemetry.status import RunStatus
 
 LOSS = "loss"
+OF_AVERAGE = "ema_"
+"""Before the names of the average's figures."""
 POLL_S = 0.25
 GIVE_UP_S = 60.0
 """How long a syncer may be unreachable before the evaluator gives up."""
@@ -123,8 +129,19 @@ class ScoreFigures:
     metrics: dict[str, float | None]
     has_loss: bool = True
 
+    @property
+    def by_name(self) -> dict[str, float | None]:
+        return {**({LOSS: self.loss} if self.has_loss else {}), **self.metrics}
+
+    def with_average(self, average: ScoreFigures, scorer: str) -> ScoreFigures:
+        """These figures, and those of the average under names of its own."""
+        metrics = {**self.metrics, **{OF_AVERAGE + name: value for name, value in average.by_name.items()}}
+        if len(metrics) > METRICS:
+            raise ValueError(f"{scorer} returned {len(self.by_name)} figures: with ema return up to {METRICS // 2}")
+        return ScoreFigures(self.loss, metrics, self.has_loss)
+
     def describe(self) -> str:
-        figures = {**({LOSS: self.loss} if self.has_loss else {}), **self.metrics}
+        figures = self.by_name
         return ", ".join(f"{name} {'not finite' if v is None else f'{v:.6g}'}" for name, v in figures.items())
 
 
@@ -210,11 +227,17 @@ class Evaluator:
         directions: Mapping[str, Direction],
         unit: str,
         best: BestModel | None = None,
+        average: AveragedModel | None = None,
     ) -> None:
         self._url, self._scored, self._score, self._sample = url, scored, score, sample
-        self._directions, self._unit = directions, unit
+        self._directions, self._unit = dict(directions), unit
         self._best = best
         """Where the best model is kept; None: nowhere."""
+        self._average = average
+        """None: there is none."""
+        if average is not None:
+            self._directions |= {OF_AVERAGE + name: better for name, better in directions.items()}
+            self._directions[OF_AVERAGE + LOSS] = "min"
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._checked = False
         self._cpu_s = 0.0
@@ -256,8 +279,13 @@ class Evaluator:
         shards = ShardedSyncer(self._url, plan, manifest.get("shards", ()), manifest.get("codecs", ()))
         fetched = await self._fetch(plan, shards, str(manifest["run"]), round)
         model = self._scored.hand_over()
-        found = read_figures(self._score(model), name_scorer(self._score))
+        scorer = name_scorer(self._score)
+        found = read_figures(self._score(model), scorer)
         text = self._sample(model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
+        figure = deciding_figure(found.loss, found.metrics, self._directions)
+        if self._average is not None:
+            average = await self._score_average(self._average, fetched, manifest.get("least", ()), found, scorer)
+            found = found.with_average(average, scorer) if average is not None else found
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent
         score = ScoreReport(
@@ -271,16 +299,29 @@ class Evaluator:
             unit=self._unit,
             has_loss=found.has_loss,
         )
-        figure = deciding_figure(found.loss, found.metrics, self._directions)
         if self._best is not None and figure is not None:  # before the last score is told: with it the run is over
             await asyncio.to_thread(self._best.keep, figure, fetched)
         await post_score(self._url, score)
         say(f"scored round {round}: {found.describe()}")
         return float(manifest["evaluate_steps"])
 
+    async def _score_average(
+        self, average: AveragedModel, fetched: FetchedModel, least: Sequence[int], found: ScoreFigures, scorer: str
+    ) -> ScoreFigures | None:
+        """Take in what was fetched and found, and score the average; None: it holds nothing yet."""
+        if None not in found.by_name.values():
+            tensors = fetched.tensors()
+            await asyncio.to_thread(average.add, fetched.run, fetched.plan, fetched.versions, tensors, least)
+            await asyncio.to_thread(average.save, fetched.round)
+        if not average.models:
+            return None
+        for spec in fetched.plan.tensors:
+            self._parameters[spec.name].data.copy_(torch.from_numpy(average.tensors[spec.name_in_model]))
+        return read_figures(self._score(self._scored.hand_over()), scorer)
+
     async def _fetch(self, plan: FragmentPlan, shards: ShardedSyncer, run: str, round: int) -> FetchedModel:
-        """Into the model; and as it came, where the best is kept. Fragments may be of different rounds: each is the
-        newest when it is fetched."""
+        """Into the model; and as it came, where the best or an average is kept. Fragments may be of different rounds:
+        each is the newest when it is fetched."""
         kept: list[FloatArray] = []
         versions: list[int] = []
         for part in plan.fragments:
@@ -290,6 +331,6 @@ class Evaluator:
                 own = view_piece(self._parameters[piece.tensor.name], piece)
                 own.data.copy_(torch.from_numpy(values[place]).view(piece.shape))
             versions.append(version)
-            if self._best is not None:
+            if self._best is not None or self._average is not None:
                 kept.append(values)
         return FetchedModel(run, round, plan, kept, versions)

@@ -463,7 +463,7 @@ def print_command(console: Console, words: str, command: str, style: str = "") -
 def _files_in(out: Path) -> list[str]:
     """Those that are worth a look, and are there."""
     logs = out / "logs"
-    names = ("summary.json", "events.jsonl", "model.safetensors", "model-tail.safetensors")
+    names = ("summary.json", "events.jsonl", "model.safetensors", "model-ema.safetensors", "model-tail.safetensors")
     files = [name for name in names if (out / name).exists()]
     return [*files, *(["logs/"] if logs.is_dir() and any(logs.iterdir()) else [])]
 

@@ -96,24 +96,33 @@ def export_run(
     return ExportedModel(file, *made, remarks, beside if averaged is not None else None)
 
 
+KEPT = {
+    "best": "keeps one, scored every `evaluate_every` rounds",
+    "ema": "with `atoll.evaluate(..., ema=0.9)` keeps one",
+}
+"""Models that an evaluator keeps, and how a script comes to have them."""
+
+
 @dataclass(frozen=True, slots=True)
-class BestExport:
+class KeptExport:
     file: Path
     facts: dict[str, str]
     """What the file says of itself."""
     remarks: tuple[str, ...]
 
 
-def export_best(
-    path: Path, out: Path, *, force: bool = False, merged: bool = False, parameter_names: bool = False
-) -> BestExport:
-    """The model with the best score, as its evaluator kept it, with the first learner's tensors that are not merged."""
+def export_kept(
+    path: Path, out: Path, kept: str, *, force: bool = False, merged: bool = False, parameter_names: bool = False
+) -> KeptExport:
+    """A model that the evaluator keeps, with the first learner's tensors that are not merged. `kept`: "best", what
+    scored best, or "ema", the moving average."""
     run = RunDir(path)
     _check_out(run, out, force)
-    if not run.best_model.exists():
+    source = {"best": run.best_model, "ema": run.ema_model}[kept]
+    if not source.exists():
         raise ConfigError(
-            f"{path} holds no best model: a script with a scorer (atoll.evaluate) keeps one, scored every "
-            "`evaluate_every` rounds; without --best the newest version is written"
+            f"{path} holds no {source.name}: a script with a scorer (atoll.evaluate) {KEPT[kept]}; "
+            f"without --{kept} the newest version is written"
         )
     newest = max(complete_cuts(run.cuts), default=0)
     rest = find_unmerged(run, newest, merged=merged, parameter_names=parameter_names)
@@ -121,14 +130,14 @@ def export_best(
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if rest.tensors:
-            metadata = {"format": "pt", **read_model_facts(run.best_model)}
-            save_whole(file, read_table(run.best_model), rest.tensors, metadata)
+            metadata = {"format": "pt", **read_model_facts(source)}
+            save_whole(file, read_table(source), rest.tensors, metadata)
         else:
             with staged(file) as draft:
-                shutil.copyfile(run.best_model, draft)
+                shutil.copyfile(source, draft)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
-    return BestExport(file, read_model_facts(file), rest.remarks)
+    return KeptExport(file, read_model_facts(file), rest.remarks)
 
 
 def _check_out(run: RunDir, out: Path, force: bool) -> None:

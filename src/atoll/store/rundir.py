@@ -18,6 +18,7 @@
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
     model-best.safetensors, model-tail.safetensors  what scored best, and the mean of the last versions (tail.py)
+    model-ema.safetensors  the moving average of the scored models, where the script asks for it (averaged_model.py)
     report.html         all of it on one page, once somebody asked for it
 
 The folder is this user's alone (mode 700), and so is all that is in it: a file is as open as its folder. A run with
@@ -59,6 +60,7 @@ _OURS = (
         "environment.json",
         "model.safetensors",
         "model-best.safetensors",
+        "model-ema.safetensors",
         "model-tail.safetensors",
         "report.html",
         "syncer.url",
@@ -205,6 +207,11 @@ class RunDir:
     def best_model(self) -> Path:
         """The global model with the best score, kept by the run's evaluator."""
         return self.path / "model-best.safetensors"
+
+    @property
+    def ema_model(self) -> Path:
+        """The moving average of the scored models, kept by the run's evaluator where the script asks for it."""
+        return self.path / "model-ema.safetensors"
 
     @property
     def tail_model(self) -> Path:

@@ -124,6 +124,7 @@ class RunVerification:
         self._check_model(self._audit, self._rebuild_model(self._audit))
         self._audit.check_alarms()
         self._check_best(history.begun)
+        self._check_ema(history.begun)
         self._check_tail(history.begun)
 
     def has_grown(self) -> bool:
@@ -269,6 +270,14 @@ class RunVerification:
             self._findings.add_remark(
                 f"{found.unknown} fragments of {name} are of versions that the journal has no digest of"
             )
+
+    def _check_ema(self, begun: BegunRecord) -> None:
+        path = self._run.ema_model
+        if not path.exists():
+            return
+        if (run := read_model_facts(path).get("run")) != begun.run:
+            raise BadRun(f"{path} is of run {run or 'nobody knows'}, not of {begun.run}")
+        self._findings.add_remark(f"{path.name} is not compared: the journal has no digest of a moving average")
 
     def _check_tail(self, begun: BegunRecord) -> None:
         """The mean is made again from its versions, and the file is held against the record that it names."""

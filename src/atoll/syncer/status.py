@@ -438,6 +438,7 @@ def manifest(machine: Syncer, plan: FragmentPlan, evaluate_every: int, shards: S
             "frozen": machine.history.begun.frozen,
             "shards": shards,
             "codecs": (settings.codec, settings.version_codec),
+            "least": machine.history.least,
         }
     )
 

@@ -126,6 +126,7 @@ RUNS = (
         Examples:
           atoll export atoll-runs/first model.safetensors
           atoll export atoll-runs/first model.safetensors --tail 4
+          atoll export atoll-runs/first averaged.safetensors --ema
           atoll export s3://bucket/run model.safetensors
         """,
         "look:export",
@@ -134,6 +135,7 @@ RUNS = (
             argument("out", "A .safetensors file, or a folder for it and the settings.", Path, required=True),
             option("--cut", "What this cut holds, instead of the newest version.", int),
             flag("--best", "What scored best, instead of the newest version."),
+            flag("--ema", "The moving average of the scored models, instead of the newest version."),
             option(
                 "--tail",
                 "Beside it, in OUT-tail.safetensors, the mean of the last versions of every fragment, one a cycle.",
