@@ -226,12 +226,13 @@ def _go_on(
     as_json: bool,
     trusted: bool,
 ) -> None:
-    """`--resume`: the run's own settings and script, with what may change while a run goes on. `script`: of a run whose
-    learners were started by hand; `trusted`: what the folder says may be run without asking."""
+    """`--resume`: the run's own settings and script, with what may change while a run goes on; with `cut`, in a new
+    run. `script`: of a run whose learners were started by hand; `trusted`: what the folder says may be run."""
     if cut is None and out is not None:
         raise ConfigError("--resume goes on in the run's own folder: --out belongs to --from-cut, for a new run")
     rules = tuple(word for word in words if word.partition("=")[0] not in NO_RULES)
-    check_changeable(rules)
+    if cut is None:
+        check_changeable(rules)
     old = RunDir.open(resume)
     if cut is None:
         check_not_alive(old.path)
@@ -246,6 +247,10 @@ def _go_on(
         )
     if script:
         settings = msgspec.structs.replace(settings, script=script, by_hand=False)
+    if settings.script:
+        _check_for_script(words, Path(settings.script[0]))
+    else:
+        converted(settings.workload, WorkloadSettings, f"{old.settings}, table [workload]")
     if settings.service.store and cut is None:
         attach_store(old, settings.service.store)
     launch = read_environment(old.path) if not script else None
