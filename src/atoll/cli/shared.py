@@ -87,7 +87,7 @@ def check_store(url: str) -> None:
 
 
 def compile_kernels(console: Console, waits: str = "") -> None:
-    """Before processes start that would each do it. `waits`: what waits for it, for whoever reads the log."""
+    """Compile the kernels before several processes start that would each do it. `waits`: who waits, for the log."""
     if not kernels.are_compiled():
         console.print(f"compiling the kernels (only the first time; about half a minute){waits} …", style="dim")
         kernels.warm()

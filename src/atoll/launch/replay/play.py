@@ -257,7 +257,7 @@ class TapeRun:
     watch: Callable[[ReplayOutcome, int], None] = lambda outcome, rounds: None
 
     def run(self) -> dict[str, Any]:
-        """What its summary says of the tape. RunFailed when the tape could not be followed to its end."""
+        """Return the part of the summary about the tape. RunFailed if the tape cannot be followed to its end."""
         with hold_run(self.out.path):
             return self._run_held()
 

@@ -88,7 +88,7 @@ class MadeRound:
     """A round as it was merged here."""
 
     record: MergedRecord
-    """With the digest of its version; under a scenario, with the tokens and weights of the scripts' own steps."""
+    """Holds the digest of its version; under a scenario, the tokens and weights of the scripts' own steps."""
     at: float
     losses: dict[str, float | None]
     """Training loss of each member, as it last told."""
@@ -112,7 +112,7 @@ class ReplayOutcome:
     """When version 0 was there."""
     made: dict[int, MadeRound] = field(default_factory=dict)
     counters: dict[str, LastCounters] = field(default_factory=dict)
-    """By session, where its training process ended."""
+    """Last counters of each session's training process, keyed by session."""
 
     @property
     def is_identical(self) -> bool:

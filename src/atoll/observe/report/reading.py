@@ -97,7 +97,7 @@ def _figures(timeline: Sequence[Event], told: dict[str, Any], account: dict[str,
 
 
 def _leave_out_what_only_the_end_tells(summary: Summary) -> None:
-    """Of those who were stepping when the events end, nobody said how long."""
+    """Remove the figures of learners that were stepping when the events end: no event has their time."""
     summary["goodput"] = None
     summary["per_learner"] = {name: {**one, "busy_s": None} for name, one in summary["per_learner"].items()}
 
