@@ -29,7 +29,7 @@ from atoll.workloads.settings import WorkloadSettings
 ALL = {command.name: command for command in ATOLL.commands}
 """By name, and those of groups by both words."""
 ALL |= {f"{group.name} {one.name}": one for group in ATOLL.commands for one in group.commands}
-WITH_SCRIPT = ("train", "learn", "chaos", "replay")
+WITH_SCRIPT = ("train", "learn", "chaos", "compare", "replay")
 LINES = 100
 """Two screens."""
 

@@ -41,7 +41,7 @@ def test_the_budget_outlasts_the_plan_at_its_pace() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"script": ["mine.py"]}, "only the built-in workload can be compared"),
+        ({"script": ["mine.py"]}, "for the built-in workload. Without faults: atoll compare mine.py"),
         ({}, "the learning rate has nothing to follow: set pace_s"),
         ({"workload": {"pase_s": 1.0}}, "unknown key 'pase_s': did you mean pace_s, parallel or betas?"),
     ],
@@ -112,6 +112,31 @@ def test_a_mistake_is_one_line(
     (tmp_path / "old" / "decoupled").mkdir(parents=True)
     (tmp_path / "old" / "decoupled" / "run.toml").write_text("")
     assert atoll(monkeypatch, "plan.toml", *arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("mine.py", "a comparison needs an end that both come to: name --steps or --tokens"),
+        ("missing.py --steps 9", "there is no script missing.py"),
+        ("mine.py --steps 9 --methods elastic-data-parallel", "take decoupled, synchronous-diloco, data-parallel"),
+        ("mine.py --steps 9 --set store=s3://bucket/run", "store and ranks are for one run"),
+        ("plan.toml --steps 9", "--steps is for comparing a script: atoll compare SCRIPT.py"),
+        ("runs runs --out new", "runs that are over are only read: leave --methods and --out out"),
+        ("runs runs", "runs holds no run: name the folder that --out made"),
+        ("mine.py plan.toml", "name a script, a plan of faults, or the folders of runs"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "plan.toml").write_text("")
+    (tmp_path / "runs").mkdir()
+    assert atoll(monkeypatch, *arguments.split()) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 

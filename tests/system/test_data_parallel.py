@@ -47,3 +47,17 @@ def test_two_ranks_train_as_one_process_with_the_batches_of_both(run: Run, words
     assert run.summary["tokens"]["computed"] == run.summary["tokens"]["merged"] == tokens
     assert run.summary["algorithm"] == "data-parallel"
     assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+
+
+def test_a_script_is_compared_over_tokens(run: Run) -> None:
+    run.start("compare", SCRIPTS / "averaged.py", "--learners", "2", "--steps", "40", "--out", run.out).ended()
+    assert "data-parallel" in run.stdout and "tokens merged" in run.stdout
+    names = ("decoupled", "data-parallel")
+    again = run.ask("compare", *(run.out / name for name in names), "--json")
+    runs = json.loads(again.stdout)["runs"]
+    assert runs == json.loads((run.out / "compare.json").read_text())["runs"]
+    for name, one in zip(names, runs, strict=True):
+        assert one["algorithm"] == name and one["losses"][0][0] == 0
+        assert one["losses"][-1][1] < one["losses"][0][1]
+        summary = json.loads((run.out / name / "summary.json").read_text())
+        assert one["losses"][-1][0] == pytest.approx(summary["tokens"]["merged"], abs=1)

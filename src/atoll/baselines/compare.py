@@ -67,7 +67,10 @@ def comparable(plan: FaultPlan, origin: str) -> FaultPlan:
     """The plan with a budget that lasts: every method is stopped by the clock, and their learning rates fall alike."""
     config = plan.config
     if config.script:
-        raise ConfigError(f"{origin}: script = {' '.join(config.script)}: only the built-in workload can be compared")
+        raise ConfigError(
+            f"{origin}: script = {' '.join(config.script)}: a plan of faults is for the built-in workload. "
+            f"Without faults: atoll compare {config.script[0]}"
+        )
     work = converted(config.workload, WorkloadSettings, f"{origin}, table [config.workload]")
     lasting = math.ceil(SPARE * plan.seconds / work.pace_s) if work.pace_s else 0
     steps = max(config.protocol.steps, lasting)
@@ -109,11 +112,16 @@ def run_product(plan: FaultPlan, out: RunDir, watch: WatchProgress, *, synchrono
 
     run_plan(ChaosRun(plan, out, watch=look, timed=True))
     events = read_events(out)
-    if any("operator" in str(event.get("text")) for event in select_kinds(events, "ending")):
-        raise KeyboardInterrupt
+    check_not_stopped(events)
     summary = summarise(events)
     write_atomic(out.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     return product_outcome("synchronous-diloco" if synchronous else "decoupled", summary, events)
+
+
+def check_not_stopped(events: Sequence[Event]) -> None:
+    """KeyboardInterrupt: the operator ended the run, and with it the comparison."""
+    if any("operator" in str(event.get("text")) for event in select_kinds(events, "ending")):
+        raise KeyboardInterrupt
 
 
 def as_synchronous(config: Config) -> Config:

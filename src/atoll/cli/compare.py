@@ -1,20 +1,39 @@
-"""`atoll compare PLAN`: the same model, data and faults under several methods, in one table."""
+"""`atoll compare`: several methods side by side, in one table.
+
+A script is trained by each for the same steps or tokens, and its losses are shown over tokens; runs that are over are
+only read. A plan of faults is for the built-in GPT: what is left of each method.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from atoll.baselines.compare import METHODS, MeasuredMethod, MethodOutcome, comparable, run_method
+from atoll.baselines.compare import (
+    METHODS,
+    MeasuredMethod,
+    MethodOutcome,
+    as_synchronous,
+    check_not_stopped,
+    comparable,
+    run_method,
+)
+from atoll.baselines.curves import LossCurve, choose_tokens, read_curve
 from atoll.chaos import plan as plans
+from atoll.chaos.performance import read_events
 from atoll.chaos.plan import FaultPlan
 from atoll.cli.lists import names
-from atoll.cli.shared import check_workload, compile_kernels, short
-from atoll.observe.figures import table
+from atoll.cli.shared import check_workload, compile_kernels, document_of, setting_words, settings_of, short
+from atoll.cli.train import LaunchOptions, check_at_home, check_for_script, train_here
+from atoll.config import Config, convert
+from atoll.launch.data_parallel import as_data_parallel
+from atoll.launch.local import script_arguments
+from atoll.observe.figures import span, table
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.statistics import format_score
 from atoll.store.atomic import write_atomic
@@ -26,9 +45,116 @@ NAMES = {
     "elastic-data-parallel": "elastic data-parallel",
     "data-parallel": "data-parallel",
 }
+OF_SCRIPTS: dict[str, Callable[[Config], Config]] = {
+    "decoupled": lambda config: config,
+    "synchronous-diloco": as_synchronous,
+    "data-parallel": as_data_parallel,
+}
 
 
-def compare(plan: Path, out: Path | None, methods: str, checkpoint_every: int, force: bool, json_: bool) -> None:
+def compare(
+    what: list[str],
+    arguments: list[str],
+    out: Path | None,
+    methods: str | None,
+    learners: int | None,
+    steps: int | None,
+    tokens: int | None,
+    seed: int | None,
+    config: Path | None,
+    words: list[str],
+    checkpoint_every: int,
+    force: bool,
+    json_: bool,
+) -> None:
+    paths = [Path(word) for word in what]
+    of_scripts: dict[str, object] = {"--learners": learners, "--steps": steps, "--tokens": tokens, "--seed": seed}
+    of_scripts |= {"--config": config, "--set": words or None, "--": arguments or None}
+    if len(paths) == 1 and paths[0].suffix == ".py":
+        chosen = [*dict.fromkeys(names("--methods", methods or "decoupled,data-parallel", tuple(OF_SCRIPTS)))]
+        budget = {"learners": learners, "steps": steps, "tokens": tokens, "seed": seed}
+        settings = _read_settings(paths[0], arguments, config, setting_words(words, robust=False, **budget))
+        _compare_script(paths[0], arguments, settings, chosen, out, force=force, as_json=json_)
+        return
+    if given := [name for name, value in of_scripts.items() if value is not None]:
+        raise ConfigError(f"{given[0]} is for comparing a script: atoll compare SCRIPT.py")
+    if all(path.is_dir() for path in paths):
+        if methods is not None or out is not None:
+            raise ConfigError("runs that are over are only read: leave --methods and --out out")
+        _show_curves([read_curve(path) for path in paths], json_)
+    elif len(paths) == 1:
+        _compare_plan(paths[0], out, methods or ",".join(METHODS), checkpoint_every, force=force, as_json=json_)
+    else:
+        raise ConfigError("name a script, a plan of faults, or the folders of runs")
+
+
+# ---- a script -------------------------------------------------------------------------------------------------------
+
+
+def _read_settings(script: Path, arguments: list[str], file: Path | None, words: list[str]) -> Config:
+    check_for_script(words, script)
+    script_arguments(script, arguments)  # it is there
+    config = convert(settings_of(document_of(file), words, None), str(file or "the command line"))
+    check_at_home(config)
+    if not (config.protocol.steps or config.protocol.tokens):
+        raise ConfigError("a comparison needs an end that both come to: name --steps or --tokens")
+    if config.service.store or config.ranks > 1:
+        raise ConfigError("store and ranks are for one run: leave them out of a comparison")
+    return msgspec.structs.replace(config, script=(str(script.absolute()), *arguments))
+
+
+def _compare_script(
+    script: Path,
+    arguments: list[str],
+    config: Config,
+    methods: list[str],
+    out: Path | None,
+    *,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """One after another: they would take the processor from each other."""
+    folder = (out or unused_path(time.localtime())).absolute()
+    places = {method: RunDir.create(folder / method, force=force) for method in methods}
+    console = Console(stderr=True)
+    for method, place in places.items():
+        console.rule(NAMES[method])
+        settings = OF_SCRIPTS[method](config)
+        command, options = script_arguments(script, arguments), LaunchOptions().assign_devices(settings)
+        train_here(settings, place, console, command, (), as_json=False, options=options)
+        check_not_stopped(read_events(place))
+    curves = [read_curve(place.path) for place in places.values()]
+    write_atomic(folder / "compare.json", _encode(curves))
+    _show_curves(curves, as_json)
+
+
+def _show_curves(curves: list[LossCurve], as_json: bool) -> None:
+    tokens = choose_tokens(curves)
+    if as_json:
+        print(_encode(curves).decode(), end="")
+        return
+    made = table(
+        "validation loss over tokens", "tokens merged", *(f"{one.run.name}\n({one.algorithm})" for one in curves)
+    )
+    for place in tokens:
+        made.add_row(f"{place:,.0f}", *(format_score(one.loss_at(place)) for one in curves))
+    made.add_section()
+    made.add_row("took", *(span(one.wall_s) for one in curves))
+    console = Console()
+    console.print(made)
+    console.print("Between two scores the loss is that on the line from one to the other.", highlight=False)
+
+
+def _encode(curves: list[LossCurve]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode({"runs": [one.describe() for one in curves]})) + b"\n"
+
+
+# ---- a plan of faults -----------------------------------------------------------------------------------------------
+
+
+def _compare_plan(
+    plan: Path, out: Path | None, methods: str, checkpoint_every: int, *, force: bool, as_json: bool
+) -> None:
     if checkpoint_every < 0:
         raise ConfigError(f"--checkpoint-every {checkpoint_every} is below 0; 0 makes one every 10 s")
     chosen = list(dict.fromkeys(names("--methods", methods, METHODS)))
@@ -44,7 +170,7 @@ def compare(plan: Path, out: Path | None, methods: str, checkpoint_every: int, f
     )
     text = msgspec.json.format(msgspec.json.encode(document))
     write_atomic(folder / "compare.json", text + b"\n")
-    if json_:
+    if as_json:
         print(text.decode())
     else:
         _show(asked, outcomes, folder)

@@ -135,7 +135,7 @@ def train(
     said = settings_of(document, words, workload)
     settings = _budgeted(convert(said, str(config or "the command line")), script)
     settings.protocol.check_budget()
-    _check_at_home(settings)
+    check_at_home(settings)
     if algorithm == "data-parallel" and (settings.protocol.phases or settings.protocol.warm_start):
         raise ConfigError(
             "--algorithm data-parallel averages gradients at every step, so it has no phases: "
@@ -162,7 +162,7 @@ def train(
         check_no_merges(settings)
     command = script_arguments(script, arguments) if script is not None else list(WORKLOAD)
     if script is not None:
-        _check_for_script(words, script)
+        check_for_script(words, script)
         settings = msgspec.structs.replace(settings, script=(str(script.absolute()), *arguments))
     kills = tuple(_kill(text, settings) for text in kill) or ((DEMO_KILL,) if demo and algorithm == "decoupled" else ())
     if tape is not None:
@@ -185,7 +185,7 @@ def train(
     each = settings.ranks if algorithm == "decoupled" else 1
     if text := describe_learners(learners, options.devices, default=default, ranks=each):
         console.print(text, style="dim", soft_wrap=not console.is_terminal, highlight=False)
-    _train(settings, run_dir, console, command, kills, json_, targets=targets, options=options)
+    train_here(settings, run_dir, console, command, kills, json_, targets=targets, options=options)
 
 
 def describe_learners(learners: int, devices: Assignment | None, *, default: bool, ranks: int = 1) -> str:
@@ -241,7 +241,7 @@ def _go_on(
     check_begun_here(old, trusted=trusted, only_store=bool(script))
     settings = convert(merged(document_of(old.settings), parse_settings(words)), str(old.settings))
     settings = _without_ray_keys(settings, old)
-    _check_at_home(settings)
+    check_at_home(settings)
     if settings.by_hand and not script:
         raise ConfigError(
             f"the learners of the run in {old.path} were started by hand, so their script is not known: "
@@ -250,7 +250,7 @@ def _go_on(
     if script:
         settings = msgspec.structs.replace(settings, script=script, by_hand=False)
     if settings.script:
-        _check_for_script(words, Path(settings.script[0]))
+        check_for_script(words, Path(settings.script[0]))
     else:
         converted(settings.workload, WorkloadSettings, f"{old.settings}, table [workload]")
     if settings.service.store and cut is None:
@@ -271,7 +271,7 @@ def _go_on(
         return
     check_workload(settings.script)
     arguments = list(settings.script) or list(WORKLOAD)
-    _train(settings, run_dir, console, arguments, (), as_json, found, targets, options=options)
+    train_here(settings, run_dir, console, arguments, (), as_json, found, targets, options=options)
 
 
 def _without_ray_keys(settings: Config, out: RunDir) -> Config:
@@ -291,7 +291,7 @@ def _with_own_store(settings: Config, run_dir: RunDir, words: list[str]) -> Conf
     return msgspec.structs.replace(settings, service=msgspec.structs.replace(settings.service, store=store))
 
 
-def _check_for_script(words: list[str], script: Path) -> None:
+def check_for_script(words: list[str], script: Path) -> None:
     """A script of the user's own reads none of the built-in GPT's settings: to set one would do nothing."""
     for word in words:
         key, _, value = word.partition("=")
@@ -335,7 +335,7 @@ NO_RULES = (
 journaled."""
 
 
-def _check_at_home(config: Config) -> None:
+def check_at_home(config: Config) -> None:
     """Everything that `atoll train` starts is on this machine, and comes without a token."""
     service = config.service
     given = [name for name in ("keys", "front", "mutual", "advertise") if getattr(service, name)]
@@ -366,7 +366,7 @@ def _kill(text: str, config: Config) -> Kill:
     return Kill(f"learner-{int(found.group(1))}", float(found.group(2)))
 
 
-def _train(
+def train_here(
     config: Config,
     out: RunDir,
     console: Console,

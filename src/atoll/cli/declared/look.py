@@ -7,6 +7,7 @@ from pathlib import Path
 from atoll.cli.command import Command, argument, flag, option
 from atoll.cli.declared.shared import (
     ASK,
+    LEARNERS,
     LOOK,
     TRUST,
     find_run,
@@ -16,6 +17,8 @@ from atoll.cli.declared.shared import (
     setting_option,
     suggest_setting,
 )
+
+SCRIPT = "Of a script"
 
 LOOKING = (
     Command(
@@ -180,27 +183,37 @@ LOOKING = (
     Command(
         "compare",
         TRUST,
-        """Run several methods under the same plan of faults, and see what is left of each.
+        """Train a script, or put the built-in GPT under faults, by several methods.
 
-        All train the built-in workload: same model, batch per learner and pace; each for the plan's time
-        after everybody's first step. Kills, pauses, slowness, restarts and leaves of learner-i happen to rank
-        i of the data-parallel methods; what they have not (a syncer, links to it) cannot fail there. Exit
-        code 0: all of them ran.
+        A script (.py) is trained by each method for the same steps or tokens, one after another, and its
+        validation losses are shown over tokens. Folders of runs that are over are only read.
+
+        A plan of faults (TOML, as for atoll chaos) is for the built-in GPT: same model, batch per learner and
+        pace; each method for the plan's time after everybody's first step. Kills, pauses, slowness, restarts
+        and leaves of learner-i happen to rank i of the data-parallel methods; what they have not (a syncer,
+        links to it) cannot fail there. Exit code 0: all of them ran.
 
         Examples:
-          atoll compare examples/kills.toml
+          atoll compare my_script.py --learners 4 --steps 1000 -- --my-option 3
+          atoll compare atoll-runs/one atoll-runs/other
           atoll compare examples/kills.toml --methods decoupled,elastic-data-parallel --out atoll-runs/kills
         """,
         "compare:compare",
         (
-            argument("plan", "The plan of faults, TOML: as for atoll chaos.", Path, required=True),
+            argument("what", "A script, a plan of faults, or runs.", required=True, many=True),
             option("--out", "Where the runs go, each in a folder of its own.", Path),
             option(
                 "--methods",
                 "Which, in which order.",
                 metavar="LIST",
-                default="decoupled,synchronous-diloco,elastic-data-parallel,data-parallel",
+                shown="all; for a script decoupled,data-parallel",
             ),
+            option("--learners", "M: how many learners.", int, shown=LEARNERS, panel=SCRIPT),
+            option("--steps", "Train for so many steps of a learner.", int, panel=SCRIPT),
+            option("--tokens", "Train on so many tokens in all.", int, panel=SCRIPT),
+            option("--seed", "The seed of weights and data order.", int, shown="0", panel=SCRIPT),
+            option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SCRIPT),
+            setting_option(SCRIPT),
             option(
                 "--checkpoint-every",
                 "Steps between checkpoints of data-parallel; 0: one every 10 s.",
@@ -211,6 +224,8 @@ LOOKING = (
             flag("--force", "Replace runs that lie there."),
             flag("--json", "The figures as JSON.", name="json_"),
         ),
+        script=True,
+        suggest=suggest_setting,
     ),
     Command(
         "doctor",
