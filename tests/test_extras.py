@@ -63,7 +63,7 @@ def test_the_simulators_and_whatever_looks_work_without_any_extra(tmp_path: Path
         f"chaos {ROOT / 'examples' / 'storm.toml'} --show",
         "ls",
         "cert",
-        "tokens add anna",
+        "tokens add anna --hours 48",
     )
     for line, (out, err) in said.items():
         assert out.strip() and "exit" not in out and not err.strip(), (line, out, err)

@@ -10,7 +10,7 @@ from tests.store.written import OUTER, WrittenRun, ended_run, whole
 
 from atoll.bucket.claims import claim_term, release_term
 from atoll.bucket.client import open_bucket
-from atoll.bucket.layout import read_listing, released_key
+from atoll.bucket.layout import CUTS, RELEASED, read_listing, released_key
 from atoll.cli.store import finish_upload, open_copy, restore
 from atoll.config import Config, Service
 from atoll.launch.restoring import attach_store
@@ -129,3 +129,13 @@ def test_a_torn_piece_of_the_journal_is_refused_where_no_cut_lies_before_it(
     with pytest.raises(ConfigError, match="holds no cut with them"):
         restore(url=url, out=tmp_path / "less", take_over=False, read_only=False)
     assert not (tmp_path / "less").exists()
+
+
+def test_a_run_that_was_lost_before_its_first_cut_was_stored_begins_anew(
+    stored: WrittenRun, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket = open_bucket(url)
+    bucket.delete([*bucket.list_objects(CUTS), *bucket.list_objects(RELEASED)])
+    restore(url=url, out=tmp_path / "again", take_over=True, read_only=False)
+    assert "holds no snapshot of it yet: the run begins anew" in capsys.readouterr().out
+    assert read_head(RunDir(tmp_path / "again")) is None

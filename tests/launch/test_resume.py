@@ -397,6 +397,41 @@ def test_a_new_run_has_its_own_name_and_knows_its_parent(tmp_path: Path) -> None
     assert found.remarks == (f"a new run {found.run} from cut 2 of run small, {EXACT}",)
 
 
+def test_a_new_run_may_have_settings_that_no_run_changes_while_it_goes_on(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    own = ("codec=int8", "version_codec=int8", "blend=0.25")
+    new, found = new_run(old, 2, tmp_path / "new", ("steps=99", *own))
+    begins = recover(new, disk=LocalDisk())
+    assert begins is not None and begins.parameters is not None
+    for settings in (begins.history.begun.settings, begins.history.settings):
+        assert (settings.codec, settings.version_codec, settings.blend) == ("int8", "int8", 0.25)
+    _, _, was = read_syncer_part(old.dir.cuts, 2)
+    now = begins.parameters.hold_arrays()
+    assert all(np.array_equal(was[name], now[name].view(np.uint8)) for name in was), "Θ and momentum"
+    feedback = {"feedback-000", "feedback-001", "feedback-002"}
+    assert {name for name in now if not now[name].any()} >= now.keys() - was.keys() == feedback
+    assert found.changes == ("steps=99",), "as in a run that goes on"
+    assert found.states and not found.exact, "learners' own states have the old settings in them"
+    assert found.remarks[-1].endswith(", its model and optimizers, with codec=int8 version_codec=int8 blend=0.25")
+
+
+def test_a_new_run_may_have_another_outer_optimizer_and_its_learners_are_as_they_were(tmp_path: Path) -> None:
+    new, found = new_run(cut_run(tmp_path / "old"), 2, tmp_path / "new", ("outer_optimizer=sgd", "tail_average=2"))
+    begins = recover(new, disk=LocalDisk())
+    assert begins is not None and begins.parameters is not None and found.exact
+    assert begins.history.outer["optimizer"] == begins.history.begun.outer["optimizer"] == "sgd"
+    assert set(begins.parameters.hold_arrays()) == {"theta-000", "theta-001", "theta-002"}
+
+
+@pytest.mark.parametrize(
+    "word", ["fragments=4", "plan=whole", "shards=2", "seed=3", "synchronous=true", "warm_start=0.1"]
+)
+def test_what_a_cut_is_made_of_is_the_same_in_a_new_run(tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{word.split('=')[0]}' cannot differ in a new run from a cut"):
+        new_run(cut_run(tmp_path / "old"), 2, tmp_path / "new", (word,))
+    assert not (tmp_path / "new").exists()
+
+
 def test_two_new_runs_of_one_cut_are_two_runs(tmp_path: Path) -> None:
     old = cut_run(tmp_path / "old")
     assert new_run(old, 2, tmp_path / "a")[1].run != new_run(old, 2, tmp_path / "b")[1].run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 from tests.system.conftest import SCRIPTS, Event, Run, browser_page, members
 
 from atoll.launch.replay.recording import read_recording
-from atoll.protocol.records import Absence, DrawnRecord, MergedRecord
+from atoll.protocol.records import Absence, DrawnRecord, GoneRecord, MergedRecord
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read, read_tape
 from atoll.store.verify import verify_run
@@ -163,6 +164,24 @@ def test_a_part_of_a_run_and_a_script_that_does_something_else(run: Run) -> None
     assert other["difference"] == {"round": 0, "fragment": 0, "version": 1, "tensors": ["weight"]}, other
 
 
+def check_own_tokens(run: Run, per_step: int) -> None:
+    """Ledger, status and events show the tokens that the script gave for each step, not those of the scenario."""
+    journal = [line for _, line in read(run.out / "journal", disk=LocalDisk())]
+    shares = [share for line in journal if isinstance(line, MergedRecord) for share in line.members]
+    assert shares and all(
+        (share.tokens, share.total) == (per_step * share.steps, per_step * share.t) for share in shares
+    )
+    gone = [line for line in journal if isinstance(line, GoneRecord)]
+    assert {line.learner for line in gone} == {"learner-0", "learner-1"}
+    status = json.loads(run.command("status", run.out, "--json").stdout)
+    assert status["tokens"]["computed"] == sum(line.total for line in gone) == per_step * sum(line.t for line in gone)
+    assert status["per_learner"]["learner-1"]["tokens_by_fate"]["lost"] > 0, "it was killed"
+    kinds = [event["kind"] for event in run.events()]
+    assert kinds.count("round") == status["rounds"] > 10 and kinds[-1] == "finished" and "lost" in kinds
+    report = verify_run(run.out)
+    assert report.ok, report.problem
+
+
 @pytest.mark.faults
 def test_a_synthetic_tape_is_followed_and_what_comes_of_it_is_repeated(run: Run, tmp_path: Path) -> None:
     tape = tmp_path / "mixed.tape"
@@ -173,6 +192,7 @@ def test_a_synthetic_tape_is_followed_and_what_comes_of_it_is_repeated(run: Run,
     run.ended()
     first = (run.out / "model.safetensors").read_bytes()
     assert run.replay()["identical"]
+    check_own_tokens(run, 16)
     run.train(SCRIPTS / "line.py", "--tape", tape, "--force")
     run.ended()
     assert (run.out / "model.safetensors").read_bytes() == first

@@ -16,7 +16,10 @@ from tests.system.accounts import check_figures
 from tests.system.conftest import SCRIPTS, Run, members
 
 from atoll.learner.snapshot import read
+from atoll.protocol.records import BegunRecord
 from atoll.store.cuts import read_syncer_part
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import read as read_journal
 from atoll.store.verify import verify_run
 
 pytestmark = pytest.mark.system
@@ -92,6 +95,24 @@ def test_a_run_that_was_killed_as_a_whole_goes_on_with_another_number_of_learner
     after = verify_run(run.out)
     assert after.ok, after.problem
     assert after.facts["rounds"] > before.facts["rounds"]
+
+
+@pytest.mark.faults
+def test_a_new_run_from_a_cut_has_other_codecs_and_another_outer_optimizer(run: Run) -> None:
+    run.train(*LINE, "--learners", "2", "--set", "fragments=2", "--set", "sync_every=4")
+    run.until(cut_at(20))
+    run.kill_everything()
+    new = run.folder / "new"
+    own = ("codec=int8", "version_codec=int8", "outer_optimizer=sgd")
+    words = [word for one in own for word in ("--set", one)]
+    run.start("train", "--resume", run.out, "--from-cut", "20", "--out", new, "--steps", "300", *words).ended()
+    assert f"its model and optimizers, with {' '.join(own)}" in run.stdout
+    report = verify_run(new)
+    assert report.ok, report.problem
+    begun = next(record for _, record in read_journal(new / "journal", disk=LocalDisk()))
+    assert isinstance(begun, BegunRecord) and begun.settings.version_codec == "int8"
+    assert "goes on with the inner optimizer" in (new / "logs" / "learner-0.log").read_text()
+    check_goes_on(run, new, steps=400)
 
 
 def test_a_second_syncer_refuses_and_a_standby_takes_over_from_one_that_stands_still(run: Run) -> None:

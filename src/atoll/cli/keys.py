@@ -65,7 +65,7 @@ def add(keys: Path, name: str, role: str, learner: str, most: int, names: int, h
     token = new_token(checked_name(name), role=role, learner=learner, most=most, names=names, hours=hours)
     write_tokens(folder, read_tokens(folder).added(token))
     _print_link(folder, token)
-    if token.expires:
+    if hours == YEAR_HOURS:
         print(f"atoll: {token.id} counts {_until(token)}; --hours names another time", file=sys.stderr)
 
 

@@ -87,7 +87,7 @@ def check_store(url: str) -> None:
 
 
 def compile_kernels(console: Console, waits: str = "") -> None:
-    """Before processes start that would each do it. `waits`: what waits for it, for whoever reads the log."""
+    """Compile the kernels before several processes start that would each do it. `waits`: who waits, for the log."""
     if not kernels.are_compiled():
         console.print(f"compiling the kernels (only the first time; about half a minute){waits} …", style="dim")
         kernels.warm()
@@ -100,6 +100,7 @@ def close(out: RunDir, console: Console, as_json: bool = False, again: str = "at
     summary = summarise(events, read_account(out))
     failure = failure or find_shortfall(summary, events)
     summary["failure"] = failure or None
+    summary["algorithm"] = document_of(out.settings if out.settings.exists() else None).get("algorithm", "decoupled")
     write_summary(out, summary, as_json)
     if not as_json:
         told, sample = story(summary, events), last_sample(events)

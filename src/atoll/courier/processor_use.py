@@ -1,4 +1,4 @@
-"""Whether a process computes: the processor time that it and its descendants have used of late, or waited for."""
+"""Tell whether a process computes: processor time that it and its descendants used lately, or waited for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 
 LEAST_SHARE = 0.1
-"""Of one core. A compiler on a crowded machine gets more, a loop that only waits uses less."""
+"""Share of one core. A compiler on a crowded machine gets more, a loop that only waits uses less."""
 WINDOW_S = 10.0
 """A compiler reads files and waits for its workers now and then: the mean over this time counts."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

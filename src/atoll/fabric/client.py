@@ -98,7 +98,7 @@ class SyncerConnection(BodyConnection):
         self._control: aiohttp.ClientSession | None = None
         self._relays = RelaySearch()
         self.lost: LostPeer = "syncer"
-        """What the last loss was of, as told to `on_lost`; empty: it was left for its relay."""
+        """Peer of the last loss, as `on_lost` got it; empty if this client left the syncer for its relay."""
         self._back_to = ""
         """A relay that answers again."""
         self._closing = asyncio.Event()

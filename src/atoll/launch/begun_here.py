@@ -1,14 +1,14 @@
-"""Which runs began here: their scripts may be started again without asking.
+"""Record of the runs that began here: their scripts may be started again without asking.
 
     $XDG_STATE_HOME/atoll/runs/MARK     one empty file for each, below ~/.local/state where that is not set; mode 700
 
 A run's folder says what is started when it is gone on with: a script, its arguments, its working folder and variables,
-and a bucket that it is copied to. In a folder that came from elsewhere these are somebody else's words. So whoever
-begins a run here, or says yes to one, has a digest of them kept; `--resume` of any other asks first. A folder that is
-moved or copied on this machine stays known, and one whose words were changed is not.
+and a bucket that it is copied to. In a folder that came from elsewhere these are somebody else's words. So a digest
+of them is kept when a run begins here or is agreed to; `--resume` of any other run asks first. A folder that is moved
+or copied on this machine stays known, and one whose words were changed is not.
 
-A run that `atoll restore` claimed counts as begun here: it takes the right to write to the bucket, and whoever has that
-right may go on with the run anyway (docs/adr/0033).
+A run that `atoll restore` claimed counts as begun here: claiming needs the right to write to the bucket, which is the
+right to go on with the run anyway (docs/adr/0033).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST = 4096
 
 
 def remember_run(config: Config, launch: LaunchEnvironment | None) -> None:
-    """Note that this run began here. Where nothing can be kept, it is asked for when it is gone on with."""
+    """Note that this run began here. If that cannot be written, `--resume` of the run asks."""
     folder = _find_folder(os.environ)
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _describe(config: Config, launch: LaunchEnvironment | None) -> str:
 
 
 def _show(text: str) -> str:
-    """No control characters of somebody else's reach the terminal."""
+    """Return the text without control characters, which could change the terminal."""
     return "".join(letter if letter.isprintable() else "·" for letter in text)
 
 

@@ -104,11 +104,13 @@ def _check_writable(bucket: Bucket, place: str) -> None:
 def _begin_new_run(draft: RunDir, restored: Restored) -> list[str]:
     """Make a new run of what was fetched, in the term that was claimed."""
     term, head = restored.takeover.term, restored.takeover.head
-    found = recover(draft, disk=LocalDisk())
+    # Without a cut there are no parameters to go on from, even where the journal tells of rounds.
+    bare = restored.cut is None and not restored.remarks
+    found = None if bare else recover(draft, disk=LocalDisk())
     if found is None or found.parameters is None:
         shutil.rmtree(draft.journal)
         (draft.journal / "terms").mkdir(parents=True, mode=0o700)
-        return ["nothing but its settings was in the bucket: the run begins anew"]
+        return ["the bucket holds no snapshot of it yet: the run begins anew"]
     old, round = found.history.run, found.history.committed
     why = "was not released" if restored.takeover.behind else "lacks a part of its journal in the bucket"
     run = secrets.token_hex(4)

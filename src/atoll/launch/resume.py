@@ -22,13 +22,17 @@ from __future__ import annotations
 import copy
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
+from atoll.config import Outer, parse_settings
 from atoll.digests import compute_digest
+from atoll.numerics.arrays import ByteArray
+from atoll.numerics.updates import make_version_codec
 from atoll.protocol import records
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.history import History, HistoryState
@@ -56,7 +60,8 @@ from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_fact
 from atoll.store.segments import Position
 from atoll.store.shards import StoredPart, read_shard_part
 from atoll.store.writer_lease import acquire
-from atoll.syncer.changes import parse_changes
+from atoll.syncer.changes import check_new_run, is_changeable, parse_changes
+from atoll.syncer.outer_state import FEEDBACK
 
 EVERYONE_ENDED = "every learner has ended"
 """The reason of a run whose last learner ended while the syncer still expected steps."""
@@ -220,12 +225,13 @@ def from_cut(
     old: RunDir,
     cut: int,
     out: Path | None,
-    changes: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
     *,
     force: bool = False,
     shared: bool = False,
 ) -> tuple[RunDir, Resume]:
-    """A new run in `out` that begins as the old one was at that cut. Nothing is made or replaced unless it can be."""
+    """A new run in `out` that begins as the old one was at that cut. Nothing is made or replaced unless it can be.
+    `words`: its other settings. Those that no run changes while it goes on are in its first record."""
     if out is not None and out.absolute().resolve() == old.path.resolve():
         raise ConfigError(f"{out} holds the run that the cut is of: choose another folder for the new run with --out")
     if cut not in complete_cuts(old.cuts):
@@ -235,12 +241,15 @@ def from_cut(
     manifest = checked.manifest
     part, state, arrays = read_syncer_part(old.cuts, cut)
     then = msgspec.msgpack.decode(state, type=CutState)
+    check_new_run(words, then.history.begun.shards)
+    changes, own = tuple(filter(is_changeable, words)), [word for word in words if not is_changeable(word)]
     shards = [read_shard_part(old, then.history.begun, n, cut) for n in range(2, then.history.begun.shards + 1)]
     _check_cut_has_budget(old, cut, History.restore(copy.deepcopy(then.history)), changes)
     new = RunDir.create(out, force=force, shared=shared)
     run = secrets.token_hex(4)
-    history = then.history.begin_run(run, f"cut {cut}", term=1)
+    history = _with_own_settings(then.history.begin_run(run, f"cut {cut}", term=1), own)
     now = CutState(history, _begin_journal(new, history.begun), 0, then.rounds)
+    arrays = arrays if shards else _fit_outer_state(arrays, history)
     write_syncer_part(new.cuts, run, cut, part.round, msgspec.msgpack.encode(now), arrays)
     digests = tuple(_copy_shard_part(new, history, one, shared=shared) for one in shards)
     for file in (*_list_parts(old, manifest), *old.learners.glob(f"*/{UNMERGED}")):
@@ -251,10 +260,34 @@ def from_cut(
     table = (folder_of(new.cuts, cut) / "syncer.json").read_bytes()
     named = msgspec.structs.replace(manifest, run=run, syncer=compute_digest(table), shards=digests)
     write_manifest(new.cuts, named)
-    exact = bool(manifest.learners)
-    remark = f"a new run {run} from cut {cut} of run {part.run}, exactly as it was"
+    # What a learner saved exactly has the old settings in it: with others it takes parameters and optimizer alone.
+    exact = bool(manifest.learners) and not parse_settings(own).keys() & {"protocol", "workload"}
+    how, shown = "its model and optimizers" if own and not exact else "exactly as it was", " ".join(own)
+    remark = f"a new run {run} from cut {cut} of run {part.run}, {how}{f', with {shown}' if own else ''}"
     remarks = (*checked.list_remarks(), remark)
     return new, Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, remarks)
+
+
+def _with_own_settings(state: HistoryState, words: Sequence[str]) -> HistoryState:
+    """With these settings from the beginning on."""
+    named = parse_settings(words)
+    protocol, outer = named.get("protocol", {}), named.get("outer", {})
+    settings = msgspec.structs.replace(state.begun.settings, **protocol)
+    begun = msgspec.structs.replace(state.begun, settings=settings, outer={**state.begun.outer, **outer})
+    now = msgspec.structs.replace(state.settings, **protocol)
+    return msgspec.structs.replace(state, begun=begun, settings=now, outer={**state.outer, **outer})
+
+
+def _fit_outer_state(arrays: dict[str, ByteArray], state: HistoryState) -> dict[str, ByteArray]:
+    """Θ, and the outer state that the new run's optimizer and version codec keep: zero where the old run had none."""
+    codec = make_version_codec(state.settings.version_codec)
+    slots = [*msgspec.convert(state.outer, Outer).make().slots()]
+    slots += [FEEDBACK] if codec is not None and codec.needs_feedback else []
+    kept = {name: values for name, values in arrays.items() if name.rpartition("-")[0] in ("theta", *slots)}
+    for name in [name for name in arrays if name.startswith("theta-")]:
+        for slot in slots:
+            kept.setdefault(name.replace("theta", slot), np.zeros_like(arrays[name]))
+    return kept
 
 
 def _begin_journal(out: RunDir, begun: records.BegunRecord) -> Position:

@@ -299,7 +299,7 @@ class Supervision:
         self.send_order("end its script failed")
 
     def _handle_exit_of_scorer(self, child: Child, code: int) -> None:
-        """The run goes on without it. A mistake that every restart repeats is told at once."""
+        """Go on without the evaluator. A mistake that every restart would repeat is reported at once."""
         if self._failure is not None:
             return
         error = self._errors.get(child.name)

@@ -101,7 +101,7 @@ class RunSession:
         self._known = RunProgress()
         """What the step under way goes by."""
         self._done = self._final = self._stopped = self._finished = False
-        self._joined = ""
+        self._joined: str | None = None
         """The run whose parameters it has, once it said so."""
         self._succeeds: tuple[str, ...] = ()
         """Lost runs that this one goes on for."""
@@ -326,7 +326,7 @@ class RunSession:
             self._look_up()
 
     def _make_room(self) -> None:
-        if self._joined and self.shared.box is not None:
+        if self._joined is not None and self.shared.box is not None:
             self._own.make_room(self.shared.box)
 
     def _hold(self) -> None:
@@ -504,7 +504,7 @@ class RunSession:
         boundary = self.shared.boundary
         if not self._final:
             asked = self._preemption.why
-            if asked and not self._joined and not self._courier.replays:  # it trained before it heard of the run
+            if asked and self._joined is None and not self._courier.replays:  # it trained before it heard of the run
                 raise self._preemption.make_unjoined()
             saved = bool(asked) and boundary is not None and self._saver.save_for_later(self._begin_capture)
             self._courier.send(Goodbye(leaving.goodbye_reason(asked, saved=saved)))

@@ -240,7 +240,7 @@ class Filter:
         return record
 
     def _count_steps(self, steps: Sequence[int]) -> DoubleArray:
-        """Return the steps that count of each claim: the highest claim of a round vouches for nobody."""
+        """Return the steps that count of each claim, capped by the second highest: one false claim gains nothing."""
         second = sorted(steps)[-2] if len(steps) > 1 else 1
         return np.clip(np.array(steps, np.float64), 1, max(1, self.sync_every, second))
 

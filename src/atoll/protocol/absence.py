@@ -1,4 +1,4 @@
-"""What becomes of the steps that a learner makes while it is cut off from the syncer.
+"""Fate of the steps that a learner makes while it is cut off from the syncer.
 
 Its life stays open until `abandon_s`. If it is back by then, its adoption rule decides: carry keeps the steps for the
 coming rounds, the other rules drop them with each version that it missed. Later its life is closed, and none of them
@@ -22,9 +22,9 @@ class AbsenceOutcome:
     merged: float
     dropped: float
     missed: int
-    """Number of fragments of which it missed a version …"""
+    """Number of fragments of which it missed a version."""
     fragments: int
-    """… of so many."""
+    """Number of all fragments."""
 
     @property
     def kept(self) -> float:

@@ -41,5 +41,5 @@ def _count_work(history: History, steps: Mapping[str, int]) -> dict[str, dict[st
 
 
 def _describe_fates(totals: Totals) -> dict[str, Any]:
-    """Of one learner, over all its lives."""
+    """Return the fates of one learner's tokens over all its lives."""
     return {**totals.whole(), "dropped_by_cause": totals.by_cause(), "merged_share": totals.merged_share()}

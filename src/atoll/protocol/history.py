@@ -139,7 +139,7 @@ class History:
         self.progress = 0.0
         """How much of its budget was spent with the last round; learners are told this and nothing newer …"""
         self.progress_from = 0.0
-        """With `progress = "added"`: the share that was spent when the budget was last raised."""
+        """Share that was spent when the budget was last raised, if `progress = "added"`."""
         self.global_step = 0
         """… and with it the run's step in whole steps, which then was …"""
         self.step = 0.0

@@ -137,11 +137,11 @@ class Account(Record, frozen=True):
     tokens: Counts
     pending: tuple[Pending | None, ...]
     missed: Counts = ()
-    """Of `dropped`, as it last reported."""
+    """Part of `dropped`, as the learner last reported it."""
     rolled_back: Counts = ()
-    """Of `merged`."""
+    """Part of `merged`."""
     filtered: Counts = ()
-    """Of `merged`, and not of `rolled_back`."""
+    """Part of `merged` that is not in `rolled_back`."""
 
     def __post_init__(self) -> None:
         for name in ("missed", "rolled_back", "filtered"):

@@ -61,8 +61,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tokens: int = 0
     """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
     progress: Literal["budget", "added"] | UnsetType = UNSET
-    """What learning rates see (`learner.progress`) after the budget was raised. "budget": the share of all of it, so
-    they go back. "added": the share of what is left from there, so they begin anew. Unset, it is "budget"."""
+    """Meaning of `learner.progress`, which learning rates follow, after the budget was raised. "budget": share of the
+    whole budget, so that they go back. "added": share of the added part, so that they begin anew. Default: "budget"."""
     cut_every: int = -1
     """Rounds between two cuts of the whole run. −1: ten times over every fragment; 0: none but the first."""
     keep_cuts: int = 3

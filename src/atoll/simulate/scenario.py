@@ -1,6 +1,6 @@
 """A failure scenario as a tape: the shipped machines in virtual time, and what every training process was told.
 
-`atoll train --tape` follows it with real learners on one machine: the same members, weights and steps of adoption each
+`atoll train --tape` follows it with real learners on one machine: the same members, bases and steps of adoption each
 time, whatever the machine. Data is not part of it: learners take theirs in a seeded order of their own.
 """
 

@@ -107,7 +107,7 @@ KEPT = {
 class KeptExport:
     file: Path
     facts: dict[str, str]
-    """What the file says of itself."""
+    """Metadata of the file."""
     remarks: tuple[str, ...]
 
 
@@ -178,7 +178,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class UnmergedRest:
-    """What an export holds beside the merged tensors."""
+    """Tensors of an export beside the merged ones."""
 
     tensors: dict[str, StoredTensor]
     remarks: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ def _name_some(names: Iterable[str]) -> str:
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
-    """What a learner wrote beside the tensors (learner/unmerged.py)."""
+    """Return the facts that a learner wrote beside the tensors (learner/unmerged.py)."""
     described = json.loads(read_model_facts(path).get("atoll", "{}"))
     facts: dict[str, Any] = described.get("states", {})
     return facts

@@ -1,4 +1,4 @@
-"""What the journal of a run knows of it, without its numbers: its history, and the account of its work."""
+"""History of a run and the account of its work, read from its journal without the parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_account(out: RunDir) -> dict[str, Any]:
 
 
 def read_head(out: RunDir) -> History | None:
-    """What the journal knows of the run, without its numbers; None: it has not begun."""
+    """Return the history of the run, without its parameters; None if it has not begun."""
     remarks: list[str] = []
     for cut in known_cuts(out.cuts):
         try:
@@ -46,7 +46,7 @@ def read_head(out: RunDir) -> History | None:
 
 
 def _read_beginning(out: RunDir) -> History | None:
-    """Of a run that has no cut: it can have no parameters either."""
+    """Return the history of a run that has no cut. Such a run can have no parameters either."""
     history: History | None = None
     for _, record in read(out.journal, disk=LocalDisk()):
         if history is None and isinstance(record, records.BegunRecord):

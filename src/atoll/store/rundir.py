@@ -142,7 +142,7 @@ class RunDir:
         return run
 
     def _refuse_links(self) -> None:
-        """What is written to line by line is never written through a link: it may lead to any file of this user."""
+        """Refuse links in place of logs and events: they could lead the lines into any file of this user."""
         for place in (self.events, self.logs, *(self.logs.iterdir() if self.logs.is_dir() else ())):
             if place.is_symlink():
                 raise ConfigError(f"{place} is a link, and nothing is written through it: remove it")

@@ -44,7 +44,11 @@ RULES = (
     "phases",
 )
 OUTER = ("outer_lr", "outer_momentum", "merge", "norm_limit", "robust")
-
+KEPT = ("fragments", "plan", "shards", "seed", "synchronous", "init", "initial_codec", "warm_start")
+"""Settings that a new run has as the run of its cut: the cut is in these parts, the data in this order, and the
+beginning is over."""
+KEPT_BY_SHARDS = ("codec", "version_codec", "outer_optimizer")
+"""Further ones where the syncer has several shards: the parts of fragments depend on them."""
 
 GOVERNED = (*PHASED, "outer_lr", "outer_momentum", "merge", "cut_every")
 """What a phase of training has of its own."""
@@ -108,8 +112,23 @@ def check_changeable(words: Sequence[str]) -> None:
     parse_settings(words)
     for word in words:
         key = word.partition("=")[0]
-        if key not in (*RULES, *OUTER) and not key.startswith(ONE_WEIGHT):
+        if not is_changeable(word):
             raise ConfigError(
                 f"{key!r} cannot change while a run goes on: start a new run for it, or change "
                 f"{', '.join((*RULES, *OUTER))}"
             )
+
+
+def is_changeable(word: str) -> bool:
+    key = word.partition("=")[0]
+    return key in (*RULES, *OUTER) or key.startswith(ONE_WEIGHT)
+
+
+def check_new_run(words: Sequence[str], shards: int) -> None:
+    """ConfigError: there is no such setting, or a new run from a cut has it as the old one."""
+    parse_settings(words)
+    for word in words:
+        key = word.partition("=")[0]
+        if key in KEPT or (shards > 1 and key in KEPT_BY_SHARDS):
+            of = " of several shards" if key not in KEPT else ""
+            raise ConfigError(f"{key!r} cannot differ in a new run from a cut{of}: begin a run without a cut for it")

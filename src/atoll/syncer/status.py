@@ -229,7 +229,7 @@ class Meter:
         return nobody_here(phase, learners)
 
     def _goodput(self, now: float, machine: Syncer | None) -> float | None:
-        """None until somebody has made a step: nothing of its time is known before."""
+        """Return the goodput; None before the first step."""
         busy_s = self._busy_s(machine) if machine else 0.0
         return self._time.goodput(busy_s, now) if busy_s else None
 
@@ -469,8 +469,8 @@ def _alarm(one: KnownLearner, machine: Syncer) -> str:
 
 
 def _state(one: KnownLearner, phase: str) -> str:
-    """Who left with its work done, as everybody does at the end, is done. Who may still come back, with all its steps,
-    is away; who left, or was away for too long, is gone."""
+    """Return the word for a learner's state. One that left with its work done is "done"; one that may still come back
+    with all its steps is "away"; one that left, or was away for too long, is "gone"."""
     if not one.connected:
         if phase == "finished" and one.stopped and not one.leaving:
             return "done"

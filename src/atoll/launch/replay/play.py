@@ -24,6 +24,7 @@ from atoll.launch.children import Child, cores
 from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, WORKLOAD
 from atoll.launch.ranks import RankProcesses
+from atoll.launch.replay.own_records import OwnRecords
 from atoll.launch.replay.recording import (
     ProcessRecording,
     RecordedAction,
@@ -46,7 +47,7 @@ from atoll.protocol.records import (
     RestoredRecord,
     TermRecord,
 )
-from atoll.store.atomic import write_atomic
+from atoll.store.atomic import Appender, write_atomic
 from atoll.store.cuts import CutState, check_cut, complete_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, payload, read, read_tape
@@ -225,7 +226,8 @@ def start_script(
     if (launch := read_environment(out.path)) is not None:
         env, folder = {**launch.find_missing(os.environ), **env}, launch.find_folder()
     # As the launcher does: a script that expects ranks finds the variables of a group also where it is alone.
-    make = partial(RankProcesses, count=part.ranks) if max(part.ranks, config.ranks) > 1 else Child
+    of_ranks = partial(RankProcesses, count=part.ranks, hidden=config.algorithm == "data-parallel")
+    make = of_ranks if max(part.ranks, config.ranks) > 1 else Child
     child = make(part.name, [sys.executable, *script], {**env, **more}, logs / f"{part.name}.log", folder=folder)
     child.start()
     return child
@@ -256,7 +258,7 @@ class TapeRun:
     watch: Callable[[ReplayOutcome, int], None] = lambda outcome, rounds: None
 
     def run(self) -> dict[str, Any]:
-        """Its summary. RunFailed when the tape could not be followed to its end."""
+        """Return the part of the summary about the tape. RunFailed if the tape cannot be followed to its end."""
         with hold_run(self.out.path):
             return self._run_held()
 
@@ -269,14 +271,13 @@ class TapeRun:
         outcome = conductor.play()
         if outcome.stopped:
             raise RunFailed(f"{outcome.stopped}; logs are in {self.out.logs}")
-        self._write_journal(lines, conductor)
+        self._write_records(lines, score, outcome)
         save_model(self.out.model, dict(conductor.parameters.tensors_by_name()))
         drawn = next((line for line in lines if isinstance(line, DrawnRecord)), None)
         return {
-            "run": score.begun.run,
+            "goodput": None,  # learners wait for each other, whatever the scenario says of their speeds
             "tape": str(self.tape),
             **({"goodput": drawn.goodput, "learner_steps": drawn.steps, "drawn": drawn.describe()} if drawn else {}),
-            "rounds": score.rounds,
             "versions": outcome.compared,
             "learners": score.begun.settings.learners,
             "processes": len(score.parts),
@@ -299,14 +300,18 @@ class TapeRun:
             gradient=lambda record: None,
             jobs=self.jobs or cores(),
             watch=lambda outcome: self.watch(outcome, score.rounds),
+            scenario=True,
         )
 
-    def _write_journal(self, lines: Sequence[AnyRecord], conductor: ReplaySyncer) -> None:
-        """The journal of this run, in one term."""
+    def _write_records(self, lines: Sequence[AnyRecord], score: RunRecording, outcome: ReplayOutcome) -> None:
+        """The journal of this run, in one term, and its events."""
+        begun = self._begin_record(score.begun)
         lease = acquire(self.out.journal)
         journal = Journal.begin(self.out.journal, lease.term, disk=LocalDisk())
-        kept = [self._record_first(line, conductor.outcome) for line in lines if not isinstance(line, TermRecord)]
-        journal.append([(line, None) for line in kept])
+        with Appender(self.out.events) as sink:
+            own = OwnRecords(begun, score, outcome, sink)
+            kept = [own.take(line) for line in lines[1:] if not isinstance(line, TermRecord)]
+        journal.append([(line, None) for line in (begun, *kept)])
         journal.close()
         lease.release()
 
@@ -316,15 +321,10 @@ class TapeRun:
             return line
         return msgspec.structs.replace(line, outer={**msgspec.to_builtins(self.config.outer), **line.outer})
 
-    def _record_first(self, line: AnyRecord, outcome: ReplayOutcome) -> AnyRecord:
-        if isinstance(line, BegunRecord):
-            outer = msgspec.to_builtins(self.config.outer)
-            named = {"tensors": self._tensors, "fingerprint": self._plan.fingerprint, "outer": outer}
-            return msgspec.structs.replace(line, seed=self.config.seed, **named)
-        if isinstance(line, MergedRecord):
-            digest, marks = outcome.made[line.round]
-            return msgspec.structs.replace(line, digest=digest, marks=marks)
-        return line
+    def _begin_record(self, begun: BegunRecord) -> BegunRecord:
+        outer = msgspec.to_builtins(self.config.outer)
+        named = {"tensors": self._tensors, "fingerprint": self._plan.fingerprint, "outer": outer}
+        return msgspec.structs.replace(begun, seed=self.config.seed, **named)
 
 
 def make_tape_plan(begun: BegunRecord, tensors: tuple[TensorSpec, ...]) -> FragmentPlan:

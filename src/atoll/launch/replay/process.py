@@ -65,6 +65,21 @@ class GivenContribution(NamedTuple):
     delta: FloatArray
     moments: ByteArray | None
     """None: they are not shared."""
+    made: CopyMade | None = None
+    """Counters of its copy. None: several ranks gave it, and each has its own."""
+    loss: float | None = None
+    """Training loss of the learner's newest report."""
+
+
+class LastCounters(NamedTuple):
+    """Counters of a training process when its part was over, as its last report tells them."""
+
+    t: int
+    total: int
+    tokens: tuple[int, ...]
+    dropped: tuple[int, ...]
+    missed: tuple[int, ...]
+    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -131,6 +146,8 @@ class ReplayedProcess:
         self._reading: RecordedCopy | None = None
         self._adopts_moments = False
         """The next adoption takes the averaged moments of its version too."""
+        self._stepped: fx.Stepped | None = None
+        """Its last report."""
         self._free = 0
         self._end_by = inf
 
@@ -154,6 +171,15 @@ class ReplayedProcess:
     @property
     def next_act(self) -> RecordedAction | None:
         return self._acts[self._next] if self._next < len(self._acts) else None
+
+    @property
+    def last_counters(self) -> LastCounters | None:
+        """None: it has not begun."""
+        box, stepped = self._box, self._stepped
+        if box is None or stepped is None:
+            return None
+        rows = (box.tokens, box.dropped, box.missed, box.adopted)
+        return LastCounters(stepped.t, stepped.tokens_total, *(tuple(row.tolist()) for row in rows))
 
     @property
     def _replay(self) -> ReplayServices:
@@ -339,9 +365,9 @@ class ReplayedProcess:
                 plan = self._replay.plan
                 self._box = Mailbox(fd, BoxLayout.of(plan, settings, ranks=self._replay.ranks), plan)
                 os.close(fd)
-                self._at = stepped.t
+                self._at, self._stepped = stepped.t, stepped
             case StepReport(stepped):
-                self._stopped = stepped.stopped
+                self._stopped, self._stepped = stepped.stopped, stepped
                 if stepped.stopped or stepped.t >= self._until:
                     self._at = stepped.t
             case fx.Registered():
@@ -380,7 +406,8 @@ class ReplayedProcess:
             front = slice(0, self._replay.sent(frame.fragment).size)
             copied = self._box.outgoing(frame.slot, frame.fragment)
             delta = Delta(self._box.base(frame.fragment)[front], copied[front])
-            given = GivenContribution(self._encode_copy(act, delta), self._copy_moments(frame))
+            loss = self._stepped.loss if self._stepped is not None else None
+            given = GivenContribution(self._encode_copy(act, delta), self._copy_moments(frame), frame, loss)
             self._replay.given(act, self.part.learner, given)
 
     def _copy_moments(self, frame: CopyMade) -> ByteArray | None:

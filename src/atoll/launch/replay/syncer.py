@@ -22,6 +22,7 @@ import select
 import selectors
 import socket
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,13 @@ import numpy as np
 
 from atoll.config import Outer
 from atoll.launch.children import Child, describe_exit
-from atoll.launch.replay.process import GivenContribution, ReplayedProcess, ReplayServices, SharedState
+from atoll.launch.replay.process import (
+    GivenContribution,
+    LastCounters,
+    ReplayedProcess,
+    ReplayServices,
+    SharedState,
+)
 from atoll.launch.replay.ranks import ReplayedRanks
 from atoll.launch.replay.recording import (
     LOST,
@@ -58,6 +65,8 @@ from atoll.protocol.records import (
     StartedRecord,
     TermRecord,
 )
+from atoll.protocol.syncer.weights import limit_weights
+from atoll.protocol.syncer.weights import weight as weigh
 from atoll.store.shards import digest_version
 from atoll.syncer.parameters import Parameters
 
@@ -74,6 +83,17 @@ class VersionDifference:
     tensors: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class MadeRound:
+    """A round as it was merged here."""
+
+    record: MergedRecord
+    """Holds the digest of its version; under a scenario, the tokens and weights of the scripts' own steps."""
+    at: float
+    losses: dict[str, float | None]
+    """Training loss of each member, as it last told."""
+
+
 @dataclass
 class ReplayOutcome:
     through: int = -1
@@ -88,8 +108,11 @@ class ReplayOutcome:
     stopped: str = ""
     """Why it ended before it was to."""
     remarks: list[str] = field(default_factory=list)
-    made: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    """Per round, digest and marks of the version it made."""
+    begun_at: float = 0.0
+    """When version 0 was there."""
+    made: dict[int, MadeRound] = field(default_factory=dict)
+    counters: dict[str, LastCounters] = field(default_factory=dict)
+    """Last counters of each session's training process, keyed by session."""
 
     @property
     def is_identical(self) -> bool:
@@ -98,8 +121,8 @@ class ReplayOutcome:
 
     def digest(self) -> str:
         """Of all versions that were made, in their order."""
-        marks = "".join(mark for mark, _ in self.made.values())
-        return hashlib.blake2b(marks.encode(), digest_size=16).hexdigest()
+        digests = "".join(made.record.digest for made in self.made.values())
+        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
 
 class ReplaySyncer:
@@ -117,10 +140,12 @@ class ReplaySyncer:
         until: int | None = None,
         watch: Callable[[ReplayOutcome], None] = lambda outcome: None,
         shards: ShardPlan | None = None,
+        scenario: bool = False,
     ) -> None:
         """`stage` makes the parameters, once the first training process has said what its model is; `begun`: those of a
-        cut, and not of the first learner. `shards`: of a syncer of several, whose digests are of parts."""
-        self._shards = shards
+        cut, and not of the first learner. `shards`: of a syncer of several, whose digests are of parts. `scenario`: no
+        run made the tape, so contributions weigh by the tokens of the scripts, which train to the end of the tape."""
+        self._shards, self._scenario = shards, scenario
         self.outcome = ReplayOutcome()
         self._score, self._stage, self._begun = score, stage, begun
         self._tensors: tuple[TensorSpec, ...] | None = None
@@ -210,6 +235,8 @@ class ReplaySyncer:
 
     def _is_over(self) -> bool:
         decision = self._decisions[self._at] if self._at < len(self._decisions) else None
+        if decision is None and self._scenario and (self._actors or self._waiting) and not self.outcome.stopped:
+            return False
         beyond = (
             self._until is not None
             and isinstance(decision, MergedRecord | PassedRecord)
@@ -235,7 +262,7 @@ class ReplaySyncer:
             for actor in [one for one in self._actors if one.played and one.resting]:
                 actor.end()
                 if not actor.child.running:
-                    self._actors.remove(actor)
+                    self._remove_actor(actor)
                     moved = True
         self._let_go(path)
 
@@ -296,10 +323,15 @@ class ReplaySyncer:
             code = actor.child.poll_exit()
             if code is None:
                 continue
-            self._actors.remove(actor)
+            self._remove_actor(actor)
             if not actor.played:
                 words = actor.child.last_words().removeprefix("atoll: ")
                 self.outcome.stopped = f"{actor.part.name} ended ({describe_exit(code)}): {words}"
+
+    def _remove_actor(self, actor: ReplayedProcess | ReplayedRanks) -> None:
+        self._actors.remove(actor)
+        if isinstance(actor, ReplayedProcess) and (counters := actor.last_counters) is not None:
+            self.outcome.counters[actor.part.session] = counters
 
     def _explain_wait(self) -> str:
         number = next((d.round for d in self._decisions[self._at :] if isinstance(d, MergedRecord | PassedRecord)), -1)
@@ -321,7 +353,7 @@ class ReplaySyncer:
 
     def _apply_decision(self) -> bool:
         """The next decision, if all it needs is there."""
-        if self._is_over() or self._tensors is None:
+        if self._is_over() or self._tensors is None or self._at == len(self._decisions):
             return False
         decision = self._decisions[self._at]
         match decision:
@@ -349,11 +381,15 @@ class ReplaySyncer:
 
     def _merge_round(self, record: MergedRecord) -> bool:
         members = [share.learner for share in record.members]
+        losses: dict[str, float | None] = {}
         # A relay's sum, in its codec and with its feedback, is only in the outer gradient that the journal keeps.
         known = self._parameters.knows_feedback(record.fragment) and not record.groups
         if known and all((record.round, name) in self._given for name in members):
             given = [self._given.pop((record.round, name)) for name in members]
             deltas, moments = [one.delta for one in given], [one.moments for one in given if one.moments is not None]
+            losses = dict(zip(members, [one.loss for one in given], strict=True))
+            if self._scenario:
+                record = _weigh_anew(record, given)
             try:
                 weights, bases = [share.weight for share in record.members], [share.base for share in record.members]
                 factors = self._compute_factors(record)
@@ -382,7 +418,8 @@ class ReplaySyncer:
         if record.digest and mark != record.digest:
             self.outcome.difference = self._find_difference(record)
             return False
-        self.outcome.made[record.round] = (mark, self._parameters.piece_marks(record.fragment))
+        record = msgspec.structs.replace(record, digest=mark, marks=self._parameters.piece_marks(record.fragment))
+        self.outcome.made[record.round] = MadeRound(record, time.time(), losses)
         self._parameters.commit_version(record.fragment, record.version, record.round)
         self.outcome.through, self.outcome.compared = record.round, self.outcome.compared + 1
         self.outcome.made_again += again
@@ -479,7 +516,7 @@ class ReplaySyncer:
         for fragment, own in enumerate(values):
             np.frombuffer(self._parameters.initial_bytes(fragment), dtype=np.float32)[:] = own
         self._parameters.commit_initial()
-        self._begun = True
+        self._begun, self.outcome.begun_at = True, time.time()
         self._keep_current(range(len(values)))
         self._keep_for_rollback(0)
 
@@ -492,6 +529,18 @@ class ReplaySyncer:
     def _add_remark(self, text: str) -> None:
         if text not in self.outcome.remarks:
             self.outcome.remarks.append(text)
+
+
+def _weigh_anew(record: MergedRecord, given: Sequence[GivenContribution]) -> MergedRecord:
+    """The round with the tokens that its members' scripts gave, and the weights that follow from them."""
+    counters = [one.made for one in given]
+    shares = [
+        share if made is None else msgspec.structs.replace(share, tokens=made.tokens, total=made.total)
+        for share, made in zip(record.members, counters, strict=True)
+    ]
+    weights = limit_weights([weigh(share) for share in shares], [share.limit for share in shares])
+    members = [msgspec.structs.replace(s, weight=weight) for s, weight in zip(shares, weights, strict=True)]
+    return msgspec.structs.replace(record, members=tuple(members))
 
 
 def _make_actor(part: ProcessRecording, acts: list[RecordedAction], child: Child) -> ReplayedProcess | ReplayedRanks:

@@ -145,7 +145,7 @@ class TimeChart:
     end_s: float = 0.0
     """Where the time axis ends at least: courses under each other line up."""
     x_label: str = ""
-    """What the points count in place of seconds, such as steps; empty: they are seconds."""
+    """Unit of the x axis in place of seconds, such as steps; empty: seconds."""
 
     @property
     def last_s(self) -> float:

@@ -1,7 +1,7 @@
 """A run's folder as a report needs it: its events in order, its figures, its settings, and what is missing.
 
 Figures are folded from the events and the account in the journal, as `summary.json` is; the file itself is only asked
-where the events do not tell of a run with a syncer (a data-parallel baseline, a tape).
+where the events do not tell of a run with a syncer (a tape, a data-parallel run of an earlier version).
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def read_run(folder: Path, now: float | None = None) -> ReportedRun:
 
 def _figures(timeline: Sequence[Event], told: dict[str, Any], account: dict[str, Any]) -> Summary:
     folded = summarise(timeline, account)
+    if "tape" in told:
+        folded["goodput"] = told.get("goodput")
     if told and not any(event["kind"] in ("run", "round") for event in timeline):
         folded["rounds_closed"] = told.get("rounds", 0)
         folded |= {key: value for key, value in told.items() if key in folded}
@@ -95,7 +97,7 @@ def _figures(timeline: Sequence[Event], told: dict[str, Any], account: dict[str,
 
 
 def _leave_out_what_only_the_end_tells(summary: Summary) -> None:
-    """Of those who were stepping when the events end, nobody said how long."""
+    """Remove the figures of learners that were stepping when the events end: no event has their time."""
     summary["goodput"] = None
     summary["per_learner"] = {name: {**one, "busy_s": None} for name, one in summary["per_learner"].items()}
 

@@ -47,11 +47,11 @@ class KnownLearner:
     leaving: bool = False
     """It reports that it was asked to leave."""
     stalled: bool = False
-    """It is not waited for, because it makes no steps."""
+    """The syncer does not wait for it, because it makes no steps."""
     starting: bool = False
-    """It reports that it is in its first step and uses the processor …"""
+    """It reports that it is in its first step and uses the processor."""
     excused: bool = False
-    """… which is why it makes no steps, and no fault of it."""
+    """Its first step explains why it makes no steps: that counts as no fault."""
     first_step_s: float = 0.0
     """Seconds since that step began."""
     compiled: bool = False
