@@ -82,8 +82,7 @@ $(PACKAGES): pyproject.toml constraints.txt
 
 $(VENV)/.imported: $(PACKAGES)
 	@$(COMPILING) -c 'import torch, rich.live, atoll.cli, atoll.courier.service, atoll.syncer.service, \
-	    atoll.workloads.builtin, atoll.workloads.data_parallel; \
-	    atoll.evaluate; torch.optim.AdamW([torch.zeros(1, requires_grad=True)])'
+	    atoll.workloads.builtin; atoll.evaluate; torch.optim.AdamW([torch.zeros(1, requires_grad=True)])'
 	@$(BIN)/python -m compileall -q src/atoll
 	@touch $@
 

@@ -163,6 +163,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What every learner runs, for `--resume`; empty: the built-in workload."""
     ranks: int = 1
     """Processes of every learner that `atoll train` starts: together they are one learner of the run."""
+    algorithm: Literal["decoupled", "data-parallel"] = "decoupled"
+    """What `--algorithm` named. In a data-parallel run the ranks are what it has for learners."""
     strict_devices: bool = False
     """`atoll train` refuses more learners than there are GPUs."""
     learner_nice: int = 9
@@ -316,7 +318,7 @@ PREFIXED = ("lr", "momentum", "optimizer")
 """Of [outer]: alone these words mean the learner's own optimizer."""
 WORKLOAD, ONE_WEIGHT = "workload.", "weight_limit."
 NESTED = ("weight_limits",)
-NO_WORDS = ("script", "by_hand", "scavenge", "protocol", "outer", "service", "workload")
+NO_WORDS = ("script", "algorithm", "by_hand", "scavenge", "protocol", "outer", "service", "workload")
 """Of a run's settings: what no word sets."""
 
 Changes = dict[str, dict[str, Any]]

@@ -94,7 +94,7 @@ class Run:
     def train(self, *arguments: str | Path, replayed: bool = True) -> Run:
         """`replayed`: at its end, if it trains the built-in workload."""
         own_script = any(str(argument).endswith(".py") for argument in arguments)
-        self._built_in = replayed and not own_script and "data-parallel" not in arguments
+        self._built_in = replayed and not own_script
         return self.start("train", "--out", self.out, *arguments)
 
     def replay(self, *more: str) -> dict[str, Any]:

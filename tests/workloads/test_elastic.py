@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from atoll.workloads.elastic import Batches, GroupOrder, OrderReader, Rank, RankEnvironment
+from atoll.protocol.errors import ConfigError
+from atoll.workloads.elastic import (
+    Batches,
+    FlatGradients,
+    GroupOrder,
+    OrderReader,
+    Rank,
+    RankEnvironment,
+    batch_indices,
+)
 from atoll.workloads.settings import OPTIMIZERS, WorkloadSettings
 
 ALONE = GroupOrder(generation=1, ranks=(0,))
@@ -89,3 +100,21 @@ def test_a_step_has_its_batch_however_often_it_is_tried() -> None:
     assert batches.indices_of(3).tolist() == [4, 5]
     with pytest.raises(AssertionError, match="in order"):
         batches.indices_of(2)
+
+
+def test_gradients_are_clipped_as_one_vector() -> None:
+    model = torch.nn.Linear(3, 2)
+    gradients = FlatGradients(model)
+    gradients.buffer.fill_(10.0)
+    gradients.clip(1.0)
+    assert float(gradients.buffer.norm()) == pytest.approx(1.0, rel=1e-4)
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad.flatten(), gradients.buffer[:6])
+
+
+def test_ranks_see_different_batches_and_every_window_once_per_epoch() -> None:
+    epoch = [np.concatenate(list(itertools.islice(batch_indices(12, 4, 0, rank), 3))) for rank in range(2)]
+    assert sorted(epoch[0]) == sorted(epoch[1]) == list(range(12))
+    assert list(epoch[0]) != list(epoch[1])
+    with pytest.raises(ConfigError, match=r"12 windows, too few for workload\.batch = 13"):
+        next(batch_indices(12, 13, 0, 0))

@@ -100,6 +100,7 @@ def close(out: RunDir, console: Console, as_json: bool = False, again: str = "at
     summary = summarise(events, read_account(out))
     failure = failure or find_shortfall(summary, events)
     summary["failure"] = failure or None
+    summary["algorithm"] = document_of(out.settings if out.settings.exists() else None).get("algorithm", "decoupled")
     write_summary(out, summary, as_json)
     if not as_json:
         told, sample = story(summary, events), last_sample(events)

@@ -13,7 +13,6 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from atoll.baselines.data_parallel import DataParallelRun
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
 from atoll.cli.on_ray import resume_on_ray, start_on_ray
@@ -34,6 +33,7 @@ from atoll.config import Config, convert, converted, merged, parse_settings
 from atoll.fabric.address import is_loopback
 from atoll.launch.begun_here import check_begun_here
 from atoll.launch.children import LIMIT, cores
+from atoll.launch.data_parallel import as_data_parallel, check_no_merges
 from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
 from atoll.launch.replay.play import TapeRun
@@ -46,7 +46,6 @@ from atoll.observe.summary import summarise
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import BegunRecord
-from atoll.protocol.statistics import format_score
 from atoll.store.journal import read_tape
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import check_not_alive
@@ -111,8 +110,8 @@ def train(
             raise ConfigError(f"{given[0]} is for a run on this machine: leave it out, or --on")
     targets = Targets(tensorboard, wandb)
     targets.check_packages()
-    if targets and (tape is not None or algorithm != "decoupled"):
-        raise ConfigError("--tensorboard and --wandb follow a run with a syncer: leave --tape and --algorithm out")
+    if targets and tape is not None:
+        raise ConfigError("--tensorboard and --wandb follow a run with a syncer: leave --tape out")
     if cut is not None and resume is None:
         raise ConfigError("--from-cut says where to go on, and needs --resume DIR to say with which run")
     if resume is not None:
@@ -144,10 +143,12 @@ def train(
         )
     if settings.ranks > 1 and (tape is not None or algorithm == "data-parallel"):
         raise ConfigError("--ranks is for learners of a syncer: leave --tape and --algorithm out")
-    if settings.service.store and (tape is not None or algorithm == "data-parallel"):
-        raise ConfigError("--store is for runs with a syncer: leave --tape and --algorithm out")
-    if settings.service.shards > 1 and (tape is not None or algorithm == "data-parallel"):
-        raise ConfigError("--syncer-shards is for learners of a syncer: leave --tape and --algorithm out")
+    if settings.service.store and tape is not None:
+        raise ConfigError("--store is for runs with a syncer: leave --tape out")
+    if settings.service.shards > 1 and tape is not None:
+        raise ConfigError("--syncer-shards is for learners of a syncer: leave --tape out")
+    if algorithm == "data-parallel" and (tape is not None or kill):
+        raise ConfigError("--algorithm data-parallel has no learners: leave --tape and --kill out")
     if settings.ranks > 1 and settings.protocol.shares_moments:
         raise ConfigError("--share moments is for learners of one rank: leave it out, or --ranks")
     if on is None:
@@ -155,15 +156,15 @@ def train(
         check_store(settings.service.store)
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
-    elif algorithm == "data-parallel":
-        raise ConfigError(f"--algorithm data-parallel trains the built-in workload only: leave {script} out")
     if algorithm == "data-parallel" and settings.protocol.shares_moments:
         raise ConfigError("--algorithm data-parallel has one inner optimizer: there are no moments to share")
+    if algorithm == "data-parallel":
+        check_no_merges(settings)
     command = script_arguments(script, arguments) if script is not None else list(WORKLOAD)
     if script is not None:
         _check_for_script(words, script)
         settings = msgspec.structs.replace(settings, script=(str(script.absolute()), *arguments))
-    kills = tuple(_kill(text, settings) for text in kill) or ((DEMO_KILL,) if demo else ())
+    kills = tuple(_kill(text, settings) for text in kill) or ((DEMO_KILL,) if demo and algorithm == "decoupled" else ())
     if tape is not None:
         rules = parse_settings(words, workload).get("protocol", {})
         wanted = said["protocol"].get("learners")
@@ -172,16 +173,17 @@ def train(
     if on is not None:
         start_on_ray(on, settings, out, command, max_restarts, force=force, as_json=json_)
         return
+    learners = settings.protocol.learners
+    if algorithm == "data-parallel":
+        settings = as_data_parallel(settings)
     options = options.assign_devices(settings)
     run_dir = RunDir.create(out, force=force or demo, shared=settings.service.share_files)
     if settings.service.store:
         attach_store(run_dir, settings.service.store)
     console = Console(stderr=json_)
-    if algorithm == "data-parallel":
-        _train_data_parallel(settings, run_dir, console, json_)
-        return
     default = "learners" not in said["protocol"]
-    if text := describe_learners(settings.protocol.learners, options.devices, default=default, ranks=settings.ranks):
+    each = settings.ranks if algorithm == "decoupled" else 1
+    if text := describe_learners(learners, options.devices, default=default, ranks=each):
         console.print(text, style="dim", soft_wrap=not console.is_terminal, highlight=False)
     _train(settings, run_dir, console, command, kills, json_, targets=targets, options=options)
 
@@ -467,25 +469,4 @@ def _follow(
             f"{summary['wall_s']:.0f} s. The model is in {run_dir.model}; atoll replay repeats it.",
             *([summary["drawn"]] if "drawn" in summary else []),
             sep="\n",
-        )
-
-
-def _train_data_parallel(config: Config, out: RunDir, console: Console, as_json: bool) -> None:
-    protocol, work = config.protocol, converted(config.workload, WorkloadSettings, "[workload]")
-    per_step = work.batch * work.block * protocol.learners
-    budgets = (protocol.steps, -(-protocol.tokens // per_step))
-    steps = min(budget for budget in budgets if budget)
-    with console.status("starting"):
-
-        def watch(report: dict[str, Any]) -> None:
-            if report["kind"] == "validation":
-                loss = format_score(report["validation_loss"], 5)
-                console.print(f"step {report['step']:,} of {steps:,}: validation loss {loss}")
-
-        summary = asyncio.run(DataParallelRun(config, out, steps, watch).run())
-    write_summary(out, summary, as_json)
-    if not as_json:
-        console.print(
-            f"data-parallel, {protocol.learners} ranks, {steps:,} steps in {summary['wall_s']:.0f} s: validation loss "
-            f"{format_score(summary['validation_loss_start'])} → {format_score(summary['validation_loss_end'])}"
         )

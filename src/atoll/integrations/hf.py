@@ -32,6 +32,7 @@ with explained(__name__, "hf"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
     from atoll.integrations.loaders import follow_run, lease_samples, share_stream
+    from atoll.learner.averaging import count_averaging_ranks
     from atoll.learner.ranks import count_ranks
     from atoll.learner.script import find_syncer, say
 
@@ -153,6 +154,8 @@ def check_counting(args: TrainingArguments) -> None:
 
 def check_in_run(args: TrainingArguments, state: TrainerState) -> None:
     """ValueError: what is asked of Trainer cannot be had in a run."""
+    if count_averaging_ranks() > 1:
+        raise ValueError("--algorithm data-parallel is for a loop of one's own: Trainer shares the model by itself")
     if args.world_size != (ranks := count_ranks()):
         raise ValueError(
             f"{ranks} processes were started as one learner, and Trainer takes each of them for all there is; without "

@@ -435,7 +435,8 @@ class LocalRun:
     def _make_script(self, name: str, env: dict[str, str], ranks: int) -> Child:
         """What runs the script. One that expects ranks finds the variables of a group also where it is alone."""
         assert self.launch is not None
-        make = partial(RankProcesses, count=ranks) if self.config.ranks > 1 else Child
+        hidden = self.config.algorithm == "data-parallel"
+        make = partial(RankProcesses, count=ranks, hidden=hidden) if self.config.ranks > 1 else Child
         return make(
             name,
             [sys.executable, *RUNNER, *self.script],

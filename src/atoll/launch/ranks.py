@@ -8,6 +8,9 @@ have the learner's name. The ranks see the same GPUs, those of their learner: LO
 - when a rank ends with 0, the others have `EXIT_S` to do so too; then they are ended in the same way;
 - a signal to the learner goes to all its ranks.
 
+Ranks of a data-parallel run are hidden from the script (learner/averaging.py): they have variables of Atoll's own, and
+each sees the GPUs that a learner would.
+
 A learner over several machines has such a group on each of them, with a part of its ranks (`RankPlace`).
 """
 
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from atoll.launch.children import Child, read_script_error
+from atoll.launch.environment import VISIBLE, assign_devices, parse_visible
 from atoll.launch.script import TERM_S
 
 EXIT_S = 300.0
@@ -57,6 +61,8 @@ class RankProcesses(Child):
 
     count: int = 2
     place: RankPlace = field(default_factory=RankPlace)
+    hidden: bool = False
+    """The script knows nothing of ranks: its learner averages the gradients."""
     ranks: list[Child] = field(init=False)
     _codes: dict[int, int] = field(default_factory=dict, repr=False)
     """Of the ranks that have ended, by their number."""
@@ -79,7 +85,11 @@ class RankProcesses(Child):
         self._culprit = self._kill_at = self._end_at = None
         place = msgspec.structs.replace(self.place, port=self.place.port or find_free_port())
         for rank, child in enumerate(self.ranks):
-            child.env = {**self.env, **make_rank_variables(rank, self.count, place)}
+            if self.hidden:
+                variables = make_hidden_variables(rank, self.count, place, self.env.get(VISIBLE, ""))
+            else:
+                variables = make_rank_variables(rank, self.count, place)
+            child.env = {**self.env, **variables}
             child.start()
         self.process = self.ranks[0].process
         self._started_at, self._restart_at = time.monotonic(), None
@@ -158,18 +168,35 @@ def weigh_innocence(code: int, rank: Child) -> tuple[bool, bool, bool]:
 
 def make_rank_variables(rank: int, count: int, place: RankPlace) -> dict[str, str]:
     """As torchrun names them, for the ranks on this machine, `count` of them."""
-    variables = {
+    return {
         "RANK": str(place.first + rank),
         "WORLD_SIZE": str(place.world or count),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": place.master,
         "MASTER_PORT": str(place.port),
+        **_name_interface(place.address or place.master),
     }
-    interface = find_interface(place.address or place.master)
-    if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = interface  # gloo asks for the machine's name, which may resolve nowhere
-    return variables
+
+
+def make_hidden_variables(rank: int, count: int, place: RankPlace, visible: str) -> dict[str, str]:
+    """For the ranks of a data-parallel run. Where each has a GPU of its own, NCCL averages what is on it."""
+    devices = parse_visible(visible)
+    variables = {
+        "ATOLL_RANK": str(rank),
+        "ATOLL_RANKS": str(count),
+        "ATOLL_MEETING": f"tcp://{place.master}:{place.port}",
+        "ATOLL_BACKEND": "cpu:gloo,cuda:nccl" if len(devices) >= count else "gloo",
+    }
+    if (dealt := assign_devices(devices, count)) is not None:
+        variables[VISIBLE] = ",".join(dealt.devices_of(rank))
+    return variables | _name_interface(place.master)
+
+
+def _name_interface(address: str) -> dict[str, str]:
+    """Gloo asks for the machine's name where it is not told its interface, and that may resolve nowhere."""
+    interface = find_interface(address)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
 
 
 def find_interface(address: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from atoll.fabric.address import without_secrets
+from atoll.learner.averaging import GradientAverage, count_averaging_ranks, join_averaging_ranks
 from atoll.learner.capture import Stateful
 from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Datasets, Drawn, Feed, MapDataset, NamedDataset, collect
@@ -76,7 +78,7 @@ class BaseLearner:
         refuse_evaluator()
         self._trained = trained
         url = find_syncer(os.environ, syncer)
-        self._ranks = _find_ranks() if url or count_ranks() > 1 else None
+        self._ranks = _find_ranks(trained) if url or count_ranks() > 1 else None
         self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""), self._ranks)
         self.name = folder.name
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
@@ -90,6 +92,8 @@ class BaseLearner:
         self._courier = CourierProcess(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = StepCounter()
         self._feed = Feed(seed=seed, name=self.name)
+        self._rank_seen = self._ranks.rank if self._ranks is not None and count_averaging_ranks() > 1 else -1
+        """Number of this rank of a data-parallel run, where the script sees it as a learner; −1 in any other run."""
         self._extras: dict[str, Stateful] = {}
         self._from_peers: set[str] = set()
         """Of these: what a newcomer may take from a peer."""
@@ -143,6 +147,8 @@ class BaseLearner:
         It is the one that the name ends in (learner-2) where the run was begun with so many learners and it is free,
         otherwise the lowest that is free. The run says it, so it is known inside of 'with'. Alone: 0.
         """
+        if self._rank_seen >= 0:
+            return self._rank_seen
         if self._session is None:
             if not self.alone:
                 raise RuntimeError("learner.index is known inside of 'with atoll.Learner(...) as learner:'")
@@ -158,7 +164,7 @@ class BaseLearner:
     def seed(self) -> int:
         """A seed of this learner's own, for shuffles and chance: from the run's seed and its name, so that it differs
         between learners and is the same when this one starts again. 32 bits."""
-        return seed_of(self._joining.seed, self.name)
+        return seed_of(self._joining.seed, f"learner-{self._rank_seen}" if self._rank_seen >= 0 else self.name)
 
     @property
     def steps(self) -> int:
@@ -476,6 +482,7 @@ class Learner(BaseLearner):
         if buffers not in (None, "local", *BUFFER_RULES):
             raise ValueError(f'buffers = {buffers!r} is not known: use "local", "mean" or "first"')
         self.model, self.optimizer = model, optimizer
+        self._average: GradientAverage | None = None
         super().__init__(
             TorchModel(model, optimizer, buffers),
             syncer=syncer,
@@ -490,12 +497,26 @@ class Learner(BaseLearner):
 
     def __enter__(self) -> Self:
         _refuse_mistakes(self.model, self.optimizer)  # parameters may have been replaced since
+        if self._rank_seen >= 0:
+            self._average = GradientAverage(self.model, lambda: self.steps)
         return super().__enter__()
 
     @explain_keywords
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
         """Call after every optimizer step, with the tokens (or samples) it trained on."""
+        if self._average is not None:
+            self._average.check_step()
         self._step(tokens, loss)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For every backward pass of a step but the last, where gradients are accumulated: `--algorithm data-parallel`
+        averages them then once for each step, with the same result. In any other run it does nothing."""
+        return nullcontext() if self._average is None else self._average.defer()
+
+    def _leave(self, session: RunSession, error: BaseException | None) -> None:
+        if self._average is not None:
+            self._average.end()
+        super()._leave(session, error)
 
 
 def refuse_evaluator() -> None:
@@ -504,8 +525,14 @@ def refuse_evaluator() -> None:
         raise SystemExit("atoll: this script brings no scorer: it does not call atoll.evaluate")
 
 
-def _find_ranks() -> RankGroup | None:
+def _find_ranks(model: TrainedModel) -> RankGroup | None:
     try:
+        if count_averaging_ranks() > 1:
+            if not isinstance(model, TorchModel):
+                raise ConfigError(
+                    "--algorithm data-parallel averages gradients of torch, which this script has none of"
+                )
+            join_averaging_ranks()
         return find_ranks()
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)

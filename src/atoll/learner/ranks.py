@@ -63,7 +63,7 @@ class RankGroup:
         words = [facts.frames, facts.tokens, int(facts.leaving), int(facts.vote), facts.committed, facts.global_step]
         own = torch.cat([torch.tensor(words, dtype=torch.int64), progress])
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        with _reached():
+        with reach_ranks():
             work = dist.all_gather(rows, own, group=self._group, async_op=True)
         assert work is not None
         self._pending = work, rows, own
@@ -74,7 +74,7 @@ class RankGroup:
             return None
         work, rows, _ = self._pending
         self._pending = None
-        with _reached():
+        with reach_ranks():
             work.wait()
         told = [_read_facts(row) for row in rows]
         return agree_on(told)
@@ -95,13 +95,13 @@ class RankGroup:
 
     def _gather_rows(self, own: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        with _reached():
+        with reach_ranks():
             dist.all_gather(rows, own, group=self._group)
         return rows
 
 
 @contextmanager
-def _reached() -> Iterator[None]:
+def reach_ranks() -> Iterator[None]:
     """RunFailed: another rank is gone."""
     try:
         yield

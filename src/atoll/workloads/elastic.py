@@ -39,7 +39,6 @@ from torch import Tensor, nn
 
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
-from atoll.workloads.data_parallel import FlatGradients, batch_indices
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
 from atoll.workloads.training import StepPace, build_model, build_optimizers, set_learning_rate, validation_loss
@@ -104,6 +103,41 @@ class TrainedState:
         for name, tensor in self._tensors.items():
             tensor.copy_(saved[name])
         return int(saved[STEP])
+
+
+class FlatGradients:
+    """Every parameter's gradient as a view of one buffer, so that averaging and clipping are one operation each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        sizes = [p.numel() for p in parameters]
+        self.buffer = torch.zeros(sum(sizes))
+        for parameter, part in zip(parameters, torch.split(self.buffer, sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def average(self, world: int) -> None:
+        if world > 1:
+            dist.all_reduce(self.buffer)
+            self.buffer.div_(world)
+
+    def clip(self, limit: float) -> None:
+        self.buffer.mul_(torch.clamp(limit / (self.buffer.norm() + 1e-6), max=1.0))
+
+    def clear(self) -> None:
+        self.buffer.zero_()
+
+
+def batch_indices(size: int, batch: int, seed: int, rank: int) -> Iterator[NDArray[np.int64]]:
+    """Endless batches of dataset indices: each rank its own permutation of the whole, a new one every epoch."""
+    if size < batch:
+        raise ConfigError(
+            f"the training part has {size} windows, too few for workload.batch = {batch}: set a smaller one"
+        )
+    rng = np.random.default_rng((seed, rank))
+    while True:
+        order = rng.permutation(size)
+        for start in range(0, size - batch + 1, batch):
+            yield order[start : start + batch]
 
 
 class GroupBroken(Exception):

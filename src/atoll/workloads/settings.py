@@ -45,13 +45,11 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Files, folders or globs to train on; empty: the source of this Python's standard library."""
     eval_windows: int = 256
     """Windows of the held-out part that make one validation loss."""
-    eval_every: int = 200
-    """Steps between two validation losses of the data-parallel baseline."""
     pace_s: float = 0.0
     """A step lasts at least this many seconds, asleep for the rest; 0: as fast as it goes."""
 
     def __post_init__(self) -> None:
-        for key in ("depth", "block", "batch", "eval_windows", "eval_every"):
+        for key in ("depth", "block", "batch", "eval_windows"):
             _check(key, getattr(self, key) >= 1, getattr(self, key), "a whole number of at least 1")
         _check("experts", self.experts == 0 or self.experts >= 2, self.experts, "0, or a whole number of at least 2")
         _check("optimizer", self.optimizer in OPTIMIZERS, repr(self.optimizer), " or ".join(OPTIMIZERS))

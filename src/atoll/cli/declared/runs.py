@@ -71,6 +71,7 @@ RUNS = (
           atoll train --learners 4 --steps 1000
           atoll train my_script.py --learners 2 --steps 500 -- --my-option 3
           atoll train --set quorum=2 --set sync_every=12 --set codec=fp32 --set workload.depth=4
+          atoll train my_script.py --learners 2 --steps 500 --algorithm data-parallel
           atoll train --resume atoll-runs/first --steps 2000
         """,
         "train:train",
@@ -85,7 +86,7 @@ RUNS = (
             option("--tape", "Follow this scenario (atoll simulate tape).", Path, metavar="FILE", panel=RUN),
             option(
                 "--algorithm",
-                "Or data-parallel, a baseline.",
+                "Or data-parallel, to compare.",
                 ("decoupled", "data-parallel"),
                 default="decoupled",
                 metavar="NAME",

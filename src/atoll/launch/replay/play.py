@@ -226,7 +226,8 @@ def start_script(
     if (launch := read_environment(out.path)) is not None:
         env, folder = {**launch.find_missing(os.environ), **env}, launch.find_folder()
     # As the launcher does: a script that expects ranks finds the variables of a group also where it is alone.
-    make = partial(RankProcesses, count=part.ranks) if max(part.ranks, config.ranks) > 1 else Child
+    of_ranks = partial(RankProcesses, count=part.ranks, hidden=config.algorithm == "data-parallel")
+    make = of_ranks if max(part.ranks, config.ranks) > 1 else Child
     child = make(part.name, [sys.executable, *script], {**env, **more}, logs / f"{part.name}.log", folder=folder)
     child.start()
     return child

@@ -1,7 +1,7 @@
 """A run's folder as a report needs it: its events in order, its figures, its settings, and what is missing.
 
 Figures are folded from the events and the account in the journal, as `summary.json` is; the file itself is only asked
-where the events do not tell of a run with a syncer (a data-parallel baseline, a tape).
+where the events do not tell of a run with a syncer (a tape, a data-parallel run of an earlier version).
 """
 
 from __future__ import annotations

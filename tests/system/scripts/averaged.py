@@ -1,0 +1,67 @@
+"""A script that knows nothing of ranks: it accumulates, clips and steps, and writes down the samples of each step.
+
+`PASSES`: backward passes of a step, each on a batch of its own; `--no-sync`: all but the last in learner.no_sync(). The
+gate trains in passes of samples below HALF alone, so some ranks have a gradient of it and others have none.
+"""
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import atoll
+
+PASSES, BATCH, SAMPLES, HALF, CLIP = 3, 2, 4096, 2048, 0.05
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.gate = nn.Linear(6, 3)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        inputs = torch.sin(index[:, None] * torch.arange(1.0, 7.0))
+        out = self.body(inputs)
+        return out + self.gate(inputs) if index[0] < HALF else out
+
+
+def loss_of(model: nn.Module, index: torch.Tensor) -> torch.Tensor:
+    return (model(index) - torch.cos(index[:, None] * torch.arange(1.0, 4.0))).square().mean()
+
+
+def make() -> tuple[Net, torch.optim.Optimizer]:
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def main() -> None:
+    torch.manual_seed(os.getpid())  # ranks begin with rank 0's parameters, whatever their own are
+    model, optimizer = make()
+    atoll.evaluate(model, lambda model: loss_of(model, torch.arange(HALF)).item())
+    steps: list[list[list[int]]] = []
+    with atoll.Learner(model, optimizer) as learner:
+        begun = {name: values.tolist() for name, values in model.state_dict().items()}
+        passes: list[list[int]] = []
+        for batch in learner.batches(torch.arange(SAMPLES), batch_size=BATCH):
+            passes.append(batch.tolist())
+            last = len(passes) == PASSES
+            with learner.no_sync() if "--no-sync" in sys.argv and not last else nullcontext():
+                (loss_of(model, batch) / PASSES).backward()
+            if last:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+                steps.append(passes)
+                passes = []
+                learner.step(tokens=PASSES * BATCH)
+        index, seed = learner.index, learner.seed
+    Path(f"steps-{index}.json").write_text(json.dumps({"seed": seed, "begun": begun, "steps": steps}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""`atoll train SCRIPT --algorithm data-parallel` trains what one process with the batches of all ranks would."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.system.conftest import SCRIPTS, Run
+from tests.system.scripts import averaged
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+
+def train_alone(steps: list[list[torch.Tensor]], begun: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters after these steps of one process, each of several batches."""
+    model, optimizer = averaged.make()
+    model.load_state_dict({name: torch.tensor(values) for name, values in begun.items()})
+    for passes in steps:
+        optimizer.zero_grad()
+        for batch in passes:
+            (averaged.loss_of(model, batch) / len(passes)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), averaged.CLIP)
+        assert norm > averaged.CLIP, "a step that is not clipped shows nothing of clipping"
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("words", [(), ("--no-sync",)])
+def test_two_ranks_train_as_one_process_with_the_batches_of_both(run: Run, words: tuple[str, ...]) -> None:
+    script = SCRIPTS / "averaged.py"
+    run.train(script, "--algorithm", "data-parallel", "--learners", "2", "--steps", "40", "--", *words).ended()
+    ranks = [json.loads((run.folder / f"steps-{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0]["begun"] == ranks[1]["begun"] and ranks[0]["seed"] != ranks[1]["seed"]
+    both = zip(ranks[0]["steps"], ranks[1]["steps"], strict=True)
+    steps = [[torch.tensor(batch) for batch in (*first, *second)] for first, second in both]
+    expected = train_alone(steps, ranks[0]["begun"])
+    trained = load_file(run.out / "model.safetensors")
+    assert trained.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(trained[name], values, rtol=1e-4, atol=1e-5)
+    leased = torch.cat([batch for passes in steps[:40] for batch in passes])
+    assert len(leased) == len(leased.unique()), "no sample is leased to two ranks"
+    tokens = sum(len(batch) for passes in steps for batch in passes)
+    assert run.summary["tokens"]["computed"] == run.summary["tokens"]["merged"] == tokens
+    assert run.summary["algorithm"] == "data-parallel"
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
