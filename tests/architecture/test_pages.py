@@ -213,6 +213,20 @@ def test_the_settings_page_shows_the_defaults() -> None:
         assert shown[table] == {name: defaults[table][name] for name in shown[table]}, table
 
 
+def test_the_recipes_are_quoted_as_they_are() -> None:
+    _, *sections = (DOCS / "recipes.md").read_text().split("\n## ")
+    quoted = set[Path]()
+    for section in sections:
+        file = re.search(r"\]\(\.\./(examples/\S+\.py)\)", section)
+        assert file is not None, f"{section.splitlines()[0]} names no script"
+        script = ROOT / file[1]
+        quoted.add(script)
+        for block in re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
+            for part in block.split("\n\n\n"):
+                assert part.strip("\n") in script.read_text(), f"{script.name} has other lines than:\n{part}"
+    assert set((ROOT / "examples" / "recipes").glob("*.py")) <= quoted
+
+
 def test_the_tree_names_every_package() -> None:
     tree = re.search(r"^src/atoll/\n(.*?)^```$", (DOCS / "architecture.md").read_text(), re.MULTILINE | re.DOTALL)
     assert tree is not None

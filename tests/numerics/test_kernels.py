@@ -344,6 +344,7 @@ def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPat
     kernels.warm()
     files = [kernel.index_file for kernel in compiled._KERNELS]
     assert len(files) == 43 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     sources, numba, kept = {one.source for one in compiled._KERNELS}, tmp_path / "numba.py", tmp_path / "__pycache__"
     assert {one.name for one in sources} == {"kernels.py", "codec_kernels.py", "group_kernels.py"}
     kept.mkdir()
@@ -360,6 +361,19 @@ def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPat
     assert kernels.are_compiled()
     (kept / files[3].name).unlink()
     assert not kernels.are_compiled()
+
+
+def test_kernels_in_a_folder_of_their_own_are_found_there(tmp_path: Path) -> None:
+    """Those beside the source, as of an image, say nothing about the folder that NUMBA_CACHE_DIR names."""
+    words = """
+import numpy as np
+from atoll.numerics import kernels
+assert not kernels.are_compiled() and not kernels.check_bits.index_file.exists()
+kernels.check_bits(kernels.read_only(np.ones(2, np.uint32)))
+assert kernels.check_bits.index_file.exists() and not kernels.are_compiled()
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", words], check=True, timeout=100, env=environment)
 
 
 def _source_name(kernel: compiled.Kernel[..., object]) -> str:

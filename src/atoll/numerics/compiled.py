@@ -12,6 +12,7 @@ other parts, give equal bits.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable
@@ -67,10 +68,14 @@ class Kernel(Generic[P, R]):
 
     @property
     def index_file(self) -> Path:
-        """Where numba keeps it, unless this folder cannot be written or NUMBA_CACHE_DIR names another."""
+        """Where numba keeps it, unless this folder cannot be written."""
         line, python = self._function.__code__.co_firstlineno, f"py{sys.version_info[0]}{sys.version_info[1]}"
         name = f"{self.source.stem}.{self._function.__qualname__}-{line}.{python}{sys.abiflags}.nbi"
-        return self.source.parent / "__pycache__" / name
+        folder = self.source.parent
+        if root := os.environ.get("NUMBA_CACHE_DIR"):  # numba names a folder in it by the path of the source's
+            digest = hashlib.sha1(str(folder).encode(), usedforsecurity=False).hexdigest()
+            return Path(root) / f"{folder.name}_{digest}" / name
+        return folder / "__pycache__" / name
 
 
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:

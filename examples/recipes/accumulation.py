@@ -1,0 +1,40 @@
+"""Gradients of several batches in one step of the optimizer: one step of the learner, with the samples of all of them.
+
+atoll train examples/recipes/accumulation.py --learners 2 --steps 200
+"""
+
+import torch
+from torch import nn
+
+import atoll
+
+torch.manual_seed(0)
+inputs = torch.randn(4096, 8)
+samples = torch.cat([inputs, (inputs[:, :4] * inputs[:, 4:]).sum(1, keepdim=True)], dim=1)
+dataset, held_out = samples[:-512], samples[-512:]
+model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def compute_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[:, :-1]), batch[:, -1:])
+
+
+def score(model: nn.Module) -> float:
+    return compute_loss(model, held_out).item()
+
+
+atoll.evaluate(model, score)
+
+ACCUMULATED = 4
+with atoll.Learner(model, optimizer) as learner:
+    seen = 0
+    for number, batch in enumerate(learner.batches(dataset, batch_size=16), 1):
+        loss = compute_loss(model, batch)
+        (loss / ACCUMULATED).backward()
+        seen += len(batch)
+        if number % ACCUMULATED == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            learner.step(tokens=seen, loss=loss)
+            seen = 0
