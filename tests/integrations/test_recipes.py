@@ -28,6 +28,11 @@ def test_a_recipe_trains(run: Run, name: str) -> None:
     run.check_replay()
 
 
+def test_a_recipe_trains_data_parallel_as_it_is(run: Run) -> None:
+    train(run, "clipping", more=("--algorithm", "data-parallel"))
+    assert run.summary["algorithm"] == "data-parallel"
+
+
 def test_accumulated_batches_are_one_step_with_their_samples(run: Run) -> None:
     train(run, "accumulation")
     assert all(one["tokens"] == 4 * 16 * one["steps"] for one in run.summary["per_learner"].values())

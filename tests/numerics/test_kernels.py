@@ -368,11 +368,12 @@ def test_kernels_in_a_folder_of_their_own_are_found_there(tmp_path: Path) -> Non
     words = """
 import numpy as np
 from atoll.numerics import kernels
+from atoll.numerics.compiled import read_only
 assert not kernels.are_compiled() and not kernels.check_bits.index_file.exists()
-kernels.check_bits(kernels.read_only(np.ones(2, np.uint32)))
+kernels.check_bits(read_only(np.ones(2, np.uint32)))
 assert kernels.check_bits.index_file.exists() and not kernels.are_compiled()
 """
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "ATOLL_TEST_KERNELS": ""}
     subprocess.run([sys.executable, "-c", words], check=True, timeout=100, env=environment)
 
 
