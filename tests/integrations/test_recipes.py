@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -28,9 +29,13 @@ def test_a_recipe_trains(run: Run, name: str) -> None:
     run.check_replay()
 
 
-def test_a_recipe_trains_data_parallel_as_it_is(run: Run) -> None:
-    train(run, "clipping", more=("--algorithm", "data-parallel"))
-    assert run.summary["algorithm"] == "data-parallel"
+def test_a_recipe_is_compared_with_data_parallel_as_it_is(run: Run) -> None:
+    run.start("compare", RECIPES / "clipping.py", *SHORT, "--tokens", "8000", "--out", run.out).ended()
+    assert "validation loss over tokens" in run.stdout
+    for method in ("decoupled", "data-parallel"):
+        summary = json.loads((run.out / method / "summary.json").read_text())
+        assert summary["tokens"]["computed"] >= 8000
+        assert summary["validation_loss_end"] < summary["validation_loss_start"]
 
 
 def test_accumulated_batches_are_one_step_with_their_samples(run: Run) -> None:
