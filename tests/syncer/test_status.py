@@ -171,6 +171,27 @@ def test_tokens_per_second_over_the_last_looks(machine: Syncer) -> None:
     assert status.tokens == 40
 
 
+def test_the_tokens_of_an_absence_are_in_no_rate(machine: Syncer) -> None:
+    meter = Meter(CONFIG)
+    back = Hello(
+        protocol=PROTOCOL, learner="a", session="a", run="r", versions=(0, 0), incarnation=1, t=80, tensors=TENSORS
+    )
+    rates = []
+    for at, event in (
+        (100.0, Received("a", progress(4))),
+        (102.0, Received("a", progress(8))),
+        (104.0, Lost("a", "cut off")),
+        (180.0, None),
+        (181.0, Greeted(back)),
+        (181.5, Received("a", progress(81))),
+        (183.5, Received("a", progress(85))),
+    ):
+        if event is not None:
+            machine.handle(at - 100, event)
+        rates.append(meter.make_status(at, "r", machine).tokens_per_s)
+    assert rates == [0.0, 20.0, 0.0, 0.0, 0.0, 0.0, 20.0]
+
+
 def test_the_newest_score_is_shown() -> None:
     meter = Meter(CONFIG)
     for round, loss in ((0, 3.0), (10, 2.5)):

@@ -49,6 +49,22 @@ def test_two_ranks_train_as_one_process_with_the_batches_of_both(run: Run, words
     assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (
+            "--uneven",
+            "one rank is in step 2 and another in step 1: under --algorithm data-parallel every process has to ",
+        ),
+        ("--deferred", "the last backward pass before a step has to be outside of learner.no_sync()"),
+    ],
+)
+def test_what_would_part_the_ranks_ends_the_run_with_its_reason(run: Run, word: str, said: str) -> None:
+    given = ("--algorithm", "data-parallel", "--learners", "2", "--steps", "40", "--max-restarts", "0")
+    run.train(SCRIPTS / "averaged.py", *given, "--", word).ended(1)
+    assert said in run.stderr
+
+
 def test_a_script_is_compared_over_tokens(run: Run) -> None:
     run.start("compare", SCRIPTS / "averaged.py", "--learners", "2", "--steps", "40", "--out", run.out).ended()
     assert "data-parallel" in run.stdout and "tokens merged" in run.stdout
@@ -57,7 +73,7 @@ def test_a_script_is_compared_over_tokens(run: Run) -> None:
     runs = json.loads(again.stdout)["runs"]
     assert runs == json.loads((run.out / "compare.json").read_text())["runs"]
     for name, one in zip(names, runs, strict=True):
-        assert one["algorithm"] == name and one["losses"][0][0] == 0
-        assert one["losses"][-1][1] < one["losses"][0][1]
+        (first, before), (last, after) = one["losses"][0], one["losses"][-1]
+        assert one["algorithm"] == name and first < last and after < before
         summary = json.loads((run.out / name / "summary.json").read_text())
-        assert one["losses"][-1][0] == pytest.approx(summary["tokens"]["merged"], abs=1)
+        assert last == pytest.approx(summary["tokens"]["merged"], abs=1)

@@ -59,7 +59,9 @@ class GradientAverage:
         """`count_steps`: how many steps this rank has made, by which passes of different steps are told apart."""
         self._parameters = list(trained(model).values())
         self._count_steps = count_steps
-        self._deferring = self._own = False
+        self._deferring = False
+        self.deferred = False
+        """Whether the last backward pass left gradients that are this rank's own."""
         self._passing = -1
         """Number that torch gave the backward pass behind which gradients are averaged next."""
         _copy_from_first([*model.parameters(), *model.buffers()])
@@ -78,14 +80,9 @@ class GradientAverage:
         finally:
             self._deferring = before
 
-    def check_step(self) -> None:
-        """RuntimeError: a step was made with gradients that are this rank's own."""
-        if self._own:
-            raise RuntimeError("the last backward pass before a step has to be outside of learner.no_sync()")
-
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         if self._deferring:
-            self._own = True
+            self.deferred = True
         elif self._passing != (passing := torch._C._current_graph_task_id()):
             self._passing = passing
             # Called at the end of the backward pass under way. DDP and FSDP2 have no other way to know of it either.
@@ -93,7 +90,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def _average(self) -> None:
-        self._own = False
+        self.deferred = False
         step = self._count_steps()
         facts = torch.tensor([step, -step, *(one.grad is not None for one in self._parameters)], dtype=torch.int64)
         with reach_ranks():

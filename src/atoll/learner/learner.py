@@ -504,8 +504,8 @@ class Learner(BaseLearner):
     @explain_keywords
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
         """Call after every optimizer step, with the tokens (or samples) it trained on."""
-        if self._average is not None:
-            self._average.check_step()
+        if self._average is not None and self._average.deferred:
+            raise RuntimeError("the last backward pass before a step has to be outside of learner.no_sync()")
         self._step(tokens, loss)
 
     def no_sync(self) -> AbstractContextManager[None]:

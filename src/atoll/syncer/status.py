@@ -276,14 +276,17 @@ class Meter:
         return max(rounds)
 
     def _rate(self, now: float, one: KnownLearner) -> float:
-        """Tokens per second over the last few looks."""
+        """Return the tokens per second over the last few looks."""
         seen = self._seen.setdefault(one.name, deque(maxlen=16))
+        if not one.tokens:  # its first report since it connected brings the tokens of its absence
+            seen.clear()
+            return 0.0
         if seen and seen[-1][1] > one.tokens_total:
             seen.clear()
         if not seen or now - seen[-1][0] > 0.2:
             seen.append((now, one.tokens_total))
         (first, few), (last, many) = seen[0], seen[-1]
-        return (many - few) / (last - first) if last > first and one.connected else 0.0
+        return (many - few) / (last - first) if last > first else 0.0
 
 
 def _anybody_steps(learners: Sequence[LearnerStatus]) -> bool:

@@ -1,6 +1,7 @@
 """A script that knows nothing of ranks: it accumulates, clips and steps, and writes down the samples of each step.
 
-`PASSES`: backward passes of a step, each on a batch of its own; `--no-sync`: all but the last in learner.no_sync(). The
+`PASSES`: backward passes of a step, each on a batch of its own; `--no-sync`: all but the last in learner.no_sync();
+`--deferred`: the last too; `--uneven`: the second process makes one pass more. The
 gate trains in passes of samples below HALF alone, so some ranks have a gradient of it and others have none.
 """
 
@@ -44,14 +45,17 @@ def main() -> None:
     model, optimizer = make()
     atoll.evaluate(model, lambda model: loss_of(model, torch.arange(HALF)).item())
     steps: list[list[list[int]]] = []
+    own = "--deferred" in sys.argv
     with atoll.Learner(model, optimizer) as learner:
         begun = {name: values.tolist() for name, values in model.state_dict().items()}
         passes: list[list[int]] = []
         for batch in learner.batches(torch.arange(SAMPLES), batch_size=BATCH):
             passes.append(batch.tolist())
             last = len(passes) == PASSES
-            with learner.no_sync() if "--no-sync" in sys.argv and not last else nullcontext():
+            with learner.no_sync() if own or ("--no-sync" in sys.argv and not last) else nullcontext():
                 (loss_of(model, batch) / PASSES).backward()
+            if "--uneven" in sys.argv and learner.index == 1:
+                loss_of(model, batch).backward()
             if last:
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 optimizer.step()
