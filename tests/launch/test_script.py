@@ -140,7 +140,7 @@ WRONG_CALLS: list[tuple[Callable[[nn.Module], object], str]] = [
     ),
     (
         lambda model: atoll.evaluate(model, lambda model: 0.0, every=10),  # type: ignore[call-arg]
-        "evaluate() got an unexpected keyword argument 'every': it knows model, score, sample, directions, unit",
+        "evaluate() got an unexpected keyword argument 'every': it knows model, score, sample, directions, unit, ema",
     ),
 ]
 

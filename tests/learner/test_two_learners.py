@@ -158,6 +158,7 @@ def courier_of(process: subprocess.Popen[bytes]) -> int:
 
 
 def assert_is_the_runs(result: dict[str, Any], out: RunDir) -> None:
+    until(out.model.exists, "the syncer has written the model, which it does once its learners have left")
     saved = safetensors.numpy.load_file(out.model)
     assert result["model"].keys() == saved.keys()
     for name, values in saved.items():

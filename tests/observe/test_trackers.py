@@ -186,7 +186,7 @@ def test_a_project_that_cannot_be_opened_is_one_line(fake: list[tuple[str, Any]]
     [
         ("tensorboard", "train --tensorboard board", "--tensorboard needs tensorboard, which is not installed here"),
         ("wandb", "train --wandb mine", "which is not installed here: " + install_command("tracking")),
-        ("", "train --tensorboard board --tape a.tape", "follow a run with a syncer: leave --tape and --algorithm out"),
+        ("", "train --tensorboard board --tape a.tape", "follow a run with a syncer: leave --tape out"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_begun(

@@ -55,7 +55,19 @@ CLOCKS = {
     "_alone",  # what counts of it depends on time
 }
 TALK = {
-    *("reason", "why_out", "loss", "progress", "weight", "failed", "last_members", "last_reason", "_since", "_alarmed"),
+    *(
+        "reason",
+        "why_out",
+        "loss",
+        "progress",
+        "progress_from",
+        "weight",
+        "failed",
+        "last_members",
+        "last_reason",
+        "_since",
+        "_alarmed",
+    ),
     *("digest", "_outcome", "_end_reason", "_effects", "text", "data"),
     *("weights", "last_weights", "limits", "limit", "factors", "agreement", "influence"),  # of what was given
     "usual",  # of a life that is judged later than any search looks
