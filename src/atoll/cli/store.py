@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from atoll.bucket.claims import check_own, is_copy, read_place, refuse_copy
+from atoll.bucket.claims import check_own, read_place
 from atoll.bucket.client import open_bucket
 from atoll.bucket.journal_copy import JournalMark
 from atoll.bucket.layout import payload_place
@@ -23,6 +23,7 @@ from atoll.store.cuts import BadCut, CutState, complete_cuts, known_cuts, read_s
 from atoll.store.disk import LocalDisk
 from atoll.store.head import read_head
 from atoll.store.journal import seal
+from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
 from atoll.store.segments import Position
 from atoll.store.shards import ShardCut
@@ -46,8 +47,10 @@ def _describe_next(out: Path) -> str:
     config = load(out / "run.toml")
     command = f"atoll {'syncer' if config.by_hand else 'train'} --resume {short(out)}"
     keys = Path(config.service.keys)
-    lacks = f"; put a copy of its keys into {keys} first" if config.service.keys and not keys.is_dir() else ""
-    return f"; go on with: {command}{lacks}"
+    if not config.by_hand or not config.service.keys or KeyDir(keys).is_complete:
+        return f"; go on with: {command}"
+    lacks = f"{keys} is not on this machine, and new keys would lock out every learner"
+    return f"; go on with: {command} --keys DIR, a copy of the run's keys: {lacks}"
 
 
 def restore_if_empty(out: Path, url: str, console: Console) -> None:
@@ -89,10 +92,7 @@ def upload(*, run: Path) -> None:
         raise ConfigError(
             f"{short(out.path)} has no bucket: name one with atoll train --resume {short(run)} --store URL"
         )
-    bucket = open_bucket(place.url)
-    check_own(bucket, out, place)
-    if is_copy(out.path, place):
-        raise refuse_copy(bucket, out.path)
+    check_own(open_bucket(place.url), place)
     console = Console()
     if wrong := finish_upload(out, console):
         raise RunFailed(wrong)
