@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 
 from atoll.bucket.claims import (
     begin_store,
-    check_own,
     claim_term,
     claim_through,
     newest_term,
@@ -23,8 +23,10 @@ from atoll.bucket.client import Bucket, MissingKey, StoreRefused, StoreUnavailab
 from atoll.bucket.restore import claim_run
 from atoll.config import Config
 from atoll.extras import install_command
+from atoll.launch.restoring import attach_store
 from atoll.protocol.errors import ConfigError
-from atoll.store.writer_lease import Deposed
+from atoll.store.rundir import RunDir
+from atoll.store.writer_lease import Deposed, acquire, read_claim_token
 
 pytest.importorskip("obstore")
 
@@ -34,18 +36,20 @@ def bucket(tmp_path: Path) -> Bucket:
     return open_bucket(f"file://{tmp_path}/bucket")
 
 
-def begin(bucket: Bucket, folder: Path, terms: int = 1) -> str:
-    folder.mkdir(exist_ok=True)
-    place = begin_store(bucket, folder)
-    claim_through(bucket, terms, place.place, folder)
+def begin(bucket: Bucket, folder: Path) -> RunDir:
+    """A run in its first term."""
+    out = RunDir.create(folder)
+    begin_store(bucket, folder)
+    acquire(out.journal).release()
+    claim_through(bucket, 1, out)
     bucket.put("files/000001/run.toml", Config().toml())
-    return place.place
+    return out
 
 
 def test_of_sixteen_claimants_one_wins(bucket: Bucket) -> None:
     with ThreadPoolExecutor(16) as pool:
-        won = list(pool.map(lambda n: claim_term(bucket, 1, f"place-{n}", Path("/")), range(16)))
-    assert won.count(True) == 1 and read_claim(bucket, 1).place == f"place-{won.index(True)}"
+        won = list(pool.map(lambda n: claim_term(bucket, 1, f"disk-{n}", Path("/")), range(16)))
+    assert won.count(True) == 1 and read_claim(bucket, 1).token == f"disk-{won.index(True)}"
 
 
 def test_a_bucket_that_holds_a_run_is_refused_to_another(bucket: Bucket, tmp_path: Path) -> None:
@@ -62,20 +66,39 @@ def test_a_start_that_came_no_further_than_its_probe_is_no_run(bucket: Bucket, t
 
 
 def test_terms_that_passed_while_the_store_was_down_are_claimed_later(bucket: Bucket, tmp_path: Path) -> None:
-    place = begin(bucket, tmp_path / "a")
-    claim_through(bucket, 4, place, tmp_path)
-    assert newest_term(bucket) == 4 and all(read_claim(bucket, term).place == place for term in range(1, 5))
+    out = begin(bucket, tmp_path / "a")
+    for _ in range(3):
+        acquire(out.journal).release()
+    claim_through(bucket, 4, out)
+    tokens = [read_claim_token(out.journal, term) for term in range(1, 5)]
+    assert [read_claim(bucket, term).token for term in range(1, 5)] == tokens and len(set(tokens)) == 4
 
 
 def test_who_has_not_the_newest_claim_is_deposed_however_high_its_own_term(bucket: Bucket, tmp_path: Path) -> None:
-    place = begin(bucket, tmp_path / "a")
+    out = begin(bucket, tmp_path / "a")
     assert claim_term(bucket, 2, "another", tmp_path)
     with pytest.raises(Deposed):
-        claim_through(bucket, 7, place, tmp_path)
-    own = read_place(tmp_path / "a")
-    assert own is not None
+        claim_through(bucket, 7, out)
     with pytest.raises(ConfigError, match="went on elsewhere"):
-        check_own(bucket, own)
+        attach_store(out, bucket.url)
+
+
+def test_of_two_disks_alike_to_the_inode_only_one_claims_a_term_and_the_other_is_refused_for_good(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    """As after a snapshot of the whole disk, where nothing in the folder tells the two apart."""
+    first = begin(bucket, tmp_path / "a")
+    clone = RunDir(Path(shutil.copytree(first.path, tmp_path / "b")))
+    for out in (first, clone):
+        acquire(out.journal).release()
+    claim_through(bucket, 2, clone)
+    claim_through(bucket, 2, clone)  # the same again, as where an answer was lost
+    for term in (1, 2, 3):
+        with pytest.raises(Deposed):
+            claim_through(bucket, term, first)
+    acquire(first.journal).release()
+    with pytest.raises(ConfigError, match=f"went on elsewhere .{clone.path}"):
+        attach_store(first, bucket.url)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.head import read_head
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
+from atoll.store.writer_lease import acquire
 
 pytest.importorskip("obstore")
 
@@ -138,4 +139,7 @@ def test_a_run_that_was_lost_before_its_first_cut_was_stored_begins_anew(
     bucket.delete([*bucket.list_objects(CUTS), *bucket.list_objects(RELEASED)])
     restore(url=url, out=tmp_path / "again", take_over=True, read_only=False)
     assert "holds no snapshot of it yet: the run begins anew" in capsys.readouterr().out
-    assert read_head(RunDir(tmp_path / "again")) is None
+    again = RunDir(tmp_path / "again")
+    assert read_head(again) is None
+    attach_store(again, url)
+    assert acquire(again.journal).term == 4, "behind the term that was claimed for it"

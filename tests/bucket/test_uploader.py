@@ -17,7 +17,7 @@ from atoll.bucket.uploader import Uploader
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Journal
 from atoll.store.rundir import RunDir
-from atoll.store.writer_lease import Deposed
+from atoll.store.writer_lease import Deposed, claim
 
 pytest.importorskip("obstore")
 WAIT_S = 30.0
@@ -67,6 +67,8 @@ def bucket(tmp_path: Path) -> Bucket:
 
 
 def begin(run: RunDir) -> Journal:
+    (run.journal / "terms").mkdir()
+    assert claim(run.journal, 1)
     return Journal.begin(run.journal, 1, after=ORIGIN, disk=LocalDisk())
 
 

@@ -144,9 +144,9 @@ def test_a_store_that_is_down_stops_commits_and_no_training_with_durability_stor
 def test_of_sixteen_claimants_one_wins(s3: LocalS3) -> None:
     bucket = open_bucket(URL)
     with ThreadPoolExecutor(16) as pool:
-        won = list(pool.map(lambda n: claim_term(bucket, 1, f"place-{n}", Path("/")), range(16)))
+        won = list(pool.map(lambda n: claim_term(bucket, 1, f"disk-{n}", Path("/")), range(16)))
     assert won.count(True) == 1
-    assert newest_term(bucket) == 1 and read_claim(bucket, 1).place == f"place-{won.index(True)}"
+    assert newest_term(bucket) == 1 and read_claim(bucket, 1).token == f"disk-{won.index(True)}"
 
 
 def test_settings_name_the_store(run: Run, s3: LocalS3) -> None:

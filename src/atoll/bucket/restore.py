@@ -8,6 +8,7 @@ a fetch that was cut off goes on with the files that are whole there.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,6 @@ from atoll.bucket.claims import (
     StoredHead,
     claim_term,
     is_released,
-    new_place,
     newest_term,
     read_claim,
     read_head,
@@ -83,7 +83,8 @@ class Takeover(msgspec.Struct, frozen=True):
 
     term: int
     """0: none was made, the copy is only looked at."""
-    place: str = ""
+    token: str = ""
+    """Of the claim, in the bucket and on the disk."""
     behind: bool = False
     """Its last holder may have told more rounds than the bucket holds."""
     head: StoredHead | None = None
@@ -110,7 +111,7 @@ def find_own_claim(bucket: Bucket, out: Path) -> Takeover | None:
         saved = msgspec.json.decode((_draft_of(out) / CLAIM).read_bytes(), type=Takeover)
     except (OSError, msgspec.MsgspecError):
         return None
-    own = saved.term == newest_term(bucket) and read_claim(bucket, saved.term).place == saved.place
+    own = saved.term == newest_term(bucket) and read_claim(bucket, saved.term).token == saved.token
     return saved if own else None
 
 
@@ -125,7 +126,7 @@ def claim_run(bucket: Bucket, out: Path, *, take_over: bool) -> Takeover:
         return own
     newest = newest_term(bucket)
     if not newest:
-        return Takeover(1, new_place())  # nobody has begun yet; term 1 is claimed by the syncer itself
+        return Takeover(1)  # nobody has begun yet; term 1 is claimed by the syncer itself
     released = is_released(bucket, newest)
     kept = read_config(bucket).service.durability == "store"
     holder = read_claim(bucket, newest)
@@ -135,10 +136,10 @@ def claim_run(bucket: Bucket, out: Path, *, take_over: bool) -> Takeover:
             f"machine is gone, say so with atoll restore {bucket.url} {out} --take-over"
         )
     head = read_head(bucket, range(1, newest + 1))
-    takeover = Takeover(newest + 1, new_place(), behind=not released and not kept, head=head)
+    takeover = Takeover(newest + 1, secrets.token_hex(8), behind=not released and not kept, head=head)
     _draft_of(out).mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(_draft_of(out) / CLAIM, msgspec.json.encode(takeover))
-    if not claim_term(bucket, newest + 1, takeover.place, out):
+    if not claim_term(bucket, newest + 1, takeover.token, out):
         winner = read_claim(bucket, newest + 1)
         raise ConfigError(f"{bucket.url}: term {newest + 1} was claimed by {winner.describe()}, a moment sooner")
     return takeover
@@ -175,13 +176,13 @@ def fetch_run(
     fetch.fetch_newest_cut(way, restored, others)
     # Terms of others are claimed here too, so that the next one is never given twice.
     for term in range(1, max(takeover.term + 1, below)):
-        claim(draft.journal, term)
+        claim(draft.journal, term, takeover.token if term == takeover.term else "")
     for number in range(2, restored.shards + 1):
         claim(draft.shard(number).journal, max(takeover.term, 1) * SHARD_TERMS)
     if not takeover.term:
         return draft, restored
     size = draft.events.stat().st_size if draft.events.exists() else 0
-    write_place(draft.path, LocalPlace(bucket.url, identity.id, takeover.place, takeover.term, size))
+    write_place(draft.path, LocalPlace(bucket.url, identity.id, first_term=takeover.term, events=size))
     return draft, restored
 
 

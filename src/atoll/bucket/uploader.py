@@ -24,7 +24,9 @@ from atoll.bucket.claims import (
     PlaceClaimed,
     StoredHead,
     TermClaimed,
+    is_copy,
     read_place,
+    refuse_copy,
     release_term,
     write_head,
 )
@@ -87,7 +89,7 @@ class Uploader:
         """`shards`: of the others, each one's part of the bucket."""
         self._bucket, self._out, self._place, self.term, self._keep = bucket, out, place, term, keep
         self._shards = tuple(shards)
-        self._claim: TermClaimed | PlaceClaimed = TermClaimed(bucket, term, place.place, out.path)
+        self._claim: TermClaimed | PlaceClaimed = TermClaimed(bucket, term, out)
         self.told_after_put = told_after_put
         self.deposed = False
         self._lock = threading.Lock()
@@ -325,11 +327,11 @@ class ShardUploader(Uploader):
     part, and looks at the claims itself."""
 
     def __init__(
-        self, own: Bucket, lead: Bucket, out: RunDir, place: LocalPlace, term: int, *, told_after_put: bool
+        self, own: Bucket, lead: Bucket, out: RunDir, run: RunDir, place: LocalPlace, term: int, *, told_after_put: bool
     ) -> None:
         super().__init__(own, out, place, term, keep=0, told_after_put=told_after_put)
         self._lead = lead
-        self._claim = PlaceClaimed(lead, place.place)
+        self._claim = PlaceClaimed(lead, run)
         self._chosen_cut = -1
 
     def _make_cut_copy(self, listing: Listing) -> CutCopy:
@@ -365,22 +367,25 @@ class ShardUploader(Uploader):
 def make_uploader(out: RunDir, url: str, term: int, *, keep: int, told_after_put: bool, shards: int = 1) -> Uploader:
     """Of the run in this folder, which was attached to its bucket before."""
     others = [open_bucket(shard_url(url, number)) for number in range(2, shards + 1)]
-    place = _read_own_place(out.path, url)
-    return Uploader(open_bucket(url), out, place, term, keep=keep, told_after_put=told_after_put, shards=others)
+    bucket, place = _open_own(out.path, url)
+    return Uploader(bucket, out, place, term, keep=keep, told_after_put=told_after_put, shards=others)
 
 
 def make_shard_uploader(out: RunDir, url: str, shard: int, term: int, *, told_after_put: bool) -> ShardUploader:
     """Of the shard in this folder, which lies in that of its run."""
-    place = _read_own_place(out.path.parent.parent, url)
+    run = RunDir(out.path.parent.parent)
+    lead, place = _open_own(run.path, url)
     own = open_bucket(shard_url(url, shard))
-    return ShardUploader(own, open_bucket(url), out, place, term, told_after_put=told_after_put)
+    return ShardUploader(own, lead, out, run, place, term, told_after_put=told_after_put)
 
 
-def _read_own_place(folder: Path, url: str) -> LocalPlace:
-    place = read_place(folder)
+def _open_own(folder: Path, url: str) -> tuple[Bucket, LocalPlace]:
+    bucket, place = open_bucket(url), read_place(folder)
     if place is None or place.url != url:
         raise ConfigError(f"{folder} is not attached to {url}: start the run by atoll train or atoll syncer --store")
-    return place
+    if is_copy(folder, place):  # a standby's, or one that was put in place of the original
+        raise refuse_copy(bucket, folder)
+    return bucket, place
 
 
 class _Stopped(Exception):

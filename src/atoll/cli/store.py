@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from atoll.bucket.claims import check_own, read_place
+from atoll.bucket.claims import check_own, is_copy, read_place, refuse_copy
 from atoll.bucket.client import open_bucket
 from atoll.bucket.journal_copy import JournalMark
 from atoll.bucket.layout import payload_place
@@ -92,7 +92,10 @@ def upload(*, run: Path) -> None:
         raise ConfigError(
             f"{short(out.path)} has no bucket: name one with atoll train --resume {short(run)} --store URL"
         )
-    check_own(open_bucket(place.url), place)
+    bucket = open_bucket(place.url)
+    check_own(bucket, out, place)
+    if is_copy(out.path, place):
+        raise refuse_copy(bucket, out.path)
     console = Console()
     if wrong := finish_upload(out, console):
         raise RunFailed(wrong)

@@ -8,7 +8,6 @@ term, as `from_cut` begins one with a cut. Learners that hold more of the old ru
 from __future__ import annotations
 
 import secrets
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from atoll.bucket.claims import StoredHead, begin_store, check_own, read_place, write_place
-from atoll.bucket.client import Bucket, StoreUnavailable, open_bucket
+from atoll.bucket.claims import StoredHead, begin_store, check_own, is_copy, own_copy, read_place, write_place
+from atoll.bucket.client import StoreUnavailable, open_bucket
 from atoll.bucket.restore import Restored, Takeover, claim_run, clear_draft, fetch_run, finish_restore
 from atoll.config import load
 from atoll.digests import compute_digest
@@ -43,6 +42,8 @@ from atoll.store.writer_lease import hold_run
 from atoll.syncer.recovery import Recovered, recover
 
 EVERYBODY = "everybody"
+PROBE = "probes/resume"
+"""Put before a run goes on, to see that the bucket can be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def _lacks_rounds(draft: RunDir, takeover: Takeover) -> bool:
 
 def attach_store(out: RunDir, url: str) -> None:
     """Before a run starts: its bucket can be written, and is this run's. ConfigError says what is wrong. Of two that
-    start the same run at the same moment one is refused here or later: never do both name a place of their own."""
+    start the same run at the same moment one is refused here or later: the bucket knows each disk's claims apart."""
     bucket = open_bucket(url)
     with hold_run(out.path):
         place = read_place(out.path)
@@ -91,14 +92,12 @@ def attach_store(out: RunDir, url: str) -> None:
             if place is None or place.url != url:
                 begin_store(bucket, out.path)
             else:
-                _check_writable(bucket, place.place)
-                check_own(bucket, place)
+                bucket.put(PROBE, b"")
+                check_own(bucket, out, place)
+                if is_copy(out.path, place):
+                    own_copy(bucket, out, place)
         except StoreUnavailable as error:
             raise ConfigError(f"{error}: check the network, and AWS_ENDPOINT_URL where it is set") from error
-
-
-def _check_writable(bucket: Bucket, place: str) -> None:
-    bucket.put(f"probes/{place}", b"")
 
 
 def _begin_new_run(draft: RunDir, restored: Restored) -> list[str]:
@@ -108,8 +107,7 @@ def _begin_new_run(draft: RunDir, restored: Restored) -> list[str]:
     bare = restored.cut is None and not restored.remarks
     found = None if bare else recover(draft, disk=LocalDisk())
     if found is None or found.parameters is None:
-        shutil.rmtree(draft.journal)
-        (draft.journal / "terms").mkdir(parents=True, mode=0o700)
+        clear_written(draft)
         return ["the bucket holds no snapshot of it yet: the run begins anew"]
     old, round = found.history.run, found.history.committed
     why = "was not released" if restored.takeover.behind else "lacks a part of its journal in the bucket"

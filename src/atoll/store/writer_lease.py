@@ -1,7 +1,8 @@
 """Who may write a run: the run lock, and the writer lease with its terms and heartbeat.
 
     run.lock               flock'ed by the supervisor of the whole run (`atoll train`, a tape, a baseline), with its pid
-    journal/terms/000001   the claim of a term, made by exclusive creation and never removed; who made it, for people
+    journal/terms/000001   the claim of a term, made by exclusive creation and never removed; who made it, for people,
+                           and a token, by which a bucket knows the disk that claimed it (bucket/claims.py)
     journal/lock           flock'ed by a living syncer; released when its process ends
     journal/alive          the holder's heartbeat: its term and a counter
     journal/standby        a standby's sign: its machine, its process and a counter
@@ -32,6 +33,7 @@ import json
 import math
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -201,10 +203,11 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def claim(folder: Path, term: int) -> bool:
-    """Claim a term, durably; False if somebody else has it."""
+def claim(folder: Path, term: int, token: str = "") -> bool:
+    """Claim a term, durably; False if somebody else has it. `token`: of a claim that was made in a bucket before."""
     path = folder / "terms" / f"{term:06d}"
-    who = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    at, token = time.strftime("%Y-%m-%dT%H:%M:%S%z"), token or secrets.token_hex(8)
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "at": at, "token": token}
     disk = LocalDisk()
     with _writing(path):
         try:
@@ -223,6 +226,14 @@ def newest_claim(folder: Path) -> int:
     terms = folder / "terms"
     with reading(terms):
         return max((int(name) for name in os.listdir(terms) if name.isdecimal()), default=0)
+
+
+def read_claim_token(folder: Path, term: int) -> str:
+    """Return the token of this disk's claim of a term; empty: it made none, or a crash tore it."""
+    try:
+        return str(json.loads((folder / "terms" / f"{term:06d}").read_bytes())["token"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def unclaimed_terms(folder: Path) -> list[int]:
