@@ -115,6 +115,7 @@ NOTABLE = {
     "fresh": "yellow",
     "reigned": "bold cyan",
     "relay": "cyan",
+    "evaluator": "cyan",
     "changed": "cyan",
     "scaled": "cyan",
     "planned": "cyan",
@@ -329,7 +330,7 @@ class Comings:
     """Says on a syncer's terminal who comes and goes, and what goes wrong. A thread of its own reads the events: a
     terminal that is held (Ctrl-S), or a pipe that nobody reads, does not hold up the run."""
 
-    KINDS = ("joined", "lost", "left", "relay", "alarm")
+    KINDS = ("joined", "lost", "left", "relay", "evaluator", "alarm")
 
     def __init__(self, events: Path, console: Console, every_s: float = 0.25, *, takes_over: bool = False) -> None:
         """What is in the events by now is of earlier sessions. `takes_over`: so is what comes before this syncer's
