@@ -135,7 +135,7 @@ def test_an_evaluator_waits_for_the_next_syncer_and_one_that_is_killed_is_missed
 
 
 def _find_last(events: list[Event], kind: str) -> int:
-    return max(place for place, event in enumerate(events) if event["kind"] == kind)
+    return max((place for place, event in enumerate(events) if event["kind"] == kind), default=len(events))
 
 
 @pytest.mark.faults  # make integrations does the same by the tutorial
