@@ -417,6 +417,15 @@ class TestInARun:
             learner.step(tokens=1)
             assert learner.index == 3
 
+    def test_its_seed_stays_that_of_the_life_it_began_with(self, joined: Joined) -> None:
+        with pytest.raises(RuntimeError, match="known inside of 'with"):
+            _ = joined.learner.seed
+        with joined.learner as learner:
+            began = learner.seed
+            joined.courier.waiting.append(Welcomed(joined.rules, joined.box.plan.fingerprint, 2, (0, 0), 3))
+            learner.step(tokens=1)
+            assert learner.seed == began
+
     def test_batches_go_on_until_the_run_is_done(self, joined: Joined) -> None:
         seen = 0
         with joined.learner as learner:

@@ -128,6 +128,19 @@ def test_a_run_whose_loaders_prefetch_is_repeated_and_no_leased_sample_is_left_o
     run.check_replay()
 
 
+def test_a_learner_that_starts_again_draws_another_order_and_its_replay_the_same(run: Run) -> None:
+    run.train(SCRIPTS / "shuffled.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
+    run.until(lambda events: len(members(events)) == 2)
+    kill(run, "learner-1")
+    run.until(is_back)
+    run.interrupt()
+    run.ended()
+    logs = "".join(path.read_text() for path in run.out.glob("logs/learner-*.log"))
+    drawn = re.findall(r"first batch (\[.*\])", logs)
+    assert len(drawn) == len(set(drawn)) == 3
+    run.check_replay()
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_run_that_was_ended_killed_whole_and_gone_on_with_is_repeated(run: Run) -> None:

@@ -25,7 +25,7 @@ from atoll.observe.report.reading import ReportedRun, read_run
 from atoll.observe.screen import LiveScreen
 from atoll.observe.story import print_closing, print_command, story, verification_rows
 from atoll.observe.tail import EventTail
-from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
+from atoll.protocol.errors import ConfigError, RunFailed, Unreachable, WrongCertificate
 from atoll.store.export import export_kept, export_run
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.verify import verify_run
@@ -44,6 +44,8 @@ def status(run: str, watch: bool, json_: bool) -> None:
     url = where(run)
     try:
         now = asyncio.run(_status(url))
+    except WrongCertificate:
+        raise
     except Unreachable as error:
         if folder is not None:
             if is_alive(folder.path):
@@ -230,6 +232,8 @@ def set_(run: str, words: list[str]) -> None:
     url = where(run)
     try:
         changed = asyncio.run(post_settings(url, words))
+    except WrongCertificate:
+        raise
     except Unreachable as error:
         raise Unreachable(
             f"no syncer answers at {without_secrets(url)}: settings change while a run goes on, or with --resume"
@@ -248,6 +252,8 @@ def scale(run: str, number: str) -> None:
             print(f"the run has {wanted} learners already")
             return
         asyncio.run(post_settings(url, [f"learners={wanted}"]))
+    except WrongCertificate:
+        raise
     except Unreachable as error:
         raise Unreachable(f"no syncer answers at {without_secrets(url)}: a run is scaled while it goes on") from error
     print(f"{now.expected} learners become {wanted}")

@@ -24,6 +24,7 @@ from atoll.store.cuts import BadCut, CutState, complete_cuts, known_cuts, read_s
 from atoll.store.disk import LocalDisk
 from atoll.store.head import read_head
 from atoll.store.journal import seal
+from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
 from atoll.store.segments import Position
 from atoll.store.shards import ShardCut
@@ -47,8 +48,10 @@ def _describe_next(out: Path) -> str:
     config = load(out / "run.toml")
     command = f"{name_command(RunDir(out))} --resume {short(out)}"
     keys = Path(config.service.keys)
-    lacks = f"; put a copy of its keys into {keys} first" if config.service.keys and not keys.is_dir() else ""
-    return f"; go on with: {command}{lacks}"
+    if not config.by_hand or not config.service.keys or KeyDir(keys).is_complete:
+        return f"; go on with: {command}"
+    lacks = f"{keys} is not on this machine, and new keys would lock out every learner"
+    return f"; go on with: {command} --keys DIR, a copy of the run's keys: {lacks}"
 
 
 def restore_if_empty(out: Path, url: str, console: Console) -> None:

@@ -86,7 +86,7 @@ class AtollCallback(TrainerCallback):  # type: ignore[misc]
             learner.__enter__()
             return
         check_in_run(args, state)
-        set_seed(learner.seed)  # Trainer's own is the same on every learner
+        set_seed(learner._make_seed())  # Trainer's own is the same on every learner
         learner.register("schedule", lr_scheduler, from_peers=True)
         if (scaler := getattr(optimizer, "scaler", None)) is not None:
             learner.register("scaler", scaler)

@@ -55,7 +55,7 @@ class AtollCallback(Callback):  # type: ignore[misc]
             learner.__enter__()
             return
         check_in_run(trainer)
-        seed_everything(learner.seed, verbose=False)  # the script's own is the same on every learner
+        seed_everything(learner._make_seed(), verbose=False)  # the script's own is the same on every learner
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         for number, schedule in enumerate(schedules):
             learner.register(f"schedule-{number}", schedule, from_peers=True)

@@ -464,6 +464,8 @@ class SharedMailbox:
         """The run's versions at the last welcome."""
         self.index = -1
         """This learner's number in the run, as the last welcome said."""
+        self.incarnation = 0
+        """Number of the life that this process began with; a quarantine or a long absence does not change it."""
 
     def describe(self) -> None:
         """ConfigError: this model cannot take part."""
@@ -483,6 +485,7 @@ class SharedMailbox:
     def apply_welcome(self, frame: Welcomed) -> bool:
         """The run's settings are known: split the model as they say. True: the courier is to get other memory."""
         self._newest, self.index = frame.versions, frame.index
+        self.incarnation = self.incarnation or frame.incarnation
         plan = make_plan(self.tensors, frame.settings.fragments, frame.settings.plan)
         if plan.fingerprint != frame.fingerprint:
             raise PlanError(
@@ -501,6 +504,7 @@ class SharedMailbox:
     def continue_from(self, place: dict[str, Any]) -> None:
         """As it was when this place (saved_state.py) was saved."""
         settings, self.index = settings_of(place), place.get("index", -1)
+        self.incarnation = place["incarnation"]
         plan = make_plan(self.tensors, settings.fragments, settings.plan)
         box, boundary = self._make(plan, settings, is_base=False)
         fill_box(box, place, os.environ.get("ATOLL_RUN", ""))

@@ -162,9 +162,18 @@ class BaseLearner:
 
     @property
     def seed(self) -> int:
-        """A seed of this learner's own, for shuffles and chance: from the run's seed and its name, so that it differs
-        between learners and is the same when this one starts again. 32 bits."""
-        return seed_of(self._joining.seed, f"learner-{self._rank_seen}" if self._rank_seen >= 0 else self.name)
+        """A seed of this learner's own, for shuffles and chance, known inside of 'with'. 32 bits.
+
+        It is made of the run's seed, this learner's name and how often it has joined the run. So it differs between
+        learners, and a learner that starts again draws another order than before.
+        """
+        if not self.alone and self._session is None:
+            raise RuntimeError("learner.seed is known inside of 'with atoll.Learner(...) as learner:'")
+        return self._make_seed(0 if self._session is None else self._session.shared.incarnation)
+
+    def _make_seed(self, incarnation: int = 0) -> int:
+        name = f"learner-{self._rank_seen}" if self._rank_seen >= 0 else self.name
+        return seed_of(self._joining.seed, name, incarnation)
 
     @property
     def steps(self) -> int:
@@ -362,10 +371,11 @@ class BaseLearner:
     ) -> Iterator[Any]:
         draws, counted = self._draw(found, batch_size, epochs, drop_last), UsedBatches()
         self._feed.count_by(counted.count_step)
+        incarnation = 0 if self._session is None else self._session.shared.incarnation
         if not loader:
             batches: Iterable[Any] = (collect(found[dataset].samples, indices) for dataset, indices in draws)
         else:
-            batches = load(found, draws, loader, self.seed)
+            batches = load(found, draws, loader, self._make_seed(incarnation))
         for batch in batches:
             if self.done:
                 return

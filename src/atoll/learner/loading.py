@@ -170,9 +170,9 @@ def checked_batch_size(batch_size: int | None, call: str) -> int:
     return batch_size
 
 
-def seed_of(seed: int, name: str) -> int:
-    """For a learner's own chance: another one for each name, the same in every life, and of 32 bits, as numpy wants."""
-    words = np.random.SeedSequence([seed & (2**64 - 1), *name.encode()])
+def seed_of(seed: int, name: str, incarnation: int) -> int:
+    """Return the seed of a learner's life, of 32 bits, as numpy wants."""
+    words = np.random.SeedSequence([seed & (2**64 - 1), *name.encode()], spawn_key=(incarnation,))
     return int(words.generate_state(1)[0])
 
 

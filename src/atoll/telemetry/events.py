@@ -34,6 +34,7 @@ rounds take from it again) |
 | alarm | syncer | over: no commits, or again; the loss is bad (round, loss, best, good); the numbers of every learner
 are not finite (about: numbers); the dashboard failed |
 | restored | syncer | round, committed, versions, fragment_tokens, suspects: the run is rolled back to that round |
+| relay | syncer | relay, gone: a relay is connected, or is gone |
 | turned_away | syncer | address (or a learner's name), reason, count: somebody was not let in |
 | renewed | syncer | the syncer shows a new certificate |
 | unbalanced | syncer | learner: what it reports does not fit the ledger |

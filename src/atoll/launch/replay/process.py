@@ -195,7 +195,8 @@ class ReplayedProcess:
         self._channel, self._shared = channel, replay
         if not start.boxed:
             settings, fingerprint = self._replay.settings, self._replay.fingerprint
-            channel.send(Welcomed(settings, fingerprint, 1, (-1,) * settings.fragments, self.part.index))
+            part, none = self.part, (-1,) * settings.fragments
+            channel.send(Welcomed(settings, fingerprint, part.incarnation, none, part.index))
         return self
 
     @property

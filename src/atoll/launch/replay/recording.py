@@ -95,6 +95,8 @@ class ProcessRecording:
     """Rounds that were decided before it joined."""
     index: int = 0
     """The learner's number in the run."""
+    incarnation: int = 1
+    """Number of the life that the process began with."""
 
     @property
     def name(self) -> str:
@@ -190,7 +192,7 @@ def read_recording(records: Iterable[AnyRecord]) -> RunRecording:
 def _take(score: RunRecording, record: AnyRecord) -> None:
     match record:
         case JoinedRecord(learner, incarnation, session):
-            score.of[learner, incarnation] = _part(score, learner, session)
+            score.of[learner, incarnation] = _part(score, learner, session, incarnation)
         case PlayedRecord(tapes):
             for one in tapes:
                 _add(score.find_process(one.learner, one.incarnation), one.first, one.entries)
@@ -227,12 +229,12 @@ def _add(part: ProcessRecording, first: int, entries: tuple[AnyEntry, ...]) -> N
         part.entries.extend(entries)
 
 
-def _part(score: RunRecording, learner: str, session: str) -> ProcessRecording:
+def _part(score: RunRecording, learner: str, session: str, incarnation: int) -> ProcessRecording:
     mine = [part for part in score.parts if part.learner == learner]
     for part in mine:
         if part.session == session:
             return part
-    part = ProcessRecording(learner, session, len(mine) + 1, joined_at=score.rounds)
+    part = ProcessRecording(learner, session, len(mine) + 1, joined_at=score.rounds, incarnation=incarnation)
     score.parts.append(part)
     return part
 
