@@ -139,8 +139,8 @@ async def test_an_evaluator_that_has_joined_waits_for_its_syncer(
     await Evaluator("http://127.0.0.1:9", ScoredModule(nn.Linear(2, 1)), float, None, {}, "").run()
     assert capsys.readouterr().err.splitlines() == [
         "atoll: joined run r1 as its evaluator",
-        "atoll: the syncer is out of reach (nobody listens there); the evaluator waits for it",
-        "atoll: the syncer answers again",
+        "atoll: no syncer answers this evaluator (nobody listens there): it waits for one",
+        "atoll: a syncer answers again",
     ]
 
 

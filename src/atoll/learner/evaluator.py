@@ -268,11 +268,11 @@ class Evaluator:
                     raise Unreachable(f"no syncer answers for {patience_s:g} s: is the run over? ({error})") from None
                 if run and not complaint:
                     complaint = str(error)
-                    say(f"the syncer is out of reach ({complaint}); the evaluator waits for it")
+                    say(f"no syncer answers this evaluator ({complaint}): it waits for one")
                 await asyncio.sleep(POLL_S)
                 continue
             if complaint:
-                say("the syncer answers again")
+                say("a syncer answers again")
             heard_at, complaint = time.monotonic(), ""
             if status.run != run:
                 clock, run = ScoreClock(), status.run
