@@ -66,6 +66,7 @@ BY_HAND: dict[str, Any] = {
     "relays": {},
     "validation_loss_start": 5.5,
     "validation_loss_end": 2.25,
+    "validation_stale_round": None,
     "validation_not_finite": 0,
     "validation_loss_best": 2.25,
     "validation_loss_best_round": 7,

@@ -264,21 +264,28 @@ def _validation(summary: Summary) -> str:
     if best is not None and best < end:
         last, lowest = format_scores_apart(end, best)
         lower = f"; the lowest was {lowest} at round {at:,} (atoll export --best RUN FILE)"
-    return f"Validation loss of the global model went from {format_score(start)} to {last}{unit}{lower}."
+    went = f"went from {format_score(start)} to {last}{unit}{_when_scored(summary)}"
+    return f"Validation loss of the global model {went}{lower}."
+
+
+def _when_scored(summary: Summary) -> str:
+    """Say of which round the last score is; empty: of the last."""
+    stale = summary.get("validation_stale_round")
+    return "" if stale is None else f" at round {stale:,} of {summary['rounds_closed']:,}"
 
 
 def _metrics(summary: Summary) -> list[str]:
     return [
-        f"Its {plain(name)} went from {format_score(one['start'])} to {_end_and_best(one)}."
+        f"Its {plain(name)} went from {format_score(one['start'])} to {_end_and_best(one, _when_scored(summary))}."
         for name, one in summary["metrics"].items()
     ]
 
 
-def _end_and_best(metric: dict[str, Any]) -> str:
+def _end_and_best(metric: dict[str, Any], when: str) -> str:
     if metric["best"] is None or metric["best"] == metric["end"]:
-        return format_score(metric["end"])
+        return f"{format_score(metric['end'])}{when}"
     end, best = format_scores_apart(metric["end"], metric["best"])
-    return f"{end}; the best was {best} at round {metric['best_round']:,}"
+    return f"{end}{when}; the best was {best} at round {metric['best_round']:,}"
 
 
 def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
@@ -307,6 +314,8 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         reasons = [event["text"] for event in events if event["kind"] == "refused"]
         last = f" (the last: {reasons[-1]})" if reasons else ""
         found.append(f"{_number(summary['refusals'], 'contribution')} refused{last}.")
+    if when := _when_scored(summary):
+        found.append(f"the last model was not scored: the last figures of validation are those{when}.")
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if summary.get("validation_not_finite") and end is None:
         found.append(f"the validation loss was {'never finite' if start is None else 'not finite at the end'}.")
