@@ -308,7 +308,7 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         )
     if summary["participation"] is not None and summary["participation"] < 0.5:
         found.append(f"a round had only {percent(summary['participation'])} of the learners alive in it on average.")
-    found += _neglected(events)
+    found += _neglected(events) + _fresh_restarts(events)
     found += [f"{event['text']}." for event in events if event["kind"] == "same_batches"]
     if summary["refusals"]:
         reasons = [event["text"] for event in events if event["kind"] == "refused"]
@@ -367,6 +367,16 @@ def _neglected(events: Sequence[Event]) -> list[str]:
         f"{name} was merged less than the others {'until the end' if name in lasting else 'for a while'} "
         f"(the last: {text})."
         for name, text in raised.items()
+    ]
+
+
+def _fresh_restarts(events: Sequence[Event]) -> list[str]:
+    """Name the learners of several ranks that lost the state of their inner optimizers: no peer has it."""
+    fresh = Counter(str(event["process"]) for event in events if event["kind"] == "restarted" and event.get("fresh"))
+    return [
+        f"{name} came back {_times(number)} before its first snapshot, so its inner optimizer and what the script "
+        "registered began anew (cut_every says how often one is taken)."
+        for name, number in fresh.items()
     ]
 
 

@@ -53,8 +53,8 @@ bytes_out; relays: bytes_in and bytes_out of each; the account of the whole run:
 (in which something was merged), tokens, dropped_by_cause, merged_share, fates, fragments (of each its version and the
 tokens merged) |
 | started, exited, restarted, killed | supervisor | process (and pid, code; ranks: the pids of a learner's ranks but
-the first, by the names of their logs; stepless: killed at the end, since it had made no step;
-unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
+the first, by the names of their logs; fresh: these ranks have no snapshot to go on from; stepless: killed at the end,
+since it had made no step; unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |
