@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.observe.conftest import a_status
 
 from atoll.cli import serve
 from atoll.cli.shared import without_own_shards
 from atoll.config import Config, Service, load
 from atoll.numerics import kernels
-from atoll.observe.tail import Comings
+from atoll.observe.tail import Comings, status_line
 from atoll.store.atomic import Appender
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
@@ -111,6 +112,8 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path) -> None:
         events.say("lost", "anna is gone: \x1b[31mher connection broke", {"learner": "anna", "incarnation": 1})
         events.say("joined", "anna came back (incarnation 1)", {"learner": "anna", "incarnation": 1})
         events.say("left", "anna is gone: the run is over", {"learner": "anna", "reason": "the run is over"})
+        events.say("score", "validation loss 1.5 at round 41", {"round": 41, "loss": 1.5})
+        comings.note_status(status := a_status())
         comings.start()
         comings.stop()
     assert paper.getvalue().splitlines() == [
@@ -118,6 +121,8 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path) -> None:
         "anna joined (incarnation 1)",
         "anna is gone: ·[31mher connection broke",
         "anna came back (incarnation 1)",
+        "validation loss 1.5 at round 41",
+        status_line(status),
     ]
 
 

@@ -21,6 +21,7 @@ Say = Callable[..., Event]
 
 BY_HAND: dict[str, Any] = {
     "run": "small",
+    "data_parallel": 0,
     "data_digest": "5eed",
     "parameters": 12,
     "reason": "the budget is spent",

@@ -253,6 +253,7 @@ def _serve(
             standby=standby,
             ready=ready,
             pages=dashboard.pages,
+            watch=comings.note_status,
         )
     finally:
         comings.stop()

@@ -22,7 +22,7 @@ from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, percent
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
 from atoll.observe.tail import is_routine
-from atoll.observe.timeline import is_good_end
+from atoll.observe.timeline import is_good_end, starts_everything
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import USUAL
 from atoll.protocol.statistics import format_score, format_scores_apart
@@ -37,8 +37,8 @@ ADVICE = "Advice: "
 
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
-    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary), _phases(summary)]
-    told += [_shares(summary, events), _relays(summary)]
+    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _returns(events)]
+    told += [_gaps(summary), _phases(summary), _shares(summary, events), _relays(summary)]
     told += [_merging(summary, events), _training(summary), _validation(summary), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
     told += [f"{ADVICE}{advice}" for advice in advise(summary)]
@@ -55,8 +55,10 @@ def _work(summary: Summary) -> str:
     learners: dict[str, Any] = summary["per_learner"]
     steps = sum(learner["steps"] for learner in learners.values())
     together = " together" if len(learners) > 1 else ""
+    processes = summary.get("data_parallel")
+    who = f"{processes} data-parallel processes" if processes else _number(len(learners), "learner")
     return (
-        f"{_number(len(learners), 'learner')} made {_number(steps, 'step')}{together} "
+        f"{who} made {_number(steps, 'step')}{together} "
         f"on {count(summary['tokens']['computed'])} tokens in {span(summary['wall_s'])}; "
         f"{percent(summary['goodput'])} of learner time went into steps."
     )
@@ -137,6 +139,23 @@ def _deaths(events: Sequence[Event]) -> str:
         _stepless(stepless),
     ]
     return " ".join(sentence for sentence in told if sentence)
+
+
+def _returns(events: Sequence[Event]) -> str:
+    """Name the learners that no supervisor started, and that were lost and came back as another process."""
+    watched = {event["process"] for event in events if event["kind"] in ("started", "restarted")}
+    gone: set[str] = set()
+    back: Counter[str] = Counter()
+    for event in events:
+        name = event.get("learner")
+        if starts_everything(event):
+            gone.clear()
+        elif event["kind"] in ("lost", "left") and name not in watched:
+            gone.add(name)
+        elif event["kind"] == "joined" and name in gone:
+            gone.remove(name)
+            back[name] += event["incarnation"] > 1 and not event.get("known_as")
+    return " ".join(f"{name} was lost and started again {_times(number)}." for name, number in back.items() if number)
 
 
 def _stepless(names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ overlap and the settings beside them are those of the last phase.
 
 | field | meaning |
 | --- | --- |
+| data_parallel | processes that averaged their gradients at every step, as one learner; 0: it is no such run
 | goodput | seconds spent stepping, all learners, over learner-seconds allocated (`LearnerTime`) |
 | merged_share | fragment-tokens merged over fragment-tokens computed, without those in flight |
 | uptime | share of that time in which at least one learner was stepping: alive and recovered |
@@ -131,6 +132,7 @@ def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None)
     share = told.get("merged_share") if "rounds" in told else _share_of_events(rounds, fragments, tokens["computed"])
     return {
         "run": header.get("run"),
+        "data_parallel": header.get("data_parallel", 0),
         "data_digest": plan.get("data") or None,
         "parameters": plan.get("parameters"),
         "reason": closing.get("reason") or ending.get("reason") or ending.get("text"),

@@ -41,7 +41,8 @@ def make() -> tuple[Net, torch.optim.Optimizer]:
 
 
 def main() -> None:
-    torch.manual_seed(int(os.environ.get("ATOLL_RANK", "0")))  # ranks begin with rank 0's parameters, whatever their own are
+    # Ranks begin with the parameters of rank 0, whatever their own are.
+    torch.manual_seed(int(os.environ.get("ATOLL_RANK", "0")))
     model, optimizer = make()
     atoll.evaluate(model, lambda model: loss_of(model, torch.arange(HALF)).item())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100_000)
