@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from atoll.cli.keys import LAST, Last
-from atoll.cli.serve import advertise_url, check_service, invitation
+from atoll.cli.serve import check_service, invitation
 from atoll.cli.shared import address_of
 from atoll.config import Service, convert
 from atoll.fabric.address import parse_address
@@ -301,8 +301,6 @@ def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:
     lines = invitation(service, "https://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)
     address = parse_address(lines[-1].split()[-1], {})
     assert address.urls == ("https://a.example.org:7077", "https://[2001:db8::1]:7078")
-    assert advertise_url(service, "https://127.0.0.1:7077") == "https://a.example.org:7077", "what the terminal shows"
-    assert advertise_url(Service(), "http://127.0.0.1:7077") == "http://127.0.0.1:7077"
     assert (
         address.pin == fingerprint(keys.certificate.read_bytes())
         and address.token == read_tokens(keys).named("join").secret

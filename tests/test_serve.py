@@ -13,6 +13,7 @@ from rich.console import Console
 from tests.observe.conftest import a_status
 
 from atoll.cli import serve
+from atoll.cli.advertised import find_own_hosts, find_place, own_host
 from atoll.cli.shared import without_own_shards
 from atoll.config import Config, Service, load
 from atoll.numerics import kernels
@@ -100,30 +101,106 @@ def test_a_port_that_is_taken_is_told_before_anything_is_touched(
     assert served == [] and run.summary.exists() and not (tmp_path / "new").exists()
 
 
-def test_the_terminal_says_who_comes_and_goes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) -> None:
+    """That a run goes on was printed when it was resumed; a standby tells nothing of the time in which it waited."""
     path, paper = tmp_path / "events.jsonl", io.StringIO()
     with Appender(path) as sink:
         events = EventLog(sink)
         events.say("joined", "old joined (incarnation 1)", {"learner": "old", "incarnation": 1})
-        comings = Comings(path, Console(file=paper, width=20), every_s=0.01)
-        events.say("reigned", "run r1 goes on in term 2 at round 40: cut 3", {"round": 40})
+        comings = Comings(path, Console(file=paper, width=20), every_s=0.01, takes_over=takes_over)
+        if takes_over:
+            events.say("lost", "anna is gone: before the takeover", {"learner": "anna", "incarnation": 1})
+        events.say("reigned", "run r1 goes on in term 2 at round 40: cut 3", {"round": 40, "term": 2})
         events.say("joined", "anna joined (incarnation 1)", {"learner": "anna", "incarnation": 1})
         events.say("round", "round 41", {"round": 41})
         events.say("lost", "anna is gone: \x1b[31mher connection broke", {"learner": "anna", "incarnation": 1})
         events.say("joined", "anna came back (incarnation 1)", {"learner": "anna", "incarnation": 1})
+        events.say("relay", "relay eu is gone: it was killed", {"relay": "eu", "gone": True})
+        events.say("alarm", "the store fails: no route", {"about": "store", "over": False})
+        events.say("alarm", "the store answers again", {"about": "store", "over": True})
         events.say("left", "anna is gone: the run is over", {"learner": "anna", "reason": "the run is over"})
         events.say("score", "validation loss 1.5 at round 41", {"round": 41, "loss": 1.5})
         comings.note_status(status := a_status())
         comings.start()
         comings.stop()
     assert paper.getvalue().splitlines() == [
-        "goes on at round 40",
+        *(["takes over in term 2: the run goes on at round 40"] if takes_over else []),
         "anna joined (incarnation 1)",
         "anna is gone: ·[31mher connection broke",
         "anna came back (incarnation 1)",
+        "relay eu is gone: it was killed",
+        "ALARM: the store fails: no route",
+        "the store answers again",
         "validation loss 1.5 at round 41",
         status_line(status),
     ]
+
+
+# ---- where it is found ----------------------------------------------------------------------------------------------
+
+ANYWHERE, BOTH = Service(host="0.0.0.0"), ("192.0.2.1:7077", "127.0.0.2:7078")
+HERE = own_host("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("service", "port", "hosts", "shown", "remark"),
+    [
+        (ANYWHERE, 7078, BOTH, "127.0.0.2:7078", ""),
+        (
+            ANYWHERE,
+            7077,
+            BOTH,
+            f"{HERE}:7077",
+            "it listens on port 7077 of this host; the links name 192.0.2.1:7077 and 127.0.0.2:7078: "
+            "no learner finds it there; add --port 7078",
+        ),
+        (
+            ANYWHERE,
+            7080,
+            ("192.0.2.1:7077",),
+            f"{HERE}:7080",
+            "it listens on port 7080 of this host; the links name 192.0.2.1:7077: "
+            "no learner finds it there; add --advertise HOST:PORT, and hand out new links",
+        ),
+        (
+            ANYWHERE,
+            7077,
+            ("192.0.2.1:7077",),
+            f"{HERE}:7077",
+            "it listens on port 7077 of this host; the links name 192.0.2.1:7077: "
+            "learners find it where one of these leads here",
+        ),
+        (
+            Service(front="syncer.crt"),
+            7077,
+            ("192.0.2.1:443",),
+            "192.0.2.1:443",
+            "it listens on port 7077 of this host; the links name 192.0.2.1:443: "
+            "learners find it where one of these leads here",
+        ),
+    ],
+)
+def test_a_syncer_that_goes_on_says_which_address_of_the_links_it_is(
+    service: Service, port: int, hosts: tuple[str, ...], shown: str, remark: str
+) -> None:
+    place = find_place(service, port, hosts, find_own_hosts(hosts), goes_on=True)
+    assert place == (shown, remark, "no learner" in remark)
+
+
+def test_a_new_run_shows_the_address_that_its_operator_names() -> None:
+    place = find_place(ANYWHERE, 7078, ("192.0.2.1:443",), frozenset(), goes_on=False)
+    assert place.shown == "192.0.2.1:443" and "port 7078 of this host" in place.remark and not place.warns
+
+
+def test_a_run_that_goes_on_without_its_keys_is_told_to_bring_them(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, port=port, keys=str(tmp_path / "gone"))
+    for how in ("--resume", "--standby"):
+        assert atoll(monkeypatch, "syncer", how, str(run.path)) == 2
+        said = capsys.readouterr().err
+        assert "copy the keys of the run there, or name them with --keys DIR" in said and "atoll cert" not in said
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import threading
 import time
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.store.entries import entry, reign
 
+from atoll.bucket import client
+from atoll.bucket import uploader as uploads
 from atoll.bucket.claims import LocalPlace, begin_store, claim_term, newest_term
 from atoll.bucket.client import Bucket, StoreUnavailable, open_bucket
 from atoll.bucket.journal_copy import JournalCopy, JournalMark, MissingPayloads
@@ -29,6 +33,9 @@ class FailingBucket:
     def __init__(self, inner: Bucket) -> None:
         self.url, self._inner, self.down = inner.url, inner, threading.Event()
         self.asked = 0
+
+    def describe_silence(self) -> str:
+        return self._inner.describe_silence()
 
     def __getattr__(self, name: str) -> object:
         def ask(*words: object) -> object:
@@ -182,6 +189,29 @@ def test_an_append_does_not_wait_for_a_store_that_is_down_and_all_of_it_comes_la
     uploader.stop()
 
 
+def test_a_store_that_does_not_answer_is_named_and_not_what_follows_from_it(
+    run: RunDir, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SILENT_S", 0.2)
+    monkeypatch.setattr(uploads, "TROUBLE_S", 0.0)
+    place = begin_store(bucket, run.path)
+    assert isinstance(place, LocalPlace)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        uploader = Uploader(open_bucket("s3://bucket/run"), run, place, 1, keep=3)
+        journal = begin(run)
+        journal.append([entry(0, b"values")])
+        uploader.note_append(mark_of(journal, 1))
+        uploader.start()
+        wait_for(lambda: bool(uploader.lag().trouble))
+        uploader._note_failure("journal", MissingPayloads("payload-000001-0000"))
+        said = r"s3://bucket/run has not answered for \d+ s; what waits: list terms"
+        assert re.fullmatch(said, uploader.lag().trouble)
+        uploader.stop()
+
+
 def test_with_durability_store_an_append_returns_when_the_bucket_has_it(run: RunDir, bucket: Bucket) -> None:
     failing, journal = FailingBucket(bucket), begin(run)
     uploader = uploader_of(run, failing, told_after_put=True)
@@ -196,7 +226,7 @@ def test_with_durability_store_an_append_returns_when_the_bucket_has_it(run: Run
     thread = threading.Thread(target=append)
     thread.start()
     wait_for(lambda: failing.asked > 4)
-    assert not told.is_set() and "it is down" in [text for _, text in uploader._failing.values()]
+    assert not told.is_set() and "it is down" in [text for _, _, text in uploader._failing.values()]
     failing.down.clear()
     thread.join(WAIT_S)
     assert told.is_set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import atoll
 from atoll.numerics import codec_kernels, compiled, group_kernels, kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray, IndexArray
 from atoll.numerics.compiled import read_only
@@ -375,6 +377,27 @@ assert kernels.check_bits.index_file.exists() and not kernels.are_compiled()
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "ATOLL_TEST_KERNELS": ""}
     subprocess.run([sys.executable, "-c", words], check=True, timeout=100, env=environment)
+
+
+def test_kernels_of_an_installation_that_cannot_be_written_are_found_in_the_users_cache(tmp_path: Path) -> None:
+    installed = tmp_path / "atoll"
+    shutil.copytree(Path(atoll.__file__).parent, installed, ignore=shutil.ignore_patterns("__pycache__"))
+    (installed / "numerics" / "__pycache__").touch()  # a file: also root can make none in it
+    words = """
+import numpy as np
+from atoll.numerics import kernels
+from atoll.numerics.compiled import read_only
+assert not kernels.check_bits.index_file.exists()
+kernels.check_bits(read_only(np.ones(2, np.uint32)))
+assert kernels.check_bits.index_file.exists()
+print(kernels.check_bits.index_file)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "ATOLL_TEST_KERNELS": ""}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    environment.pop("NUMBA_CACHE_DIR", None)
+    command = [sys.executable, "-c", words]
+    done = subprocess.run(command, check=True, timeout=100, env=environment, cwd=tmp_path, stdout=subprocess.PIPE)
+    assert Path(done.stdout.decode().strip()).is_relative_to(tmp_path / "cache" / "numba")
 
 
 def _source_name(kernel: compiled.Kernel[..., object]) -> str:

@@ -41,6 +41,8 @@ def test_where_rounds_were_missed_their_steps_can_be_kept(events: list[Event]) -
 def test_what_the_usual_settings_drop_is_nothing_to_speak_of(events: list[Event]) -> None:
     assert advise(summary_of(events, overlap=20, missed=0)) == []
     assert advise(summary_of(events, overlap=200, missed=0, adopt="carry")) == []
+    assert advise(summary_of(events, overlap=0, missed=200, adopt="")) == [], "unset, it is carry"
+    assert advise(summary_of(events, overlap=0, missed=200, adopt="", synchronous=True)) != []
     assert advise(summarise(events)) == []
     assert advise(summarise([])) == []
 

@@ -298,6 +298,28 @@ def test_a_run_whose_numbers_were_not_finite_says_so(events: list[Event]) -> Non
     assert any("75 % were lost with a process or in quarantine" in one for one in story(summarise(both), both))
 
 
+def test_the_best_model_is_not_offered_where_an_evaluator_by_hand_keeps_it(events: list[Event]) -> None:
+    summary = summarise(events) | {"validation_loss_end": 3.0}
+    assert "round 7 (atoll export --best RUN FILE)." in " ".join(story(summary, events))
+    by_hand = [event for event in events if event["kind"] != "started"]
+    assert "round 7 (kept where its evaluator runs, with --folder)." in " ".join(story(summary, by_hand))
+
+
+def test_what_carry_drops_is_not_called_an_adoption(events: list[Event]) -> None:
+    summary = summarise(events)
+    summary["settings"]["adopt"] = ""
+    told = " ".join(story(summary, events))
+    assert "8 % were dropped when a learner took the run's parameters in place of its own (it began anew" in told
+    assert "missed rounds" not in told
+
+
+def test_an_evaluator_is_not_advised_for_a_tape(events: list[Event]) -> None:
+    never = {"validation_loss_start": None, "validation_loss_end": None, "tape": "spot.tape"}
+    by_hand = [event for event in events if event["kind"] != "started"]
+    told = " ".join(story(summarise(events) | never, by_hand))
+    assert "so nothing is known of its validation loss: a run under a tape has no evaluator." in told
+
+
 def test_losses_that_were_never_finite_are_not_called_unscored(events: list[Event]) -> None:
     never = {"loss": None, "not_finite": True}
     events = [event | never if event["kind"] == "score" else event for event in events]

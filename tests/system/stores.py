@@ -33,6 +33,9 @@ class LocalS3:
     def __init__(self, port: int) -> None:
         self.port, self.failing, self.refused = port, 0.0, 0
         self.down = False
+        self.answering = threading.Event()
+        """Not set: no request is answered."""
+        self.answering.set()
         self.refuses: dict[str, tuple[int, str]] = {}
         """By method, the status and the code of S3 that every such request is answered with."""
         self._chance = random.Random(7)
@@ -43,6 +46,7 @@ class LocalS3:
 
             def _pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                owner.answering.wait()
                 if self.command in owner.refuses:
                     self._refuse(*owner.refuses[self.command])
                     return
@@ -121,6 +125,7 @@ class LocalS3:
         }
 
     def close(self) -> None:
+        self.answering.set()
         self._server.shutdown()
         self._server.server_close()
 

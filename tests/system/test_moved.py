@@ -35,6 +35,10 @@ def test_a_standby_on_the_links_second_address_goes_on_with_the_same_learner(run
     run.until_events(lambda events: sum(e["kind"] == "round" for e in events[taken_at:]) >= 5)
     assert (run.out / "syncer.url").read_text() == f"https://127.0.0.1:{second}"
     assert members(run.events()) == {("learner-0", 1)}, "it is the same one, not one that came anew"
+    printed = (run.folder / "beside.log").read_text()
+    assert f"syncer at https://127.0.0.1:{second}, run" in printed
+    assert f"syncer at https://127.0.0.1:{first}" not in printed
+    assert "takes over in term 2" in printed and "learner-0 joined" not in printed, "of the past nothing is told"
     standby.send_signal(signal.SIGINT)
     assert standby.wait(60) == 0 and learner.wait(60) == 0, (run.folder / "beside.log").read_text()
     rounds = [event["round"] for event in run.events("round", "passed")]

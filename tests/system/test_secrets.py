@@ -138,3 +138,30 @@ def test_no_secret_leaves_the_folder_of_keys(run: Run, beside: list[subprocess.P
     assert leaks(secrets, **files) == []
     assert "atoll tokens --keys" in run.stdout
     assert leaks(secrets, stdout=run.stdout.encode(), stderr=run.stderr.encode()) == []
+
+
+LATE = """
+import torch, atoll
+model = torch.nn.Linear(2, 1)
+with atoll.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), join_wait_s=20):
+    pass
+"""
+
+
+def test_a_link_with_another_fingerprint_is_refused_in_one_line(run: Run) -> None:
+    """Its second address is that of a standby, which does not answer."""
+    keys = KeyDir(run.folder / "keys")
+    assert run.command("cert", "--out", keys.path).returncode == 0
+    run.start("syncer", "--out", run.out, "--keys", keys.path, "--bind", "127.0.0.1", "--port", "0", "--learners", "1")
+    run.address()
+    address = parse_address(run.command("tokens", "--keys", keys.path, "link", "join").stdout.strip(), {})
+    urls = (*address.urls, f"https://127.0.0.1:{run.free_port()}")
+    link = SyncerAddress(urls=urls, run=address.run, token=address.token, pin="ab" * 32).link()
+    (run.folder / "late.py").write_text(LATE)
+    for words in (("status", link), ("learn", "late.py", "--join", link, "--name", "learner-0")):
+        done = run.command(*words)
+        assert done.returncode == 2, done
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("atoll: ") and "somebody else answers there, or the link is old" in last, done.stderr
+    run.interrupt()
+    run.ended()

@@ -126,6 +126,25 @@ def test_a_store_that_fails_at_random_for_a_minute_delays_no_round(run: Run, s3:
     assert run.command("verify", copy).returncode == 0
 
 
+def test_a_store_that_hangs_is_named_before_a_request_times_out_and_catches_up(run: Run, s3: LocalS3) -> None:
+    def alarms(events: list[Event], *, over: bool) -> list[Event]:
+        return [one for one in events if one["kind"] == "alarm" and one["over"] == over and one["at"] > hung_at]
+
+    run.train("--steps", "100000", *SHAPE, replayed=False)
+    run.until(lambda events: committed(events) > 30)
+    hung_at = time.time()
+    s3.answering.clear()
+    run.until(lambda events: bool(alarms(events, over=False)))
+    alarm = alarms(run.events(), over=False)[0]
+    assert f"the store fails: {URL} has not answered for " in alarm["text"] and "; what waits: " in alarm["text"]
+    assert alarm["at"] - hung_at < 45
+    s3.answering.set()
+    run.until(lambda events: bool(alarms(events, over=True)))
+    run.interrupt()
+    run.ended()
+    assert run.command("verify", URL).returncode == 0
+
+
 def test_a_store_that_is_down_stops_commits_and_no_training_with_durability_store(run: Run, s3: LocalS3) -> None:
     run.train("--steps", "100000", *SHAPE, "--set", "durability=store", replayed=False)
     run.until(lambda events: committed(events) > 30)

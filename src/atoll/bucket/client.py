@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -29,8 +30,11 @@ SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "azure", "file")
 REQUEST_S = 60
 """Of one request: a part of 8 MiB on a link of 1.2 Mbit/s takes as long."""
 CONNECT_S = 5
+SILENT_S = 20.0
+"""An answer is overdue after so long, and the time that the bytes take at `LEAST_BYTES_PER_S`."""
 PART_BYTES = 8 * 2**20
 """Of a large file: its parts are sent beside each other, and each is tried again by itself."""
+LEAST_BYTES_PER_S = PART_BYTES / REQUEST_S
 PARTS = 4
 CREDENTIALS = "store-credentials.json"
 _VARIABLES = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_", "file": "", "": ""}
@@ -80,6 +84,9 @@ class Bucket(Protocol):
     def delete(self, keys: list[str]) -> None:
         """Those that are not there count as deleted."""
 
+    def describe_silence(self) -> str:
+        """Say since when there is no answer, and to what; empty: none is overdue."""
+
 
 class ObjectBucket:
     """A bucket, by obstore."""
@@ -88,6 +95,9 @@ class ObjectBucket:
         """Use `open_bucket`. `store`: one of obstore's."""
         self.url, self._store = url, store
         self._api: Any = import_module("obstore")
+        self._overdue: tuple[float, float, str] | None = None
+        """Of the requests since the last answer, the one whose answer is due first: when that is, when the request
+        began, and what it is for. Several threads ask: one answer is enough for all."""
 
     def list_objects(self, prefix: str = "") -> dict[str, int]:
         def ask() -> dict[str, int]:
@@ -107,10 +117,12 @@ class ObjectBucket:
         return True
 
     def create(self, key: str, data: bytes) -> None:
-        self._ask("create", key, lambda: self._api.put(self._store, key, data, mode="create", use_multipart=False))
+        self._ask(
+            "create", key, lambda: self._api.put(self._store, key, data, mode="create", use_multipart=False), len(data)
+        )
 
     def put(self, key: str, data: bytes) -> None:
-        self._ask("write", key, lambda: self._api.put(self._store, key, data, use_multipart=False))
+        self._ask("write", key, lambda: self._api.put(self._store, key, data, use_multipart=False), len(data))
 
     def put_file(self, key: str, path: Path) -> None:
         size = path.stat().st_size  # FileNotFoundError here is of the local file
@@ -126,6 +138,7 @@ class ObjectBucket:
                 chunk_size=PART_BYTES,
                 max_concurrency=PARTS,
             ),
+            size,
         )
 
     def get_file(self, key: str, path: Path) -> None:
@@ -134,7 +147,8 @@ class ObjectBucket:
             # In parts: the time that one request may take covers all of its answer.
             for begin in range(0, size, PART_BYTES):
                 end = min(begin + PART_BYTES, size)
-                part = self._ask("read", key, partial(self._api.get_range, self._store, key, start=begin, end=end))
+                ask = partial(self._api.get_range, self._store, key, start=begin, end=end)
+                part = self._ask("read", key, ask, end - begin)
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
@@ -154,7 +168,29 @@ class ObjectBucket:
         except MissingKey:
             return
 
-    def _ask(self, doing: str, key: str, request: Callable[[], T]) -> T:
+    def describe_silence(self) -> str:
+        now = time.monotonic()
+        if (overdue := self._overdue) is None or now < overdue[0]:
+            return ""
+        return f"{self.url} has not answered for {now - overdue[1]:.0f} s; what waits: {overdue[2]}"
+
+    def _ask(self, doing: str, key: str, request: Callable[[], T], nbytes: int = 0) -> T:
+        """`nbytes`: what is sent or read."""
+        now = time.monotonic()
+        due = now + SILENT_S + nbytes / LEAST_BYTES_PER_S
+        if (overdue := self._overdue) is None or due < overdue[0]:
+            self._overdue = (due, now, f"{doing} {key}".rstrip())
+        try:
+            answer = self._request(doing, key, request)
+        except StoreUnavailable:
+            raise
+        except AtollError:
+            self._overdue = None
+            raise
+        self._overdue = None
+        return answer
+
+    def _request(self, doing: str, key: str, request: Callable[[], T]) -> T:
         errors = self._api.exceptions
         try:
             return _guard_panics(request)

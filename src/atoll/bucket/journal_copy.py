@@ -27,6 +27,7 @@ from atoll.bucket.layout import (
     payload_place,
     segment_name,
 )
+from atoll.protocol.errors import AtollError
 from atoll.store.disk import LocalDisk
 from atoll.store.segments import Position, follows
 
@@ -49,9 +50,14 @@ class JournalMark:
     """When it was appended, on the monotonic clock."""
 
 
-class MissingPayloads(Exception):
+class MissingPayloads(AtollError):
     """Payloads were deleted, as a cut made them needless, before they were uploaded. The journal in the bucket must not
     go past them before it has a cut behind them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the journal waits until the newest cut is in the bucket: {name} was needless here before it was copied"
+        )
 
 
 class JournalCopy:

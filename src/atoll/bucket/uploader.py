@@ -33,7 +33,7 @@ from atoll.bucket.claims import (
 from atoll.bucket.client import Bucket, StoreRefused, StoreUnavailable, open_bucket
 from atoll.bucket.cut_copy import CutCopy, LeadCutCopy, ShardCutCopy
 from atoll.bucket.files_copy import FilesCopy
-from atoll.bucket.journal_copy import JournalCopy, JournalMark
+from atoll.bucket.journal_copy import JournalCopy, JournalMark, MissingPayloads
 from atoll.bucket.layout import Listing, payload_name, payload_place, read_listing, shard_url
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.rundir import RunDir
@@ -102,8 +102,8 @@ class Uploader:
         self._written: dict[str, int] = {}
         """Payload files that may not be in the bucket as far as they were written: one that is deleted is missed."""
         self._stored_rounds = 0
-        self._failing: dict[str, tuple[float, str]] = {}
-        """By lane, since when it fails and with what."""
+        self._failing: dict[str, tuple[bool, float, str]] = {}
+        """By lane, whether it only waits for the other lane's cut, since when it fails, and with what."""
         self._copies: _Copies | None = None
         self._head_at = 0.0
         self._threads: list[threading.Thread] = []
@@ -147,9 +147,9 @@ class Uploader:
         now, waiting = time.monotonic(), list(self._waiting)
         rounds = max(0, waiting[-1].rounds - self._stored_rounds) if waiting else 0
         seconds = now - waiting[0].at if waiting else 0.0
-        failing = [one for one in list(self._failing.values()) if now - one[0] >= TROUBLE_S]
-        trouble = min(failing)[1] if failing else ""
-        return StoreLag(self._bucket.url, rounds, seconds, trouble)
+        failing = [one for one in list(self._failing.values()) if now - one[1] >= TROUBLE_S]
+        waits, _, trouble = min(failing, default=(True, 0.0, ""))
+        return StoreLag(self._bucket.url, rounds, seconds, (waits and self._bucket.describe_silence()) or trouble)
 
     # ---- lanes ------------------------------------------------------------------------------------------------------
 
@@ -174,8 +174,8 @@ class Uploader:
 
     def _note_failure(self, lane: str, error: Exception) -> None:
         words = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
-        since = self._failing.get(lane, (time.monotonic(), ""))[0]
-        self._failing[lane] = (since, " ".join(words.split()))
+        since = self._failing[lane][1] if lane in self._failing else time.monotonic()
+        self._failing[lane] = (isinstance(error, MissingPayloads), since, " ".join(words.split()))
 
     def _check(self) -> None:
         if self._stop.is_set():
@@ -299,7 +299,7 @@ class Uploader:
                 return "another machine has taken over this run: nothing more is put there"
             except Exception as error:  # as in a lane
                 self._note_failure("end", error)
-                words = self._failing["end"][1]
+                words = self._failing["end"][2]
                 # What took long has come far, and goes on from there.
                 left_s = patience_s if time.monotonic() - began > patience_s else left_s - (time.monotonic() - began)
                 if left_s <= 0 or isinstance(error, StoreRefused):

@@ -125,6 +125,14 @@ def remember(keys: KeyDir, last: Last) -> None:
     keys.write(keys.path / LAST, msgspec.json.encode(last))
 
 
+def read_last(keys: KeyDir) -> Last | None:
+    """Return what was remembered; None: no syncer was started with these keys."""
+    try:
+        return msgspec.json.decode((keys.path / LAST).read_bytes(), type=Last)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
 def pins_of(keys: KeyDir, front: str = "") -> str:
     """The fingerprints that a link names: of the certificate that is shown, and of the one that is to follow it."""
     shown = Path(front) if front else keys.certificate
@@ -136,9 +144,7 @@ def pins_of(keys: KeyDir, front: str = "") -> str:
 
 
 def _print_link(keys: KeyDir, token: JoinToken, *, by_authority: bool = False) -> None:
-    try:
-        last = msgspec.json.decode((keys.path / LAST).read_bytes(), type=Last)
-    except (OSError, msgspec.MsgspecError):
+    if (last := read_last(keys)) is None:
         print(f"{token.id} counts; its link is printed by atoll tokens link {token.id} once a syncer was started")
         return
     pin = BY_AUTHORITY if by_authority else pins_of(keys, last.front)

@@ -17,7 +17,7 @@ from atoll.extras import check_installed
 from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
-from atoll.launch.resume import describe_resume, describe_unspent
+from atoll.launch.resume import describe_resume, describe_unspent, name_command
 from atoll.launch.scaling import choose_leavers, parse_count
 from atoll.observe.figures import plain
 from atoll.observe.report import write_report
@@ -25,11 +25,11 @@ from atoll.observe.report.reading import ReportedRun, read_run
 from atoll.observe.screen import LiveScreen
 from atoll.observe.story import print_closing, print_command, story, verification_rows
 from atoll.observe.tail import EventTail
-from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
+from atoll.protocol.errors import ConfigError, RunFailed, Unreachable, WrongCertificate
 from atoll.store.export import export_kept, export_run
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.verify import verify_run
-from atoll.store.writer_lease import is_alive
+from atoll.store.writer_lease import find_other_host, is_alive
 from atoll.telemetry.status import AWAY, RunStatus
 
 ENDING = ("ending", "closing", "finished")
@@ -48,6 +48,8 @@ def status(run: str, watch: bool, json_: bool) -> None:
     url = where(run)
     try:
         now = asyncio.run(_status(url))
+    except WrongCertificate:
+        raise
     except Unreachable as error:
         if folder is not None:
             if is_alive(folder.path):
@@ -103,7 +105,7 @@ class ProcessEvents:
 
     def _read(self) -> None:
         for event in self._tail.new_events():
-            name = event.get("process") or event.get("learner")
+            name = str(event.get("process") or event.get("learner"))
             if event["kind"] in ("started", "restarted"):
                 self._pids[name] = {name: event["pid"], **event.get("ranks", {})}
                 self._joined.discard(name)
@@ -122,13 +124,16 @@ def _is_over(run: RunDir) -> bool:
 
 
 def _show_no_answer(run: RunDir, *, as_json: bool) -> None:
-    """Somebody has the run, and its syncer does not answer: it starts, or the run ends."""
+    """Somebody has the run, and its syncer does not answer here."""
     kinds = [event["kind"] for event in EventTail(run.events, near_bytes=0).new_events()]
-    ends = next((kind in ENDING for kind in reversed(kinds) if kind in (*ENDING, *STARTING)), False)
-    text = "This run is starting, or its syncer is: nothing answers yet. Ask again in a few seconds."
-    if ends:
-        text = "This run is ending: its syncer is done, and its summary follows. Ask again in a few seconds."
-    print(msgspec.json.encode({"state": "ending" if ends else "starting"}).decode() if as_json else text)
+    facts, text = {"state": "starting"}, "This run is starting, or its syncer is: nothing answers yet. "
+    if next((kind in ENDING for kind in reversed(kinds) if kind in (*ENDING, *STARTING)), False):
+        facts, text = {"state": "ending"}, "This run is ending: its syncer is done, and its summary follows. "
+    text += "Ask again in a few seconds."
+    if host := find_other_host(run.journal):
+        facts = {"state": "elsewhere", "host": host}
+        text = f"This run is served on {host}, not on this machine. Ask there, or by a link: atoll status LINK"
+    print(msgspec.json.encode(facts).decode() if as_json else text)
 
 
 def _show_end(run: RunDir, *, as_json: bool) -> None:
@@ -139,10 +144,11 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
         print(msgspec.json.encode({**told, **found.summary}).decode())
         return
     console = Console()
-    unspent, again = describe_unspent(run), f"atoll train --resume {short(run.path)}"
+    unspent, again = describe_unspent(run), name_command(run)
     place = f" at {unspent}" if unspent else ""
     if found.state != "ended":
-        print_command(console, f"This run has not ended: it was cut off{place}. It goes on with:", again)
+        command = f"{again} --resume {short(run.path)}"
+        print_command(console, f"This run has not ended: it was cut off{place}. It goes on with:", command)
     elif not run.summary.exists():
         why = f"This run failed{place}: {_find_reason(found)}. Once that is mended, it goes on with:"
         print_command(console, why, describe_resume(run, short(run.path)))
@@ -151,7 +157,8 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
         if failure := read_failure(run):
             console.print(Text(f"This run failed: {plain(failure)}", "yellow"), soft_wrap=not console.is_terminal)
     sentences = story(found.summary, found.timeline)
-    print_closing(console, found.summary, sentences, out=short(run.path), unspent="" if place else unspent)
+    unspent = "" if place else unspent
+    print_closing(console, found.summary, sentences, out=short(run.path), again=again, unspent=unspent)
 
 
 def _find_reason(found: ReportedRun) -> str:
@@ -263,6 +270,8 @@ def set_(run: str, words: list[str]) -> None:
     url = where(run)
     try:
         changed = asyncio.run(post_settings(url, words))
+    except WrongCertificate:
+        raise
     except Unreachable as error:
         raise Unreachable(
             f"no syncer answers at {without_secrets(url)}: settings change while a run goes on, or with --resume"
@@ -281,6 +290,8 @@ def scale(run: str, number: str) -> None:
             print(f"the run has {wanted} learners already")
             return
         asyncio.run(post_settings(url, [f"learners={wanted}"]))
+    except WrongCertificate:
+        raise
     except Unreachable as error:
         raise Unreachable(f"no syncer answers at {without_secrets(url)}: a run is scaled while it goes on") from error
     print(f"{now.expected} learners become {wanted}")

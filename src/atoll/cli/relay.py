@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from atoll.cli.keys import own_address, pins_of
+from atoll.cli.advertised import own_host, with_port
+from atoll.cli.keys import pins_of
 from atoll.cli.shared import compile_kernels, short
-from atoll.fabric.address import BY_AUTHORITY, SyncerAddress, check_bind, host_port, parse_address
+from atoll.fabric.address import BY_AUTHORITY, SyncerAddress, check_bind, parse_address
 from atoll.fabric.authorizer import host_name
 from atoll.fabric.listener import Tls, check_port
 from atoll.fabric.tls import server_context
@@ -88,8 +89,7 @@ def _tls(keys: KeyDir | None) -> Tls | None:
 
 def _link(address: SyncerAddress, keys: KeyDir | None, host: str, port: int, run: str, advertise: list[str]) -> str:
     """The relay first, then the syncer itself: that is where learners go while the relay is away."""
-    here = (own_address() or "127.0.0.1") if host in ("0.0.0.0", "::") else host
-    named = [one if re.search(r":\d+$", one) else host_port(one, port) for one in advertise or [here]]
+    named = [with_port(one, port) for one in advertise or [own_host(host)]]
     scheme, pin = "http", ""
     if keys is not None:
         scheme, pin = "https", address.pin

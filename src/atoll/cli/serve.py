@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +12,8 @@ from urllib.parse import urlsplit
 import msgspec
 from rich.console import Console
 
-from atoll.cli.keys import Last, join_link, own_address, pins_of, remember
+from atoll.cli.advertised import Place, complete_ports, find_own_hosts, find_place, known_hosts, name_hosts
+from atoll.cli.keys import Last, join_link, remember
 from atoll.cli.shared import (
     check_store,
     close,
@@ -27,7 +26,7 @@ from atoll.cli.shared import (
 )
 from atoll.cli.store import describe_disk_loss, finish_upload, restore_if_empty
 from atoll.config import Config, Service, convert, merged, parse_settings, parse_shard
-from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
+from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, parse_address
 from atoll.fabric.certificates import signs_itself
 from atoll.fabric.listener import check_port
 from atoll.launch.begun_here import check_begun_here, remember_run
@@ -125,7 +124,7 @@ def syncer(
         attach_store(run_dir, settings.service.store)
     write_atomic(run_dir.settings, settings.toml())
     remember_run(settings, None)
-    _serve(settings, run_dir, None)
+    _serve(settings, run_dir)
 
 
 def _check_store(service: Service) -> None:
@@ -153,14 +152,16 @@ def _serve_shard(number: int, count: int, join: str | None, out: Path | None, se
     compile_kernels(console)
 
     def ready(url: str) -> None:
-        shown = advertise_url(settings.service, url)
+        shown = url
+        if settings.service.keys:
+            shown = f"https://{name_hosts(settings.service, urlsplit(url).port or 0)[0][0]}"
         console.print(f"shard {number} of {count} at [bold]{shown}[/], in {short(run_dir.path)}", soft_wrap=True)
 
     def name_address(url: str) -> str:
         """As learners dial it: by the keys of the run, as with the first; without keys on this machine alone."""
         if not settings.service.keys:
             return url
-        hosts, pin = _asked_for(settings.service, urlsplit(url).port or 0)
+        hosts, pin = name_hosts(settings.service, urlsplit(url).port or 0)
         return SyncerAddress(urls=tuple(f"https://{host}" for host in hosts), pin=pin).link()
 
     if code := serve_shard(settings.service, run_dir, lead, number, count, ready=ready, name_address=name_address):
@@ -183,7 +184,7 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str], *, trusted:
     if service["port"] is None:
         own = msgspec.structs.replace(asked.service, port=_own_port(run_dir, asked.service))
         settings = msgspec.structs.replace(asked, service=own)
-    check_service(settings.service)
+    check_service(settings.service, goes_on=True)
     check_port(settings.service.host, settings.service.port)
     _check_store(settings.service)
     if settings.service.store:
@@ -195,7 +196,7 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str], *, trusted:
         run_dir.summary.unlink(missing_ok=True)  # of an earlier end
     for remark in found.remarks:
         Console().print(remark, soft_wrap=True, highlight=False, markup=False)
-    _serve(settings, run_dir, None, found.changes, reopen=found.reopen)
+    _serve(settings, run_dir, found.changes, reopen=found.reopen, goes_on=service["advertise"] is None)
 
 
 def _own_port(run_dir: RunDir, service: Service) -> int:
@@ -208,38 +209,60 @@ def _stand_by(folder: Path, service: dict[str, Any], words: list[str]) -> None:
     if words:
         raise ConfigError(f"{words[0]} does not go with --standby: change a run that goes on with `atoll set`")
     run_dir = RunDir.open(folder)
-    settings = convert(merged(document_of(run_dir.settings), {"service": service}), str(run_dir.settings))
-    check_service(settings.service)
+    document = document_of(run_dir.settings)
+    settings = convert(merged(document, {"service": service}), str(run_dir.settings))
+    if (served_port := document.get("service", {}).get("port")) and service["advertise"] is None:
+        settings = msgspec.structs.replace(settings, service=complete_ports(settings.service, served_port))
+    check_service(settings.service, goes_on=True)
     if not syncer_holding(run_dir.journal) and (head := read_head(run_dir)) is not None and head.finished:
         raise ConfigError(
             f"the run in {run_dir.path} is over ({head.ended}), so there is nothing to stand by for: "
             f"go on with it by atoll syncer --resume {short(run_dir.path)}"
         )
-
-    def waiting() -> None:
-        Console().print(f"standing by for the run in {short(run_dir.path)}", soft_wrap=True)
-
-    _serve(settings, run_dir, waiting)
+    _serve(settings, run_dir, stands_by=True, goes_on=service["advertise"] is None)
 
 
 def _serve(
     settings: Config,
     run_dir: RunDir,
-    standby: Callable[[], None] | None,
     changes: tuple[str, ...] = (),
     *,
     reopen: bool = False,
+    stands_by: bool = False,
+    goes_on: bool = False,
 ) -> None:
-    console = Console()
-    compile_kernels(console, "; then it stands by" if standby is not None else "")
-    comings = Comings(run_dir.events, console)
+    """`goes_on`: learners hold links of an earlier syncer of the run."""
+    console, service = Console(), settings.service
+    compile_kernels(console, "; then it stands by" if stands_by else "")
+    comings = Comings(run_dir.events, console, takes_over=stands_by)
+
+    def list_hosts(port: int) -> tuple[str, ...]:
+        return known_hosts(service, port) if goes_on else name_hosts(service, port)[0]
+
+    # Names are resolved before anything is served: the event loop must not wait for a resolver.
+    own_hosts = find_own_hosts(list_hosts(1)) if service.keys else frozenset[str]()
+
+    def find(port: int) -> Place:
+        return find_place(service, port, list_hosts(port), own_hosts, goes_on=goes_on)
+
+    def say_remark(place: Place) -> None:
+        if place.remark:
+            style = "bold yellow" if place.warns else None
+            console.print(place.remark, style=style, soft_wrap=True, highlight=False, markup=False)
+
+    def wait() -> None:
+        console.print(f"standing by for the run in {short(run_dir.path)}", soft_wrap=True)
+        if service.keys and service.port:
+            say_remark(find(service.port))
 
     def ready(url: str, run: str, look: str) -> None:
-        shown = advertise_url(settings.service, url)
+        place = find(urlsplit(url).port or 0) if service.keys else Place()
+        shown = f"https://{place.shown}" if place.shown else url
         console.print(f"syncer at [bold]{shown}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
+        say_remark(place)
         console.print(f"dashboard: {shown}{look.removeprefix(url)}", soft_wrap=True, highlight=False)
-        own = invitation(settings.service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty())
-        for line in (describe_disk_loss(settings), *invite_shards(settings.service, url), *own):
+        own = invitation(service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty())
+        for line in (describe_disk_loss(settings), *invite_shards(service, url), *own):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         comings.start()
 
@@ -250,7 +273,7 @@ def _serve(
             evaluated=False,
             changes=changes,
             reopen=reopen,
-            standby=standby,
+            standby=wait if stands_by else None,
             ready=ready,
             pages=dashboard.pages,
             watch=comings.note_status,
@@ -263,14 +286,20 @@ def _serve(
     finish_upload(run_dir, console)
 
 
-def check_service(service: Service) -> None:
-    """Before anything is made: who binds beyond this machine has TLS and tokens."""
+def check_service(service: Service, *, goes_on: bool = False) -> None:
+    """Before anything is made: who binds beyond this machine has TLS and tokens. `goes_on`: a run that has keys needs
+    those, and no others."""
     check_store(service.store)
     check_bind(service.host, secured=bool(service.keys) and not service.front)
     if (service.mutual or service.front) and not service.keys:
         raise ConfigError("--mutual and --front go with --keys: make them with `atoll cert`")
+    if goes_on and service.keys and not KeyDir(Path(service.keys)).is_complete:
+        raise ConfigError(
+            f"{service.keys} holds no keys: copy the keys of the run there, or name them with --keys DIR; "
+            "new ones would lock out every learner"
+        )
     if service.keys:
-        _asked_for(service, 1)
+        name_hosts(service, 1)
         make_port_access(service, str)
 
 
@@ -299,7 +328,7 @@ def invitation(service: Service, url: str, run: str, folder: Path, *, on_termina
             f"another user of this machine joins by a link: atoll tokens link --run {folder}",
         ]
     keys = KeyDir.open(Path(service.keys))
-    hosts, pin = _asked_for(service, urlsplit(url).port or 0)
+    hosts, pin = name_hosts(service, urlsplit(url).port or 0)
     last = Last(hosts, run, pin, service.front)
     remember(keys, last)
     tokens = read_tokens(keys)
@@ -333,31 +362,6 @@ def _invite_evaluator(link: str, keys: Path) -> list[str]:
         return ["score the model with (a secret too):", f"  atoll learn SCRIPT --evaluator --join {link}"]
     make = f"atoll tokens --keys {keys} add scorer --role evaluator"
     return [f"score the model with: atoll learn SCRIPT --evaluator --join LINK, which this prints: {make}"]
-
-
-def _asked_for(service: Service, port: int) -> tuple[tuple[str, ...], str]:
-    """What a join link says of a syncer: its addresses, and the fingerprint of the certificate that they show."""
-    pin = pins_of(KeyDir.open(Path(service.keys)), service.front)
-    named = service.advertise or (_own_host(service.host),)
-    hosts = tuple(host if _has_port(host) else host_port(host, port) for host in named)
-    parse_address(SyncerAddress(urls=tuple(f"https://{host}" for host in hosts), pin=pin).link(), {})
-    return hosts, pin
-
-
-def advertise_url(service: Service, url: str) -> str:
-    """The first address of the join link; `url`: that for commands on this machine, and of a run without keys."""
-    if not service.keys:
-        return url
-    hosts, _ = _asked_for(service, urlsplit(url).port or 0)
-    return f"https://{hosts[0]}"
-
-
-def _own_host(host: str) -> str:
-    return (own_address() or "127.0.0.1") if host in ("0.0.0.0", "::") else host
-
-
-def _has_port(host: str) -> bool:
-    return bool(re.search(r":\d+$", host)) and (not host.count(":") > 1 or "]:" in host)
 
 
 def learn(

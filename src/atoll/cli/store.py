@@ -18,11 +18,13 @@ from atoll.bucket.uploader import make_shard_uploader, make_uploader
 from atoll.cli.shared import short
 from atoll.config import Config, load
 from atoll.launch.restoring import restore_run
+from atoll.launch.resume import name_command
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.cuts import BadCut, CutState, complete_cuts, known_cuts, read_state
 from atoll.store.disk import LocalDisk
 from atoll.store.head import read_head
 from atoll.store.journal import seal
+from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
 from atoll.store.segments import Position
 from atoll.store.shards import ShardCut
@@ -44,10 +46,12 @@ def restore(*, url: str, out: Path, take_over: bool, read_only: bool) -> None:
 def _describe_next(out: Path) -> str:
     """Return the command that goes on with a run that was brought back, by who started its learners."""
     config = load(out / "run.toml")
-    command = f"atoll {'syncer' if config.by_hand else 'train'} --resume {short(out)}"
+    command = f"{name_command(RunDir(out))} --resume {short(out)}"
     keys = Path(config.service.keys)
-    lacks = f"; put a copy of its keys into {keys} first" if config.service.keys and not keys.is_dir() else ""
-    return f"; go on with: {command}{lacks}"
+    if not config.by_hand or not config.service.keys or KeyDir(keys).is_complete:
+        return f"; go on with: {command}"
+    lacks = f"{keys} is not on this machine, and new keys would lock out every learner"
+    return f"; go on with: {command} --keys DIR, a copy of the run's keys: {lacks}"
 
 
 def restore_if_empty(out: Path, url: str, console: Console) -> None:
@@ -87,7 +91,7 @@ def upload(*, run: Path) -> None:
     place = read_place(out.path)
     if place is None:
         raise ConfigError(
-            f"{short(out.path)} has no bucket: name one with atoll train --resume {short(run)} --store URL"
+            f"{short(out.path)} has no bucket: name one with {name_command(out)} --resume {short(run)} --store URL"
         )
     bucket = open_bucket(place.url)
     check_own(bucket, out, place)

@@ -405,7 +405,7 @@ class Courier:
         if self._serving is not None:
             self._handle(fx.Disconnected(reason, self._link.lost if self._link is not None else "syncer"))
             return
-        self._channel.send(DialFailed(reason))
+        self._channel.send(DialFailed(reason, met_another=self._link is not None and self._link.met_another))
         peer = "its relay" if self._link is not None and self._link.lost == "relay" else "the syncer"
         self._say_note(f"{peer} is out of reach ({reason}); dialling again")
 

@@ -29,7 +29,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from atoll.fabric.address import SyncerAddress, host_port
 from atoll.fabric.body_reader import BodyReader
 from atoll.fabric.wire import one_line
-from atoll.protocol.errors import AtollError, Unreachable
+from atoll.protocol.errors import AtollError, Unreachable, WrongCertificate
 
 
 @contextmanager
@@ -40,7 +40,9 @@ def as_unreachable(doing: str = "") -> Iterator[None]:
     except (AtollError, TimeoutError):
         raise
     except Exception as error:
-        raise Unreachable(one_line(f"{doing} failed: {told(error)}" if doing else told(error))) from error
+        wrong = isinstance(error, ssl.SSLCertVerificationError | aiohttp.ClientConnectorCertificateError)
+        kind = WrongCertificate if wrong else Unreachable
+        raise kind(one_line(f"{doing} failed: {told(error)}" if doing else told(error))) from error
 
 
 def open_session(**settings: Any) -> aiohttp.ClientSession:

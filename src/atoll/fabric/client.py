@@ -41,7 +41,7 @@ from atoll.fabric.wire import (
     encode,
     one_line,
 )
-from atoll.protocol.errors import PeerError, Unreachable
+from atoll.protocol.errors import PeerError, Unreachable, WrongCertificate
 from atoll.protocol.messages import Ending, Finish, FromLearner, FromSyncer, Hello, Refused
 
 RELAY_S = 8.0
@@ -99,6 +99,8 @@ class SyncerConnection(BodyConnection):
         self._relays = RelaySearch()
         self.lost: LostPeer = "syncer"
         """Peer of the last loss, as `on_lost` got it; empty if this client left the syncer for its relay."""
+        self.met_another = False
+        """Whether somebody with another certificate answered the last dial."""
         self._back_to = ""
         """A relay that answers again."""
         self._closing = asyncio.Event()
@@ -171,6 +173,7 @@ class SyncerConnection(BodyConnection):
 
     async def _connected(self) -> str:
         """Dial and talk until the channel is lost; why it was."""
+        self.met_another = False
         try:
             socket = await self._dial()
         except TimeoutError:
@@ -179,6 +182,7 @@ class SyncerConnection(BodyConnection):
             self._on_message(Refused(reason=str(error), final=True))
             return str(error)
         except (Unreachable, PeerError) as error:
+            self.met_another = isinstance(error, WrongCertificate)
             return one_line(f"{self.url} cannot be reached: {error}")
         if self._closing.is_set():  # its training process ended: a hello now could take the name from a successor
             await close_socket(socket)

@@ -41,7 +41,7 @@ from atoll.fabric.wire import (
     digest_aside,
     one_line,
 )
-from atoll.protocol.errors import PeerError, Unreachable
+from atoll.protocol.errors import PeerError, Unreachable, WrongCertificate
 
 _ANSWER_BYTES = 64 * MIB
 """Largest JSON answer that is read."""
@@ -388,13 +388,19 @@ async def once(
 
 
 async def _answering(session: aiohttp.ClientSession, address: SyncerAddress) -> str:
-    """Of several addresses the first at which somebody speaks for the run."""
-    for url in address.urls[:-1]:
+    """Return the first of several addresses at which somebody speaks for the run. WrongCertificate: nobody does, and at
+    one of them somebody else answers."""
+    wrong: WrongCertificate | None = None
+    for url in address.urls if len(address.urls) > 1 else ():
         try:
             async with asked(session, "GET", f"{url}/v1/status", _ANSWERS_S):
                 return url
+        except WrongCertificate as error:
+            wrong = error
         except Unreachable:
             continue
+    if wrong is not None:
+        raise wrong
     return address.urls[-1]
 
 

@@ -18,8 +18,8 @@ from atoll.learner.folder import ask_run
 from atoll.learner.placement import PlacementWish
 from atoll.learner.script import say
 from atoll.learner.unmerged import FrozenRule
-from atoll.mailbox.channel import JoinProgress, Welcomed
-from atoll.protocol.errors import Unreachable
+from atoll.mailbox.channel import DialFailed, JoinProgress, Welcomed
+from atoll.protocol.errors import Unreachable, WrongCertificate
 
 SILENT_S = 2.0
 """A learner that nobody has answered for so long says where it dials."""
@@ -72,6 +72,8 @@ class JoinWait:
         self._said_at: float | None = None
         self.unreached = ""
         """Why the syncer could not be reached, while it was not."""
+        self._met_another = False
+        """Whether that is another's certificate."""
 
     def begin(self) -> None:
         self._silent_since = time.monotonic()
@@ -98,6 +100,11 @@ class JoinWait:
         dialled meanwhile."""
         self._silent_since = time.monotonic()
         self._until = max(self._until, self._silent_since + min(self._request.wait_s, DIAL_S))
+
+    def note_failed_dial(self, failed: DialFailed) -> None:
+        """Where somebody else answers at one address, that is the reason: another may be that of a standby."""
+        if failed.met_another or not self._met_another:
+            self.unreached, self._met_another = failed.reason, failed.met_another
 
     def note_progress(self, told: JoinProgress) -> None:
         """Wait on while the download moves, or while others are waited for; say so every SAY_S seconds."""
@@ -132,9 +139,9 @@ class JoinWait:
         return self._until - time.monotonic()
 
     def check_reached(self) -> None:
-        """Unreachable: no syncer has ever answered this process."""
+        """Unreachable, WrongCertificate: no syncer has ever answered this process."""
         if self.unreached:
-            raise Unreachable(
+            raise (WrongCertificate if self._met_another else Unreachable)(
                 f"no syncer answers at {self._hosts}: {self.unreached}, tried for {self._request.wait_s:g} s; is the "
                 "run over, or its address another now? On its machine, atoll tokens link --run DIR prints a fresh link"
             )

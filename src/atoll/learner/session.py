@@ -430,8 +430,8 @@ class RunSession:
                     boundary.settings = settings
             case RunProgress():
                 self._told = frame
-            case DialFailed(reason):
-                self._join_wait.unreached = reason
+            case DialFailed():
+                self._join_wait.note_failed_dial(frame)
             case JoinProgress():
                 self._join_wait.note_progress(frame)
             case fx.HoldBack():

@@ -179,6 +179,8 @@ class DialFailed(Frame, frozen=True):
     """The syncer could not be reached, and there is no run to be part of yet; it is dialled again."""
 
     reason: str
+    met_another: bool = False
+    """Somebody with another certificate answered."""
 
 
 class JoinProgress(Frame, frozen=True):

@@ -68,14 +68,27 @@ class Kernel(Generic[P, R]):
 
     @property
     def index_file(self) -> Path:
-        """Where numba keeps it, unless this folder cannot be written."""
+        """Where numba keeps it: beside the source, or in the user's cache where that cannot be written."""
         line, python = self._function.__code__.co_firstlineno, f"py{sys.version_info[0]}{sys.version_info[1]}"
         name = f"{self.source.stem}.{self._function.__qualname__}-{line}.{python}{sys.abiflags}.nbi"
-        folder = self.source.parent
-        if root := os.environ.get("NUMBA_CACHE_DIR"):  # numba names a folder in it by the path of the source's
-            digest = hashlib.sha1(str(folder).encode(), usedforsecurity=False).hexdigest()
-            return Path(root) / f"{folder.name}_{digest}" / name
-        return folder / "__pycache__" / name
+        folder, beside = self.source.parent, self.source.parent / "__pycache__"
+        root = os.environ.get("NUMBA_CACHE_DIR") or ("" if _can_hold_files(beside) else _user_cache())
+        if not root:
+            return beside / name
+        # numba names a folder in it by the path of the source's
+        digest = hashlib.sha1(str(folder).encode(), usedforsecurity=False).hexdigest()
+        return Path(root) / f"{folder.name}_{digest}" / name
+
+
+def _can_hold_files(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK) if folder.exists() else os.access(folder.parent, os.W_OK)
+
+
+def _user_cache() -> str:
+    """numba's cache of this user, as its AppDirs names it."""
+    if sys.platform == "darwin":
+        return str(Path.home() / "Library" / "Caches" / "numba")
+    return os.path.join(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")), "numba")
 
 
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:

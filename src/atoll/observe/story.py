@@ -39,7 +39,7 @@ def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
     told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _returns(events)]
     told += [_gaps(summary), _phases(summary), _shares(summary, events), _relays(summary)]
-    told += [_merging(summary, events), _training(summary), _validation(summary), *_metrics(summary)]
+    told += [_merging(summary, events), _training(summary), _validation(summary, events), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
     told += [f"{ADVICE}{advice}" for advice in advise(summary)]
     return [sentence for sentence in told if sentence]
@@ -216,7 +216,7 @@ def _merging(summary: Summary, events: Sequence[Event]) -> str:
         return ""
     fates = [
         f"{percent(tokens[fate] / tokens['computed'])} {words}"
-        for fate, words in _fates(tokens, _where_lost(summary, events))
+        for fate, words in _fates(summary, _where_lost(summary, events))
         if tokens.get(fate)
     ]
     return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
@@ -230,14 +230,10 @@ def _where_lost(summary: Summary, events: Sequence[Event]) -> str:
     return "with a process or in quarantine" if gone else "in quarantine"
 
 
-def _fates(tokens: dict[str, Any], where_lost: str) -> tuple[tuple[str, str], ...]:
-    causes = tokens.get("dropped_by_cause") or {}
-    told = ", ".join(
-        f"{percent(causes[name] / tokens['computed'])} {words}" for name, words in _CAUSES if name in causes
-    )
+def _fates(summary: Summary, where_lost: str) -> tuple[tuple[str, str], ...]:
     return (
         ("merged", "were merged into the model (merged share)"),
-        ("dropped", f"were dropped when a learner adopted a newer version{f' ({told})' if told else ''}"),
+        ("dropped", f"were dropped when a learner {_where_dropped(summary)}"),
         ("lost", f"were lost {where_lost}"),
         ("rolled_back", "were in versions that were rolled back"),
         ("filtered", "were left out by the outlier filter"),
@@ -246,6 +242,23 @@ def _fates(tokens: dict[str, Any], where_lost: str) -> tuple[tuple[str, str], ..
 
 
 _CAUSES = (("overlap", "by overlap"), ("missed", "in missed rounds"))
+
+
+def _where_dropped(summary: Summary) -> str:
+    if _adopts_by_carry(summary):
+        return "took the run's parameters in place of its own (it began anew, the run went back, or its copy was gone)"
+    tokens = summary["tokens"]
+    causes = tokens.get("dropped_by_cause") or {}
+    told = ", ".join(
+        f"{percent(causes[name] / tokens['computed'])} {words}" for name, words in _CAUSES if name in causes
+    )
+    return f"adopted a newer version{f' ({told})' if told else ''}"
+
+
+def _adopts_by_carry(summary: Summary) -> bool:
+    """Whether an adoption drops no steps. Empty, it is the default (protocol/settings.py)."""
+    settings = summary["settings"]
+    return (settings.get("adopt", "overwrite") or ("overwrite" if settings.get("synchronous") else "carry")) == "carry"
 
 
 def _by_learner(summary: Summary) -> str:
@@ -267,22 +280,22 @@ def _training(summary: Summary) -> str:
     return f"Training loss of the learners went from {format_score(start)} to {format_score(end)}."
 
 
-def _validation(summary: Summary) -> str:
+def _validation(summary: Summary, events: Sequence[Event]) -> str:
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if start is None:
         return ""
+    best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
+    kept = "kept where its evaluator runs, with --folder" if _is_by_hand(events) else "atoll export --best RUN FILE"
     if end is None:
-        best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-        lowest = f"the lowest was {format_score(best)} at round {at:,} (atoll export --best RUN FILE)"
         return (
-            f"Validation loss of the global model went from {format_score(start)} to one that is not finite; {lowest}."
+            f"Validation loss of the global model went from {format_score(start)} to one that is not finite; "
+            f"the lowest was {format_score(best)} at round {at:,} ({kept})."
         )
     unit = f" {plain(summary['loss_unit'])}" if summary["loss_unit"] else ""
-    best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
     last, lower = format_score(end), ""
     if best is not None and best < end:
         last, lowest = format_scores_apart(end, best)
-        lower = f"; the lowest was {lowest} at round {at:,} (atoll export --best RUN FILE)"
+        lower = f"; the lowest was {lowest} at round {at:,} ({kept})"
     went = f"went from {format_score(start)} to {last}{unit}{_when_scored(summary)}"
     return f"Validation loss of the global model {went}{lower}."
 
@@ -291,6 +304,11 @@ def _when_scored(summary: Summary) -> str:
     """Say of which round the last score is; empty: of the last."""
     stale = summary.get("validation_stale_round")
     return "" if stale is None else f" at round {stale:,} of {summary['rounds_closed']:,}"
+
+
+def _is_by_hand(events: Sequence[Event]) -> bool:
+    """Whether nothing but the syncer was started by Atoll."""
+    return not any(event["kind"] == "started" and event["process"] != "syncer" for event in events)
 
 
 def _metrics(summary: Summary) -> list[str]:
@@ -312,7 +330,7 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     found = []
     if nothing := describe_no_rounds(summary):
         found.append(nothing if nothing.endswith("?") else f"{nothing}.")
-    by_hand = not any(e["kind"] == "started" and e["process"] != "syncer" for e in events)
+    by_hand = _is_by_hand(events)
     meant, joined = int(settings.get("learners") or 0), len(learners)
     if joined < meant:
         found.append(f"only {joined} of {meant} learners ever joined{'' if by_hand else '; logs/ says why'}.")
@@ -339,11 +357,12 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     if summary.get("validation_not_finite") and end is None:
         found.append(f"the validation loss was {'never finite' if start is None else 'not finite at the end'}.")
     elif start is None and not summary["metrics"]:
-        how = _scorer_failure(events) or (
-            "atoll learn SCRIPT --evaluator scores it, with the script's atoll.evaluate"
-            if by_hand
-            else "a script scores it with atoll.evaluate"
-        )
+        how = "a script scores it with atoll.evaluate"
+        if summary.get("tape"):
+            how = "a run under a tape has no evaluator"
+        elif by_hand:
+            how = "atoll learn SCRIPT --evaluator scores it, with the script's atoll.evaluate"
+        how = _scorer_failure(events) or how
         found.append(f"the global model was never scored, so nothing is known of its validation loss: {how}.")
     if start is not None and end is not None and end > start:
         found.append("the validation loss went up.")
@@ -419,7 +438,7 @@ ENOUGH = 12
 
 def advise(summary: Summary) -> list[str]:
     causes, computed = summary["tokens"].get("dropped_by_cause") or {}, summary["tokens"]["computed"]
-    if not causes or not computed or summary["settings"].get("adopt", "overwrite") == "carry":
+    if not causes or not computed or _adopts_by_carry(summary):
         return []
     given = sum(one["rounds"] for one in summary["per_learner"].values())
     if summary["refusals"] > MUCH * (summary["refusals"] + given):

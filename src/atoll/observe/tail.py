@@ -115,6 +115,7 @@ NOTABLE = {
     "helped": "green",
     "fresh": "yellow",
     "reigned": "bold cyan",
+    "relay": "cyan",
     "changed": "cyan",
     "scaled": "cyan",
     "planned": "cyan",
@@ -328,16 +329,26 @@ class PlainLines:
 
 
 class Comings:
-    """Says on a syncer's terminal who comes and goes, where a run goes on, how far it is and how it was scored. A
+    """Says on a syncer's terminal who comes and goes, what goes wrong, how far the run is and how it was scored. A
     thread of its own reads the events: a terminal that is held (Ctrl-S), or a pipe that nobody reads, does not hold up
     the run."""
 
-    KINDS = ("joined", "lost", "left", "reigned", "score")
+    KINDS = ("joined", "lost", "left", "relay", "alarm", "score")
 
-    def __init__(self, events: Path, console: Console, every_s: float = 0.25, line_s: float = 30.0) -> None:
-        """What is in the events by now is of earlier sessions. `line_s`: seconds between two lines of progress."""
-        self._tail, self._console, self._every_s = EventTail(events), console, every_s
+    def __init__(
+        self,
+        events: Path,
+        console: Console,
+        every_s: float = 0.25,
+        line_s: float = 30.0,
+        *,
+        takes_over: bool = False,
+    ) -> None:
+        """What is in the events by now is of earlier sessions. `takes_over`: so is what comes before this syncer's
+        first event, which a standby waits for. `line_s`: seconds between two lines of progress."""
+        self._tail, self._console, self._every_s = EventTail(events, most_bytes=_CHUNK), console, every_s
         self._tail.skip_to_end()
+        self._takes_over = takes_over
         self._progress = PlainLines(console, line_s)
         self._status: RunStatus | None = None
         self._over = threading.Event()
@@ -362,11 +373,16 @@ class Comings:
         self._say_new()
 
     def _say_new(self) -> None:
+        lines: list[str] = []
         for event in self._tail.new_events():
             kind = event["kind"]
-            if kind in self.KINDS and (kind == "joined" or not is_routine(event)):
-                text = f"goes on at round {event['round']}" if kind == "reigned" else str(event["text"])
-                self._console.print(plain(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+            if kind == "reigned" and self._takes_over:
+                lines = [f"takes over in term {event['term']}: the run goes on at round {event['round']}"]
+            elif kind in self.KINDS and (kind == "joined" or not is_routine(event)):
+                alarm = kind == "alarm" and not event.get("over")
+                lines.append(f"ALARM: {event['text']}" if alarm else str(event["text"]))
+        for line in lines:
+            self._console.print(plain(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
         if self._status is not None and self._status.phase != "waiting":
             self._progress.update(self._status)
 

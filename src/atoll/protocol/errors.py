@@ -6,6 +6,7 @@
     ├── PlanError        a model does not fit the run, or cannot be cut into the fragments asked for
     ├── PeerError        the other side sent something that may not be: wrong size, version, type or order
     ├── Unreachable      the other side cannot be reached now; trying again later may help
+    │   └── WrongCertificate somebody else answers there: another address or link is needed
     └── RunFailed        the run cannot go on; the text says why and what to do next
 
 Operators and peers get these; `assert` is for our own mistakes. A command prints the text of an AtollError as one
@@ -39,6 +40,10 @@ class PeerError(AtollError):
 
 class Unreachable(AtollError):
     pass
+
+
+class WrongCertificate(Unreachable):
+    exit_code = 2
 
 
 class RunFailed(AtollError):

@@ -78,11 +78,15 @@ class KeyDir:
             raise ConfigError(f"a learner cannot be called {name!r} here: its files would take the place of others")
         return self.path / f"{name}.crt", self.path / f"{name}.key"
 
+    @property
+    def is_complete(self) -> bool:
+        return self.certificate.is_file() and self.tokens.is_file()
+
     @classmethod
     def open(cls, path: Path) -> KeyDir:
         """One that `atoll cert` has made, and nobody else can read."""
         found = cls(path.absolute())
-        if not found.certificate.is_file() or not found.tokens.is_file():
+        if not found.is_complete:
             raise ConfigError(f"{path} holds no keys: make them with `atoll cert --out {path}`")
         check_folder(found.path)
         for file in (found.key, found.next_key, found.tokens, found.authority_key):

@@ -88,7 +88,7 @@ def read_run(folder: Path, now: float | None = None) -> ReportedRun:
 def _figures(timeline: Sequence[Event], told: dict[str, Any], account: dict[str, Any]) -> Summary:
     folded = summarise(timeline, account)
     if "tape" in told:
-        folded["goodput"] = told.get("goodput")
+        folded |= {"goodput": told.get("goodput"), "tape": told["tape"]}
     if told and not any(event["kind"] in ("run", "round") for event in timeline):
         folded["rounds_closed"] = told.get("rounds", 0)
         folded |= {key: value for key, value in told.items() if key in folded}
