@@ -24,7 +24,7 @@ from atoll.launch.local import Kill, LocalRun
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import complete_cuts
 from atoll.store.rundir import RunDir
-from atoll.store.writer_lease import hold_run
+from atoll.store.writer_lease import acquire, hold_run
 
 
 def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -155,6 +155,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("learn missing.py --syncer http://127.0.0.1:1", "there is no script missing.py"),
         ("learn script.py --syncer nowhere", "is no address of a syncer: it looks like http://127.0.0.1:7077"),
         ("learn script.py --syncer http://127.0.0.1:1 --name ../x", "'../x' is no name: use 1 to 64 of a-z"),
+        ("syncer --standby s3://bucket/run", "a standby needs the folder that the syncer writes, on a disk that both"),
+        ("syncer --resume s3://bucket/run", "comes into one by atoll restore s3://bucket/run DIR"),
         ("status nowhere", "holds no run with a syncer: name the folder that --out made"),
         ("train --from-cut 3", "--from-cut says where to go on, and needs --resume DIR to say with which run"),
         ("train script.py --resume old", "goes on with the run's own script and settings: leave SCRIPT and --config"),
@@ -264,17 +266,18 @@ def test_the_status_of_a_run_that_is_over_is_its_summary(
     assert json.loads(capsys.readouterr().out)["rounds"] == 7
 
 
-@pytest.mark.parametrize("address", [True, False])
+@pytest.mark.parametrize(("address", "command"), [(True, "train"), (False, "train"), (True, "syncer")])
 def test_the_status_of_a_run_that_was_cut_off_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, address: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, address: bool, command: str
 ) -> None:
+    (folder / "old" / "run.toml").write_text(f"by_hand = {str(command == 'syncer').lower()}\n")
     path = folder / "old" / "events.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in small_run()[:-3]))
     os.utime(path, (1.0, 1.0))
     if address:
         (folder / "old" / "syncer.url").write_text("http://127.0.0.1:9")
     assert atoll(monkeypatch, "status", "old") == 0
-    assert "it was cut off. It goes on with:\n  atoll train --resume old\n" in capsys.readouterr().out
+    assert f"it was cut off. It goes on with:\n  atoll {command} --resume old\n" in capsys.readouterr().out
 
 
 def test_the_status_of_a_run_that_failed_at_its_end_begins_with_the_reason_too(
@@ -347,6 +350,23 @@ def test_the_status_of_a_run_that_starts_does_not_say_that_it_was_cut_off(
         assert json.loads(capsys.readouterr().out) == {"state": "starting"}
     assert atoll(monkeypatch, "status", "old") == 0
     assert "cut off" in capsys.readouterr().out
+
+
+def test_the_status_of_a_run_that_another_machine_serves_names_that_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    run = folder / "old"
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in small_run()[:9]))
+    (run / "run.toml").write_text("")
+    (run / "syncer.url").write_text("http://127.0.0.1:9")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("socket.gethostname", lambda: "syncer.example.org")
+        lease = acquire(run / "journal")
+    assert atoll(monkeypatch, "status", "old") == 0
+    assert capsys.readouterr().out.startswith("This run is served on syncer.example.org, not on this machine. Ask ")
+    assert atoll(monkeypatch, "status", "old", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"state": "elsewhere", "host": "syncer.example.org"}
+    lease.release()
 
 
 def test_an_https_address_is_opened_by_the_link_or_the_run_that_belongs_to_it(

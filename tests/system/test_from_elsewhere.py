@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,10 @@ def ask_at_terminal(run: Run, answer: str) -> tuple[int, str]:
         while b"[y/N]" not in seen:
             seen += os.read(ours, 4096)
         os.write(ours, f"{answer}\n".encode())
+        with suppress(OSError):  # EIO: the command has ended, and all that it wrote is read
+            while part := os.read(ours, 4096):
+                seen += part
         code = process.wait(WAIT_S)
-        seen += os.read(ours, 65536)
         os.close(ours)
     return code, seen.decode()
 

@@ -60,7 +60,7 @@ def check(run: Run, points: tuple[str, ...], of_lead: tuple[str, ...] = ()) -> N
     again = [one for one in facts.returns(run, 2) if one["at"] > died[0]["at"]]  # its first life waits for a learner
     for one in again:
         print(f"of its own time: back after {one['back_s']:.2f} s, a round staged in {one['staged_s']:.2f} s")
-        assert one["back_s"] + one["staged_s"] < facts.AGAIN_S
+        assert one["back_s"] + one["staged_s"] < facts.SLOW * facts.AGAIN_S
     assert not [e for e in run.events("restarted") if e["process"].startswith("learner")], "no learner noticed"
 
 

@@ -14,7 +14,7 @@ from atoll.bucket.layout import EVENTS, CopyPiece, Listing, cut_pieces, file_key
 from atoll.store.rundir import UNMERGED, RunDir
 
 SMALL = ("run.toml", "environment.json", "norms.json", "origin.bin", "summary.json")
-MODELS = ("model.safetensors", "model-best.safetensors", "model-ema.safetensors", "model-tail.safetensors")
+MODELS = ("model-best.safetensors", "model-ema.safetensors", "model-tail.safetensors")
 MODELS_S = 300.0
 """Between two uploads of a model that changes: what scored best may do so often."""
 EVENTS_BYTES = 8 * 2**20
@@ -42,6 +42,8 @@ class FilesCopy:
         if last or time.monotonic() >= self._models_at:
             names += MODELS
             self._models_at = time.monotonic() + MODELS_S
+        if last:  # a resumed run has the model of the end before, which is gone from the disk with its first round
+            names.append(self.out.model.name)
         for name in names:
             self._put_changed(name)
 

@@ -17,7 +17,7 @@ from atoll.extras import check_installed
 from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
-from atoll.launch.resume import describe_resume, describe_unspent
+from atoll.launch.resume import describe_resume, describe_unspent, name_command
 from atoll.launch.scaling import choose_leavers, parse_count
 from atoll.observe.figures import plain
 from atoll.observe.report import write_report
@@ -29,7 +29,7 @@ from atoll.protocol.errors import ConfigError, RunFailed, Unreachable, WrongCert
 from atoll.store.export import export_kept, export_run
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.verify import verify_run
-from atoll.store.writer_lease import is_alive
+from atoll.store.writer_lease import find_other_host, is_alive
 from atoll.telemetry.status import AWAY, RunStatus
 
 
@@ -39,7 +39,7 @@ def status(run: str, watch: bool, json_: bool) -> None:
         _show_end(folder, as_json=json_)
         return
     if folder is not None and not folder.address.exists() and is_alive(folder.path):
-        _show_start(as_json=json_)
+        _show_start(folder, as_json=json_)
         return
     url = where(run)
     try:
@@ -49,7 +49,7 @@ def status(run: str, watch: bool, json_: bool) -> None:
     except Unreachable as error:
         if folder is not None:
             if is_alive(folder.path):
-                _show_start(as_json=json_)
+                _show_start(folder, as_json=json_)
             else:
                 _show_end(folder, as_json=json_)
             return
@@ -88,10 +88,14 @@ def _is_over(run: RunDir) -> bool:
     return run.summary.exists() or not run.address.exists()
 
 
-def _show_start(*, as_json: bool) -> None:
-    """Somebody has the run, and its syncer does not answer."""
-    text = "This run is starting, or its syncer is: nothing answers yet. Ask again in a few seconds."
-    print(msgspec.json.encode({"state": "starting"}).decode() if as_json else text)
+def _show_start(run: RunDir, *, as_json: bool) -> None:
+    """Somebody has the run, and its syncer does not answer here."""
+    facts, text = {"state": "starting"}, "This run is starting, or its syncer is: nothing answers yet. "
+    text += "Ask again in a few seconds."
+    if host := find_other_host(run.journal):
+        facts = {"state": "elsewhere", "host": host}
+        text = f"This run is served on {host}, not on this machine. Ask there, or by a link: atoll status LINK"
+    print(msgspec.json.encode(facts).decode() if as_json else text)
 
 
 def _show_end(run: RunDir, *, as_json: bool) -> None:
@@ -102,10 +106,11 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
         print(msgspec.json.encode({**told, **found.summary}).decode())
         return
     console = Console()
-    unspent, again = describe_unspent(run), f"atoll train --resume {short(run.path)}"
+    unspent, again = describe_unspent(run), name_command(run)
     place = f" at {unspent}" if unspent else ""
     if found.state != "ended":
-        print_command(console, f"This run has not ended: it was cut off{place}. It goes on with:", again)
+        command = f"{again} --resume {short(run.path)}"
+        print_command(console, f"This run has not ended: it was cut off{place}. It goes on with:", command)
     elif not run.summary.exists():
         why = f"This run failed{place}: {_find_reason(found)}. Once that is mended, it goes on with:"
         print_command(console, why, describe_resume(run, short(run.path)))
@@ -114,7 +119,8 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
         if failure := read_failure(run):
             console.print(Text(f"This run failed: {plain(failure)}", "yellow"), soft_wrap=not console.is_terminal)
     sentences = story(found.summary, found.timeline)
-    print_closing(console, found.summary, sentences, out=short(run.path), unspent="" if place else unspent)
+    unspent = "" if place else unspent
+    print_closing(console, found.summary, sentences, out=short(run.path), again=again, unspent=unspent)
 
 
 def _find_reason(found: ReportedRun) -> str:

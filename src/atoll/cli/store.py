@@ -18,6 +18,7 @@ from atoll.bucket.uploader import make_shard_uploader, make_uploader
 from atoll.cli.shared import short
 from atoll.config import Config, load
 from atoll.launch.restoring import restore_run
+from atoll.launch.resume import name_command
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.cuts import BadCut, CutState, complete_cuts, known_cuts, read_state
 from atoll.store.disk import LocalDisk
@@ -45,7 +46,7 @@ def restore(*, url: str, out: Path, take_over: bool, read_only: bool) -> None:
 def _describe_next(out: Path) -> str:
     """Return the command that goes on with a run that was brought back, by who started its learners."""
     config = load(out / "run.toml")
-    command = f"atoll {'syncer' if config.by_hand else 'train'} --resume {short(out)}"
+    command = f"{name_command(RunDir(out))} --resume {short(out)}"
     keys = Path(config.service.keys)
     if not config.by_hand or not config.service.keys or KeyDir(keys).is_complete:
         return f"; go on with: {command}"
@@ -90,7 +91,7 @@ def upload(*, run: Path) -> None:
     place = read_place(out.path)
     if place is None:
         raise ConfigError(
-            f"{short(out.path)} has no bucket: name one with atoll train --resume {short(run)} --store URL"
+            f"{short(out.path)} has no bucket: name one with {name_command(out)} --resume {short(run)} --store URL"
         )
     bucket = open_bucket(place.url)
     check_own(bucket, out, place)

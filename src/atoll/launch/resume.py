@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from atoll.config import Outer, parse_settings
+from atoll.config import Outer, load, parse_settings
 from atoll.digests import compute_digest
 from atoll.numerics.arrays import ByteArray
 from atoll.numerics.updates import make_version_codec
@@ -165,7 +165,7 @@ def _make_reopened(head: History, settings: Settings) -> Syncer:
 
 def describe_resume(out: RunDir, shown: Path | None = None) -> str:
     """The command that goes on with a run that ended; with a larger budget, where its own is spent."""
-    command = f"atoll train --resume {shown or out.path}"
+    command = f"{name_command(out)} --resume {shown or out.path}"
     try:
         head = read_head(out)
         spent = spent_budget(head, head.settings) if head is not None else ""
@@ -173,6 +173,14 @@ def describe_resume(out: RunDir, shown: Path | None = None) -> str:
         return command
     amount, _, budget = spent.partition(" ")
     return f"{command} --{budget} N (more than the {amount} that are done)" if spent else command
+
+
+def name_command(out: RunDir) -> str:
+    """Return the command that a run goes on with, by who started its learners."""
+    try:
+        return "atoll syncer" if load(out.settings).by_hand else "atoll train"
+    except ConfigError:  # what is wrong with the settings is said when it is gone on with
+        return "atoll train"
 
 
 def describe_unspent(out: RunDir) -> str:

@@ -39,6 +39,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import make_folder, mode_in
@@ -186,6 +187,12 @@ def syncer_holding(folder: Path) -> str:
     return _holder(folder) if is_locked(folder / "lock") else ""
 
 
+def find_other_host(folder: Path) -> str:
+    """Return the machine that serves the run of this journal/ folder; empty: none does, or this one."""
+    host = str(_read_claim(folder, newest_claim(folder)).get("host", "")) if is_locked(folder / "lock") else ""
+    return host if host != socket.gethostname() else ""
+
+
 def is_locked(path: Path) -> bool:
     """Whether a living process holds this lock. Nothing is made or changed by asking."""
     try:
@@ -230,10 +237,15 @@ def newest_claim(folder: Path) -> int:
 
 def read_claim_token(folder: Path, term: int) -> str:
     """Return the token of this disk's claim of a term; empty: it made none, or a crash tore it."""
+    return str(_read_claim(folder, term).get("token", ""))
+
+
+def _read_claim(folder: Path, term: int) -> dict[str, Any]:
     try:
-        return str(json.loads((folder / "terms" / f"{term:06d}").read_bytes())["token"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return ""
+        found = json.loads((folder / "terms" / f"{term:06d}").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def unclaimed_terms(folder: Path) -> list[int]:
@@ -284,11 +296,7 @@ def _heartbeat(folder: Path) -> bytes:
 def _holder(folder: Path) -> str:
     """Who made the newest claim, as far as it can be read."""
     term = newest_claim(folder)
-    try:
-        pid = json.loads((folder / "terms" / f"{term:06d}").read_bytes())["pid"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pid = "unknown"
-    return f"pid {pid}, term {term}"
+    return f"pid {_read_claim(folder, term).get('pid', 'unknown')}, term {term}"
 
 
 def _make_folders(folder: Path) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn, Protocol
@@ -174,8 +175,7 @@ class StartOptions:
 async def _serve(
     config: Config, out: RunDir, run_store: RunStore, begin: StartOptions, evaluated: bool, supervised: bool
 ) -> None:
-    with Appender(out.events) as sink:
-        events = EventLog(sink)
+    with Appender(out.events) as sink, closing(EventLog(sink)) as events:
         if begin.by_hand:
             events.say("started", "syncer started", {"process": "syncer", "pid": os.getpid()})
         run = ("" if run_store.found_on_disk else _announced(out)) or secrets.token_hex(4)

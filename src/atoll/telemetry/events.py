@@ -100,9 +100,17 @@ class EventLog:
         self._clock = clock
         self._room = Budgets(LEARNER_BYTES, LEARNER_RATE)
         self._too_many: set[str] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Leave out what is said from now on. A syncer that fails closes its connections last, and each would tell of
+        its own end in the events of a run that another syncer may serve by then."""
+        self._closed = True
 
     def say(self, kind: str, text: str, data: dict[str, object] | None = None, *, whose: str = "") -> None:
         """`whose`: who causes it, where that is not the learner that it names."""
+        if self._closed:
+            return
         event: Event = {"at": round(self._clock(), 6), "kind": kind, "text": text, **(data or {})}
         event = {name: clipped(value, TEXT_CHARS) if isinstance(value, str) else value for name, value in event.items()}
         line = msgspec.json.encode(event) + b"\n"

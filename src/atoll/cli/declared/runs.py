@@ -13,6 +13,7 @@ from atoll.cli.declared.shared import (
     find_run,
     find_run_or_address,
     find_run_or_bucket,
+    find_shared_run,
     list_choices,
     run_argument,
     setting_option,
@@ -200,7 +201,11 @@ RUNS = (
             *FOLDER,
             TRUST,
             option(
-                "--standby", "Wait for the turn to serve the run in this folder.", find_run, metavar="RUN", panel=RUN
+                "--standby",
+                "Wait for the turn to serve the run in this folder.",
+                find_shared_run,
+                metavar="RUN",
+                panel=RUN,
             ),
             option(
                 "--shard", "Of a syncer of N processes the first, or another, which joins it.", metavar="I/N", panel=RUN

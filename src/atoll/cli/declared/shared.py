@@ -6,6 +6,7 @@ from pathlib import Path
 
 from atoll.choices import CHOICES
 from atoll.cli.command import Parameter, argument, option
+from atoll.protocol.errors import ConfigError
 
 TRAIN, JOIN, LOOK, TRUST, ASK = (
     "Train",
@@ -23,7 +24,19 @@ def find_run(word: str) -> Path:
     """`first` is also the run in atoll-runs/first."""
     from atoll.store.rundir import named_run
 
+    if "://" in word:
+        raise ConfigError(f"{word} is no folder; the run of a bucket comes into one by atoll restore {word} DIR")
     return named_run(Path(word))
+
+
+def find_shared_run(word: str) -> Path:
+    """Of a standby."""
+    if "://" in word:
+        raise ConfigError(
+            f"a standby needs the folder that the syncer writes, on a disk that both machines see, and {word} is none: "
+            f"without one, go on from the bucket once the syncer is gone (atoll restore {word} DIR --take-over)"
+        )
+    return find_run(word)
 
 
 def find_run_or_bucket(word: str) -> Path | str:
