@@ -81,6 +81,29 @@ def test_what_was_not_merged_is_told_by_cause_and_by_learner(events: list[Event]
     )
 
 
+def test_a_data_parallel_run_is_told_by_its_processes(events: list[Event]) -> None:
+    events[0] |= {"data_parallel": 2}
+    assert story(summarise(events), events)[0].startswith("2 data-parallel processes made 24 steps")
+
+
+def test_a_learner_by_hand_that_came_back_as_another_process_is_told(events: list[Event]) -> None:
+    by_hand = [event for event in events if event["kind"] not in ("started", "killed", "exited", "restarted")]
+    assert "b was lost and started again once." in story(summarise(by_hand), by_hand)
+    [again] = [event for event in by_hand if event["kind"] == "joined" and event["incarnation"] == 2]
+    again["known_as"] = 1
+    assert not [one for one in story(summarise(by_hand), by_hand) if "started again" in one], "the same process"
+
+
+def test_ranks_that_came_back_without_a_snapshot_become_a_warning(events: list[Event]) -> None:
+    [again] = [event for event in events if event["kind"] == "restarted"]
+    again["fresh"] = False
+    assert "began anew" not in " ".join(story(summarise(events), events))
+    again["fresh"] = True
+    assert f"{WARNING}b came back once before its first snapshot, so its inner optimizer" in " ".join(
+        story(summarise(events), events)
+    )
+
+
 def test_logs_are_named_where_learners_were_started_here(events: list[Event]) -> None:
     summary = summarise(events)
     summary["settings"] |= {"learners": 3}

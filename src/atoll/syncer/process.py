@@ -41,6 +41,8 @@ OPERATOR = "the operator asked for it"
 STALE_S = 5.0
 """A standby takes over from a syncer whose lease is this old; from one whose process is gone, at once."""
 LOOK_S = 0.25
+SHOW_S = 5.0
+"""Seconds between two states of the run that a terminal is given."""
 ELSEWHERE = DiskFailed.exit_code
 """The exit code of a syncer that another machine has replaced: to start it again would not help."""
 
@@ -71,6 +73,7 @@ def serve(
     standby: Callable[[], None] | None = None,
     ready: Callable[[str, str, str], None] | None = None,
     pages: PagesMaker | None = None,
+    watch: Callable[[RunStatus], None] | None = None,
     disk: Disk | None = None,
     mortal: bool = False,
     or_any_port: bool = False,
@@ -78,7 +81,8 @@ def serve(
     """Run a syncer until its run is over. Its address is written to the run directory; `ready` gets the address, the
     run's name and a link to the dashboard.
 
-    With `standby` it first waits for its turn, and calls it when it begins to wait. `pages` make the dashboard.
+    With `standby` it first waits for its turn, and calls it when it begins to wait. `pages` make the dashboard; `watch`
+    is given the state of the run every few seconds.
     """
     kernels.warm()
     allow_files()
@@ -106,6 +110,7 @@ def serve(
             reopen,
             ready or (lambda url, run, look: None),
             pages(out) if pages is not None else None,
+            watch,
             by_hand=not supervised and standby is None,
             mortal=mortal,
             uploader=uploader,
@@ -162,6 +167,7 @@ class StartOptions:
     reopen: bool
     ready: Callable[[str, str, str], None]
     pages: LivePages | None = None
+    watch: Callable[[RunStatus], None] | None = None
     by_hand: bool = False
     """Nobody else says that everything is started. A standby that takes over starts nothing: learners go on."""
     mortal: bool = False
@@ -208,6 +214,8 @@ async def _serve(
                 beside.append(tasks.create_task(_watch_store(begin.uploader, service.meter.store, events)))
             if begin.pages is not None:
                 beside.append(tasks.create_task(show_pages(begin.pages, service.figures, events)))
+            if begin.watch is not None:
+                beside.append(tasks.create_task(_show_status(begin.watch, service.figures)))
             if supervised:
                 beside.append(tasks.create_task(_obey(service, begin.mortal)))
             await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
@@ -265,6 +273,12 @@ async def _watch_store(uploader: Uploader, find_lag: Callable[[], StoreLag | Non
         if uploader.deposed:
             raise Deposed
         await asyncio.sleep(LOOK_S)
+
+
+async def _show_status(watch: Callable[[RunStatus], None], figures: Figures) -> NoReturn:
+    while True:
+        await asyncio.sleep(SHOW_S)
+        watch(figures())
 
 
 async def show_pages(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn:
