@@ -147,7 +147,7 @@ def _returns(events: Sequence[Event]) -> str:
     gone: set[str] = set()
     back: Counter[str] = Counter()
     for event in events:
-        name = event.get("learner")
+        name = str(event.get("learner"))
         if starts_everything(event):
             gone.clear()
         elif event["kind"] in ("lost", "left") and name not in watched:

@@ -223,7 +223,7 @@ async def _serve(
             if begin.pages is not None:
                 beside.append(tasks.create_task(show_pages(begin.pages, service.figures, events)))
             if begin.watch is not None:
-                beside.append(tasks.create_task(_show_status(begin.watch, service.figures)))
+                beside.append(tasks.create_task(_show_progress(begin.watch, service.figures, events)))
             if supervised:
                 beside.append(tasks.create_task(_obey(service, begin.mortal)))
             await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
@@ -291,15 +291,20 @@ async def _watch_store(uploader: Uploader, find_lag: Callable[[], StoreLag | Non
         await asyncio.sleep(LOOK_S)
 
 
-async def _show_status(watch: Callable[[RunStatus], None], figures: Figures) -> NoReturn:
-    while True:
-        await asyncio.sleep(SHOW_S)
-        watch(figures())
-
-
 async def show_pages(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn:
     """Until cancelled. A mistake in the pages is reported and they start again: the run does not notice."""
     await keep_showing("the dashboard", lambda: pages.run(figures), lambda text: events.say("alarm", text))
+
+
+async def _show_progress(watch: Callable[[RunStatus], None], figures: Figures, events: EventLog) -> NoReturn:
+    """The same for lines on a terminal."""
+
+    async def show() -> NoReturn:
+        while True:
+            await asyncio.sleep(SHOW_S)
+            watch(figures())
+
+    await keep_showing("the progress", show, lambda text: events.say("alarm", text))
 
 
 def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: VitalTasks) -> None:
