@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -179,7 +180,12 @@ def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsy
     assert atoll(monkeypatch, "tokens") == 0
     shown = capsys.readouterr().out
     assert re.search(r"eu .* revoked", shown) and re.search(r"join .* until 2", shown)
+    assert re.search(r"operator +operator ", shown), "nothing is cut in a pipe"
     assert not any(token.secret in shown for token in read_tokens(keys).all)
+    assert atoll(monkeypatch, "tokens", "list", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["id"]: row["role"] for row in rows} == {"join": "learner", "operator": "operator", "eu": "learner"}
+    assert not any("secret" in row for row in rows)
 
 
 def test_a_token_may_bring_more_names_and_its_link_stays(

@@ -299,6 +299,8 @@ def write_codes() -> str:
 | 0 | it ended well; also after one Ctrl-C, which ends a run in good order |
 | 1 | it failed: the last line says why |
 | 2 | the request cannot be fulfilled: one line names the reason and the fix. A restart does not mend it |
+| 4 | a disk failed, or bytes on it have changed; or a syncer ended because its bucket says that the run went on elsewhere |
+| 5 | a syncer ended because another has taken the run over. Do not start it again: it would be refused while the other serves |
 | 130 | interrupted twice: everything was killed. A learner by hand: interrupted before it had joined |
 | 141 | the program that read the output went away |
 | 143 | SIGTERM ended a learner that had not joined yet; or a learner in a container left after it, in good order (`examples/deploy`) |

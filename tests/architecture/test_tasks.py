@@ -39,6 +39,7 @@ KNOWN = {
     "learner/boundary.py": (1, "a thread that tells of copies sooner; without it the next boundary does"),
     "learner/copy_room.py": (1, "a thread that makes room for copies; without it they allocate for themselves"),
     "learner/courier_process.py": (1, "a thread that reads frames: what it raises is raised where they are taken"),
+    "learner/evaluator.py": (1, "a thread that says it is there; without it the run's status calls it gone"),
     "learner/notebook.py": (1, "a thread that shows progress; without it the line stays as it is"),
     "learner/peer_state_transfer.py": (1, "a thread that answers whatever happens"),
     "learner/saved_state.py": (2, "a thread that answers whatever happens; the same for what is not merged"),

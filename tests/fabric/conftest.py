@@ -152,6 +152,9 @@ class MemoryDesk:
     def score(self, score: ScoreReport) -> None:
         self.note("score", score)
 
+    def evaluator_here(self) -> None:
+        self.note("evaluator_here")
+
     async def change(self, words: Sequence[str]) -> str:
         self.note("change", *words)
         return ", ".join(words)

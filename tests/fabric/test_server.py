@@ -195,6 +195,8 @@ async def test_status_manifest_and_scores(place: ServedFabric) -> None:
     body = b'{"round": 4, "loss": 2.5, "cpu_s": 0.1}'
     assert (await place.request("POST", "/v1/scores", body))[0] == 204
     assert place.handlers.told("score") == [("score", ScoreReport(round=4, loss=2.5, cpu_s=0.1))]
+    assert (await place.request("GET", "/v1/scores"))[0] == 200
+    assert place.handlers.told("evaluator_here") == [("evaluator_here",)]
 
 
 @pytest.mark.parametrize(

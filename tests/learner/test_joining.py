@@ -67,7 +67,7 @@ def test_what_passed_before_a_courier_could_dial_is_no_silence(
     assert capsys.readouterr().err == ""
     now += joining.SILENT_S
     wait.say_dialling()
-    assert "no syncer answers yet" in capsys.readouterr().err
+    assert capsys.readouterr().err == "atoll: dialling 10.0.0.1:7077, 10.0.0.2:7077\n", "no dial has failed"
 
 
 def test_an_address_that_never_answered_is_unreached_also_if_no_courier_has_dialled(

@@ -18,6 +18,7 @@ from atoll.learner.evaluate import ScoredModule
 from atoll.learner.evaluator import Evaluator, ScoreFigures, read_figures
 from atoll.learner.model import describe
 from atoll.numerics.fragments import make_plan
+from atoll.protocol.errors import Unreachable
 from atoll.telemetry.status import RunStatus
 
 
@@ -106,6 +107,41 @@ async def test_an_evaluator_says_which_run_it_joined_and_what_it_scored(
     assert capsys.readouterr().err == (
         "atoll: joined run r1 as its evaluator\natoll: scored round 7: loss 0.25, accuracy 0.9996, depth not finite\n"
     )
+
+
+async def test_an_evaluator_that_has_joined_waits_for_its_syncer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that has not joined gives up after GIVE_UP_S, as does one whose run was at its end."""
+    unsaid = {field.name: 0 for field in msgspec.structs.fields(RunStatus) if field.required}
+    texts = {"members": (), "learners": (), "reason": "", "synchronous": False, "run": "r1"}
+    answers: list[str] = []
+
+    async def answer(url: str, path: str) -> object:
+        phase = answers.pop(0) if answers else "away"
+        if phase == "away":
+            raise Unreachable("nobody listens there")
+        return {**unsaid, **texts, "phase": phase}
+
+    async def score(*_: object) -> float:
+        return 1.0
+
+    monkeypatch.setattr("atoll.learner.evaluator.GIVE_UP_S", 0.05)
+    monkeypatch.setattr("atoll.learner.evaluator.POLL_S", 0.01)
+    monkeypatch.setattr("atoll.learner.evaluator.get_json", answer)
+    monkeypatch.setattr(Evaluator, "_once", score)
+    for told in ([], ["training", "ending"]):
+        answers[:] = told
+        with pytest.raises(Unreachable, match=r"no syncer answers for 0.05 s: is the run over"):
+            await Evaluator("http://127.0.0.1:9", ScoredModule(nn.Linear(2, 1)), float, None, {}, "").run()
+    answers[:] = ["training", *["away"] * 30, "finished"]
+    capsys.readouterr()
+    await Evaluator("http://127.0.0.1:9", ScoredModule(nn.Linear(2, 1)), float, None, {}, "").run()
+    assert capsys.readouterr().err.splitlines() == [
+        "atoll: joined run r1 as its evaluator",
+        "atoll: the syncer is out of reach (nobody listens there); the evaluator waits for it",
+        "atoll: the syncer answers again",
+    ]
 
 
 def test_a_plain_loss_is_sent_as_earlier_versions_sent_it() -> None:

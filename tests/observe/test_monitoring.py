@@ -19,7 +19,16 @@ from atoll.telemetry.status import RunStatus
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "examples" / "deploy" / "monitoring"
 UNIT = ROOT / "examples" / "deploy" / "systemd" / "atoll-syncer.service"
-WANTED = ("Stalled", "LowShare", "PaceBehind", "DiskSmall", "StandbyMissing", "StoreBehind")
+WANTED = (
+    "Stalled",
+    "LowShare",
+    "PaceBehind",
+    "DiskSmall",
+    "StandbyMissing",
+    "RelayGone",
+    "EvaluatorGone",
+    "StoreBehind",
+)
 
 
 @pytest.mark.parametrize("name", ["atoll-alerts.yml", "grafana.json"])

@@ -73,7 +73,7 @@ def test_a_run_that_was_gone_on_with_does_not_say_that_no_time_is_gone(status: S
     screen = LiveScreen(console(100))
     screen.update(status(term=2, elapsed_s=0.2, left_s=None, progress=0.6))
     shown = text_of(screen, 100)
-    assert "60 % · 0:00 since it went on · time left not known yet" in shown and "elapsed" not in shown
+    assert "60 % · 0:00 since it went on in term 2 · time left not known yet" in shown and "elapsed" not in shown
 
 
 def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:
@@ -294,7 +294,9 @@ def test_validation_losses_become_a_sparkline(status: Status) -> None:
     ("changes", "told"),
     [
         ({}, "not scored yet"),
-        ({"term": 2}, "not scored again yet"),
+        ({"term": 2, "evaluator": True}, "not scored again yet"),
+        ({"term": 2}, "no evaluator"),
+        ({"evaluator": False}, "no evaluator"),
         ({"scorer": False}, "no scorer"),
         ({"scorer": False, "metrics": {"accuracy": 0.9}}, "–"),
     ],

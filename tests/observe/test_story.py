@@ -5,8 +5,9 @@ from io import StringIO
 
 from rich.console import Console
 
-from atoll.observe.story import WARNING, describe_no_rounds, find_shortfall, last_sample, print_closing, story
+from atoll.observe.story import WARNING, conclude, describe_no_rounds, find_shortfall, last_sample, print_closing, story
 from atoll.observe.summary import summarise
+from atoll.store.verify import VerifyReport
 from atoll.telemetry.events import Event
 
 
@@ -311,6 +312,12 @@ def test_what_carry_drops_is_not_called_an_adoption(events: list[Event]) -> None
     told = " ".join(story(summary, events))
     assert "8 % were dropped when a learner took the run's parameters in place of its own (it began anew" in told
     assert "missed rounds" not in told
+
+
+def test_a_run_of_which_not_all_could_be_judged_is_not_called_well() -> None:
+    facts = {"records": 3447, "unjudged": 3329}
+    assert conclude(VerifyReport(True, "", facts)).startswith("what could be judged is well: the last 118 of 3,447 ")
+    assert conclude(VerifyReport(True, "", {**facts, "unjudged": 0})) == "all is well"
 
 
 def test_an_evaluator_is_not_advised_for_a_tape(events: list[Event]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -98,13 +101,41 @@ def test_plain_python_joins_by_a_link_and_goes_on_with_its_own_part_of_a_cut(run
     run.until(lambda events: (name, 2) in members(events))
     run.interrupt()
     run.ended()
-    assert "goes on at round" in run.stdout and f"{name} joined (incarnation 2)" in run.stdout
+    assert run.stdout.count("goes on at round") == 1 and f"{name} joined (incarnation 2)" in run.stdout
     assert [one["after"] for one in run.summary["resumes"]] == ["ended"], "as after atoll train --resume"
     rounds = [event["at"] for event in run.events("round")]
     outage_s = max(b - a for a, b in pairwise(rounds))
     assert run.summary["longest_gap_s"] < outage_s and run.summary["wall_s"] < rounds[-1] - rounds[0]
     said = again.communicate(timeout=WAIT_S)[1]
     assert again.returncode == 0 and "goes on with the inner optimizer, schedules and random states of step" in said
+
+
+@pytest.mark.faults
+def test_an_evaluator_waits_for_the_next_syncer_and_one_that_is_killed_is_missed(run: Run) -> None:
+    port = run.free_port()
+    run.start("syncer", "--learners", "1", "--out", run.out, "--port", str(port), "--set", "evaluate_every=8")
+    url, script = run.address(), SCRIPTS / "scored.py"
+    learner = run.beside("learn", script, "--syncer", url, "--name", "anna")
+    evaluator = run.beside("learn", script, "--syncer", url, "--evaluator")
+    run.until(lambda events: {"evaluator", "score"} <= {e["kind"] for e in events})
+    os.kill(run.pid_of_command(), signal.SIGKILL)
+    run.ended(code=-signal.SIGKILL)
+    run.start("syncer", "--resume", run.out)
+    run.until(lambda events: "score" in {e["kind"] for e in events[_find_last(events, "reigned") :]})
+    assert json.loads(run.ask("status", run.out, "--json").stdout)["evaluator"] is True
+
+    evaluator.kill()
+    run.until(lambda events: events[_find_last(events, "evaluator")]["gone"])
+    status = json.loads(run.ask("status", run.out, "--json").stdout)
+    assert status["evaluator"] is False and "No evaluator: the last left at" in status["notice"]
+    run.interrupt()
+    run.ended()
+    assert "an evaluator is here" in run.stdout and "the evaluator is gone: nothing was heard of it" in run.stdout
+    assert learner.wait(WAIT_S) == 0 and evaluator.wait(WAIT_S) == -signal.SIGKILL
+
+
+def _find_last(events: list[Event], kind: str) -> int:
+    return max((place for place, event in enumerate(events) if event["kind"] == kind), default=len(events))
 
 
 @pytest.mark.faults  # make integrations does the same by the tutorial

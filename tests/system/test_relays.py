@@ -119,11 +119,16 @@ def test_without_their_relay_learners_go_on_and_with_it_again_they_come_back(run
 @pytest.mark.faults
 def test_a_syncer_that_is_killed_behind_a_relay_goes_on(run: Run) -> None:
     region = Region(run)
+    region.relay.kill()
+    region.relay.wait()
     os.kill(run.pid_of_command(), signal.SIGKILL)
     run.ended(-signal.SIGKILL)
     run.start("syncer", "--resume", run.out)
     moment = time.time()
     run.until(lambda events: len(in_rounds_since(run, moment)) == LEARNERS)
+    [relay] = json.loads(run.ask("status", run.out, "--json").stdout)["relays"]
+    assert (relay["relay"], relay["connected"]) == ("eu", False), "the next syncer misses it"
+    region.start_relay()
     region.wait_for_sums(5)
     region.end()
 

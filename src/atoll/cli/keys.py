@@ -34,6 +34,8 @@ from atoll.syncer.credentials import local_tokens, read_tokens, write_tokens
 LONGEST_HOURS = 24 * 3650.0
 YEAR_HOURS = 24 * 365.0
 """How long a token counts unless it is made for another time."""
+WIDE = 400
+"""Columns of a table that no terminal shows."""
 LAST = "last.json"
 """In the folder of keys: where the syncer that used them last can be reached. No secret."""
 
@@ -46,15 +48,20 @@ class Last(msgspec.Struct, frozen=True):
     """The certificate of a proxy in front, whose fingerprint links name then."""
 
 
-def list_tokens(keys: Path) -> None:
+def list_tokens(keys: Path, json_: bool = False) -> None:
     now = time.time()
+    if json_:
+        shown = [name for name in JoinToken.__struct_fields__ if name != "secret"]
+        rows = [{name: getattr(token, name) for name in shown} for token in read_tokens(KeyDir.open(keys)).all]
+        print(msgspec.json.encode(rows).decode())
+        return
     made = table("tokens", "name", "role", "learners", "at once", "names ever", "counts", words=6)
     for token in read_tokens(KeyDir.open(keys)).all:
         left = _until(token) if token.expires else "never ends"
         state = "revoked" if token.revoked else "expired" if token.refuses(now) else left
         most = str(token.most or "any number")
         made.add_row(token.id, token.role, token.learner or "any", most, f"{token.names:,}", state)
-    Console().print(made)
+    Console(width=None if sys.stdout.isatty() else WIDE).print(made)  # in a pipe nothing is cut
 
 
 def add(keys: Path, name: str, role: str, learner: str, most: int, names: int, hours: float) -> None:

@@ -23,7 +23,7 @@ from atoll.observe.figures import plain
 from atoll.observe.report import write_report
 from atoll.observe.report.reading import ReportedRun, read_run
 from atoll.observe.screen import LiveScreen
-from atoll.observe.story import print_closing, print_command, story, verification_rows
+from atoll.observe.story import conclude, print_closing, print_command, story, verification_rows
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable, WrongCertificate
 from atoll.store.export import export_kept, export_run
@@ -204,7 +204,7 @@ def verify(run: Path | str, json_: bool) -> None:
         for remark in report.remarks:
             console.print(f"note: {remark}", soft_wrap=True, highlight=False)
         if report.ok:
-            console.print("[green]all is well[/]")
+            console.print(conclude(report), style="yellow" if report.facts["unjudged"] else "green", soft_wrap=True)
     if not report.ok:
         raise RunFailed(report.problem)
 

@@ -135,6 +135,8 @@ def write_summary(out: RunDir, summary: dict[str, Any], as_json: bool) -> None:
 
 def address_of(run: RunDir) -> str:
     """Where the syncer of a run listens; with the operator's token, where one is asked for."""
+    if not run.path.exists():
+        raise ConfigError(f"{run.path} is not there: name a run's folder, or a file that holds a join link")
     try:
         url = run.address.read_text()
     except OSError as error:

@@ -109,6 +109,9 @@ class Handlers(Protocol):
 
     def score(self, score: ScoreReport) -> None: ...
 
+    def evaluator_here(self) -> None:
+        """An evaluator says that it is there."""
+
     async def change(self, words: Sequence[str]) -> str:
         """Settings that the operator changes; what has changed, once it is durable."""
         ...

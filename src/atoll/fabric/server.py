@@ -16,6 +16,7 @@
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `state_forwarding`)
     /v1/relays, /v1/held, /v1/sums                     relays of regions (see `relay_channel`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
+    GET  /v1/scores                                    an evaluator says that it is there
     POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `authorizer`)
     GET, PUT /v1/probe/{bytes}                         how fast the link is (see `intake`)
     and whatever `pages` bring, which only read
@@ -139,6 +140,7 @@ class Server(BodyPort):
                 web.get("/v1/status", self._status),
                 web.get("/v1/manifest", self._manifest),
                 web.post("/v1/scores", self._score),
+                web.get("/v1/scores", self._evaluator_here, allow_head=False),
                 web.post("/v1/settings", self._settings),
                 web.post("/v1/drain", self._drain),
                 *([web.get(SHARD_PATH, self._shards.serve)] if self._shards is not None else ()),
@@ -307,6 +309,10 @@ class Server(BodyPort):
             raise Rejected(429, f"more than {self._limits.score_rate} bytes of scores a second: try again later")
         self._handlers.score(await self._read(request, decode_score))
         return web.Response(status=204)
+
+    async def _evaluator_here(self, request: web.Request) -> web.Response:
+        self._handlers.evaluator_here()
+        return web.json_response({})
 
     async def _settings(self, request: web.Request) -> web.Response:
         changed = await self._handlers.change(await self._read(request, decode_words))

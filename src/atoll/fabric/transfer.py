@@ -335,6 +335,12 @@ async def post_score(where: str, score: ScoreReport, deadline_s: float = 10.0) -
         pass
 
 
+async def tell_presence(where: str, deadline_s: float = 10.0) -> None:
+    """Say that an evaluator is there."""
+    async with once(where, "GET", "/v1/scores", deadline_s):
+        pass
+
+
 async def post_settings(where: str, words: Sequence[str], deadline_s: float = 10.0) -> str:
     """Change settings of a running run, `key=value`; what has changed, empty for nothing."""
     return await _told(where, "/v1/settings", words, "changed", deadline_s)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ import torch
 
 from atoll.fabric.address import parse_address
 from atoll.fabric.bodies import fetch_one_version
-from atoll.fabric.transfer import get_fragment_once, get_json, post_score
+from atoll.fabric.transfer import get_fragment_once, get_json, post_score, tell_presence
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
 from atoll.learner.averaged_model import AveragedModel
 from atoll.learner.evaluate import ScoredModel
@@ -45,7 +47,13 @@ OF_AVERAGE = "ema_"
 """Before the names of the average's figures."""
 POLL_S = 0.25
 GIVE_UP_S = 60.0
-"""How long a syncer may be unreachable before the evaluator gives up."""
+"""How long an evaluator waits for a syncer before it has joined, and after the run was at its end."""
+AWAY_S = 43200.0
+"""How long one that has joined waits for the run's syncer to come back."""
+NEAR_END = 0.99
+"""Progress from which on a syncer that is gone has probably ended the run."""
+PRESENCE_S = 5.0
+"""Time between two words to the syncer that it is there."""
 FETCH_S = 120.0
 FIFTHS = 5
 
@@ -241,23 +249,38 @@ class Evaluator:
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._checked = False
         self._cpu_s = 0.0
+        self._presence: threading.Thread | None = None
+        self._over = threading.Event()
 
     async def run(self) -> None:
-        clock, run, heard_at = ScoreClock(), "", time.monotonic()
+        try:
+            await self._score_to_end()
+        finally:
+            self._over.set()
+
+    async def _score_to_end(self) -> None:
+        clock, run, heard_at, patience_s, complaint = ScoreClock(), "", time.monotonic(), GIVE_UP_S, ""
         while True:
             try:
                 status = msgspec.convert(await get_json(self._url, "/v1/status"), RunStatus)
             except (PeerError, Unreachable) as error:
-                if time.monotonic() - heard_at > GIVE_UP_S:
-                    raise Unreachable(f"no syncer answers for {GIVE_UP_S:g} s: is the run over? ({error})") from None
+                if time.monotonic() - heard_at > patience_s:
+                    raise Unreachable(f"no syncer answers for {patience_s:g} s: is the run over? ({error})") from None
+                if run and not complaint:
+                    complaint = str(error)
+                    say(f"the syncer is out of reach ({complaint}); the evaluator waits for it")
                 await asyncio.sleep(POLL_S)
                 continue
-            heard_at = time.monotonic()
+            if complaint:
+                say("the syncer answers again")
+            heard_at, complaint = time.monotonic(), ""
             if status.run != run:
                 clock, run = ScoreClock(), status.run
                 say(f"joined run {run} as its evaluator")
+                self._tell_presence()
             final = status.phase == "finished"
             progress = status.progress if status.budgeted else 0.0
+            patience_s = GIVE_UP_S if status.phase in ("ending", "finished") or progress >= NEAR_END else AWAY_S
             if status.phase != "waiting" and (final or clock.is_due(status.global_step, progress)):
                 try:
                     every = await self._once(status.round, final)
@@ -268,6 +291,18 @@ class Evaluator:
             if final:
                 return
             await asyncio.sleep(POLL_S)
+
+    def _tell_presence(self) -> None:
+        """From a thread of its own, since the scorer holds up the event loop."""
+        if self._presence is None:
+            self._presence = threading.Thread(target=self._keep_telling, name="atoll-presence", daemon=True)
+            self._presence.start()
+
+    def _keep_telling(self) -> None:
+        while not self._over.is_set():
+            with suppress(PeerError, Unreachable):
+                asyncio.run(tell_presence(self._url))
+            self._over.wait(PRESENCE_S)
 
     async def _once(self, round: int, final: bool) -> float:
         """Score the model as it is now; how many learner steps lie between two scores."""

@@ -27,6 +27,8 @@ SAY_S = 10.0
 """Time between two lines about the same download. One that takes less has none."""
 RECENT_S = 10.0
 """Time left is estimated from the bytes that came within this time."""
+PIECES = 3
+"""More pieces than these must have come in that time."""
 DIAL_S = 5.0
 """A courier has this long to dial, also where all other time was spent on asking which run it is."""
 
@@ -87,11 +89,13 @@ class JoinWait:
         if run or not asks:
             return run or ""
         while (run := ask_run(self._request.url)) is None and not is_asked_to_leave():
+            self.unreached = "nothing answers there"  # whether or not a courier comes to dial in the time it has
             if time.monotonic() >= self._until:
-                self.unreached = "nothing answers there"  # whether or not a courier comes to dial in the time it has
                 break
             self.say_dialling()
             time.sleep(0.25)
+        else:
+            self.unreached = ""
         self._answered = run is not None
         return run or ""
 
@@ -122,7 +126,9 @@ class JoinWait:
         if told.lacking:
             (since, before), (at, _) = self._seen[0], self._seen[-1]
             rate = (before - told.lacking) / (at - since) if at > since else 0.0
-            left = f"{told.lacking / rate:.0f} s left" if rate > 0 else "time left not known"
+            # A small model comes in a few pieces: from one or two of them no rate follows.
+            known = len({lacking for _, lacking in self._seen}) > PIECES
+            left = f"{told.lacking / rate:.0f} s left" if known else "time left not known"
             arrived, whole = (nbytes / 1e6 for nbytes in (told.whole - told.lacking, told.whole))
             say(f"fetches the run's parameters: {arrived:.3g} of {whole:.3g} MB, {left}")
         elif self.held_back:
@@ -156,8 +162,9 @@ class JoinWait:
         if self._answered or self._dialling or not self._speaks or time.monotonic() < self._silent_since + SILENT_S:
             return
         self._dialling = True
-        why = f" ({self.unreached})" if self.unreached else ""
-        say(f"dialling {self._hosts}: no syncer answers yet{why}; it gives up after {self._request.wait_s:g} s")
+        # A courier that has only just started has not failed to dial.
+        why = f": no syncer answers yet ({self.unreached}); it gives up after {self._request.wait_s:g} s"
+        say(f"dialling {self._hosts}{why if self.unreached else ''}")
 
     def say_connected(self, welcome: Welcomed) -> None:
         """Once, where the run has not begun: the terminal would stay empty until the others are there."""

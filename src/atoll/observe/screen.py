@@ -176,7 +176,8 @@ def _progress(status: RunStatus) -> Table:
     line.add_column(ratio=1)
     line.add_column(justify="right", no_wrap=True)
     # A later term goes on with what others did: their time is not in elapsed_s.
-    elapsed = f"{clock(status.elapsed_s)} {'elapsed' if status.term <= 1 else 'since it went on'}"
+    since = "elapsed" if status.term <= 1 else f"since it went on in term {status.term}"
+    elapsed = f"{clock(status.elapsed_s)} {since}"
     if status.phase == "waiting":
         held = bool(status.versions) and min(status.versions) >= 0
         words = f"waiting for {'all learners to hold version 0' if held else 'the first parameters'}"
@@ -324,7 +325,9 @@ def _validation(status: RunStatus, scores: Sequence[float]) -> Text:
     if status.validation_loss is None:
         # A later term does not know the scores of those before it.
         yet = "yet" if status.term <= 1 else "again yet"
-        return Text(NONE if status.metrics else f"not scored {yet}" if status.scorer else "no scorer", "dim")
+        nobody = "no evaluator" if status.scorer else "no scorer"
+        waits = status.scorer and (status.evaluator or (status.evaluator is None and status.term <= 1))
+        return Text(NONE if status.metrics else f"not scored {yet}" if waits else nobody, "dim")
     return Text.assemble(
         (format_score(status.validation_loss), "bold magenta"),
         (f" {sparkline(scores, SPARKS)}", "magenta"),

@@ -587,6 +587,15 @@ def _course(start: float | None, end: float | None) -> str:
     return NONE if start is None else f"{format_score(start)} → {format_score(end)}"
 
 
+def conclude(report: VerifyReport) -> str:
+    """What was judged of a run in which nothing is wrong."""
+    facts = report.facts
+    if not facts["unjudged"]:
+        return "all is well"
+    judged = f"the last {facts['records'] - facts['unjudged']:,} of {facts['records']:,} records"
+    return f"what could be judged is well: {judged}, and what follows from them; of those before only their checksums"
+
+
 def verification_rows(report: VerifyReport) -> list[tuple[str, str]]:
     """What `atoll verify` counted, as a short table."""
     facts = report.facts

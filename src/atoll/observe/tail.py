@@ -116,6 +116,7 @@ NOTABLE = {
     "fresh": "yellow",
     "reigned": "bold cyan",
     "relay": "cyan",
+    "evaluator": "cyan",
     "changed": "cyan",
     "scaled": "cyan",
     "planned": "cyan",
@@ -333,7 +334,7 @@ class Comings:
     thread of its own reads the events: a terminal that is held (Ctrl-S), or a pipe that nobody reads, does not hold up
     the run."""
 
-    KINDS = ("joined", "lost", "left", "relay", "alarm", "score")
+    KINDS = ("joined", "lost", "left", "relay", "evaluator", "alarm", "score")
 
     def __init__(
         self,

@@ -43,6 +43,8 @@ STALE_S = 5.0
 LOOK_S = 0.25
 SHOW_S = 5.0
 """Seconds between two states of the run that a terminal is given."""
+DAY_S, RECENT_BYTES = 86400.0, 1 << 26
+"""Age of the relays that a syncer still shows after it started, and how much of the events it reads for them."""
 ELSEWHERE = DiskFailed.exit_code
 """The exit code of a syncer that another machine has replaced: to start it again would not help."""
 
@@ -186,7 +188,13 @@ async def _serve(
             events.say("started", "syncer started", {"process": "syncer", "pid": os.getpid()})
         run = ("" if run_store.found_on_disk else _announced(out)) or secrets.token_hex(4)
         service = SyncerService(
-            config, run=run, events=events, run_store=run_store, evaluated=evaluated, pages=begin.pages
+            config,
+            run=run,
+            events=events,
+            run_store=run_store,
+            evaluated=evaluated,
+            earlier_relays=_find_relays(out, time.time() - DAY_S),
+            pages=begin.pages,
         )
         service.server.or_any_port = begin.or_any_port
         service.meter.supervised = supervised
@@ -232,6 +240,14 @@ def _announced(out: RunDir) -> str:
     """The name of a run that was announced and has not begun: join links contain it. Later the journal knows it."""
     with out.events.open("rb") as lines:
         return next((str(event["run"]) for event in parse(lines) if event["kind"] == "run" and "run" in event), "")
+
+
+def _find_relays(out: RunDir, since: float) -> set[str]:
+    """Return the relays that the newest events tell of."""
+    with out.events.open("rb") as file:
+        file.seek(max(0, out.events.stat().st_size - RECENT_BYTES))
+        told = parse(line for line in file if b'"kind":"relay"' in line)
+        return {event["relay"] for event in told if event["at"] > since}
 
 
 def _local_url(config: Config, service: SyncerService) -> str:

@@ -169,7 +169,7 @@ class RelaySums:
             self.traffic[name] = (bytes_in + more[0], bytes_out + more[1])
 
     def list_relays(self) -> tuple[RelayStatus, ...]:
-        """Every relay that has been here since this syncer started, in order of names."""
+        """Every relay that has been here since this syncer started, or not long before, in order of names."""
         here = {channel.name: self.rates.get(session, RelayRates()) for session, channel in self._channels.items()}
         return tuple(
             RelayStatus(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ from atoll.syncer.begun_run import BegunRun
 from atoll.syncer.credentials import RefusalLog, make_port_access
 from atoll.syncer.effect_queue import EffectQueue
 from atoll.syncer.ending import RunEnding, write_tail
+from atoll.syncer.evaluator_presence import EvaluatorPresence
 from atoll.syncer.first_parameters import refuse_learner
 from atoll.syncer.lead import ShardLead
 from atoll.syncer.liveness import send_heartbeats
@@ -77,9 +78,11 @@ class SyncerService:
         events: EventLog,
         run_store: RunStore,
         evaluated: bool = False,
+        earlier_relays: Collection[str] = (),
         pages: ServedPages | None = None,
         limits: FabricLimits | None = None,
     ) -> None:
+        """`earlier_relays`: those that were here before this syncer started. One that stays away is shown as gone."""
         self._config, self._run, self._events, self._run_store = config, run, events, run_store
         self._channels: dict[str, ControlChannel] = {}
         self.begun: BegunRun | None = None
@@ -105,6 +108,8 @@ class SyncerService:
             lambda: self._machine, self._handle, retunes=lambda: self._effect_queue.awaits(fx.Retune)
         )
         self.meter = Meter(config)
+        self._evaluator = EvaluatorPresence(events.say)
+        self.meter.evaluator = lambda: (self._evaluator.here, self._evaluator.heard_at)
         succeeds = () if found is None else found.history.begun.succeeds
         self._access = access = make_port_access(
             config.service, lambda: self._run, events.say, secrets=run_store.secrets, succeeds=succeeds
@@ -115,6 +120,7 @@ class SyncerService:
         apart = f"this run's syncer has {shards} shards, to which learners send directly: let them join it, no relay"
         refusal, of_run = apart if shards > 1 else "", lambda: (self._run, run_store.term)
         self._relays = RelaySums(events.say, of_run, refusal, self._note_relay_rates)
+        self._relays.traffic.update((name, (0, 0)) for name in earlier_relays)
         self.meter.relays = self._relays.list_relays
         host, port = config.service.host, config.service.port
         self.server = Server(
@@ -179,6 +185,7 @@ class SyncerService:
             for task in (writing, beats, watch):
                 task.cancel()
             self._clock.stop()
+            self._evaluator.stop()
 
     async def _collect_tensors(self) -> Mapping[str, FloatArray]:
         """The finished model, by the names of its tensors."""
@@ -444,6 +451,9 @@ class SyncerService:
         if score.has_loss:
             self._handle(fx.Scored(score.round, score.loss))
         self._ending.note_score(final=score.final, took_s=score.cpu_s)
+
+    def evaluator_here(self) -> None:
+        self._evaluator.note_word()
 
     # ---- the machine --------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ lacks, where it falls behind; its manifest; and the event of a score."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -77,6 +78,8 @@ class Meter:
         """`atoll train` starts the learners, and restarts them."""
         self.scorer = True
         """False: no evaluator is left that would score the model."""
+        self.evaluator: Callable[[], tuple[bool | None, float | None]] = lambda: (None, None)
+        """Whether an evaluator is here, and when the last one was heard of."""
         self.store: Callable[[], StoreLag | None] = lambda: None
         """How far the bucket is behind; None: there is none."""
         self.relays: Callable[[], tuple[RelayStatus, ...]] = tuple
@@ -142,7 +145,7 @@ class Meter:
         progress = machine.progress if machine else 0.0
         phase = "waiting" if machine is None or machine.beginning.holds_back else PHASES[machine.phase]
         outer = [figures for of_fragment in self._outer.values() for figures in of_fragment]
-        store = self.store()
+        store, (evaluator, evaluator_at) = self.store(), self.evaluator()
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
         return RunStatus(
             run=run,
@@ -175,6 +178,8 @@ class Meter:
             directions=dict(self._score.directions) if self._score else {},
             budgeted=bool(settings.steps or settings.tokens),
             scorer=self.scorer,
+            evaluator=evaluator,
+            evaluator_at=evaluator_at,
             learners=learners,
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
@@ -187,7 +192,8 @@ class Meter:
             or self._nobody_here(now, phase, learners)
             or awaited_learners(machine)
             or describe_downloads(machine)
-            or describe_first_steps(learners),
+            or describe_first_steps(learners)
+            or (gone_evaluator(evaluator, evaluator_at) if self.scorer and phase == "training" else ""),
             standby=self.standby(),
             disk_free_bytes=self.disk_free_bytes(),
             expected=settings.learners,
@@ -361,6 +367,14 @@ def describe_first_steps(learners: Sequence[LearnerStatus]) -> str:
     names = ", ".join(one.learner for one in starting[:SHOWN])
     more = f" and {len(starting) - SHOWN} more" if len(starting) > SHOWN else ""
     return f"{names}{more}: first step: {longest_s:.0f} s so far (compiling?)."
+
+
+def gone_evaluator(here: bool | None, heard_at: float | None) -> str:
+    """Return a notice while an evaluator is gone that was here."""
+    if here is not False:
+        return ""
+    when = time.strftime("%H:%M:%S UTC", time.gmtime(heard_at))
+    return f"No evaluator: the last left at {when}. Nothing is scored; `atoll learn SCRIPT --evaluator` starts another."
 
 
 def _download(one: KnownLearner) -> dict[str, Any]:

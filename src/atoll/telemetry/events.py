@@ -45,6 +45,7 @@ are not finite (about: numbers); the dashboard failed |
 | same_batches | syncer | learner, other: both train on the same batches |
 | score | syncer | round, loss, cpu_s, sample, final; not_finite (the loss); where the scorer gives them: metrics,
 directions, unit |
+| evaluator | syncer | gone: an evaluator is here, or is gone |
 | pace | syncer | h, asked, part, narrowest: rounds have another H than before; `part` makes it larger than was asked
 ("way down of site-2"), `narrowest` has its figures too |
 | share | syncer | learner, share: its link carries only this share of the rounds, or every round again (1) |

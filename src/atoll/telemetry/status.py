@@ -186,6 +186,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """False: it trains until its scripts end; `progress` and `left_s` say nothing."""
     scorer: bool = True
     """False: nobody will score it."""
+    evaluator: bool | None = None
+    """Whether an evaluator is here; None: none has been since this syncer began."""
+    evaluator_at: float | None = None
+    """Time at which the last one was heard of."""
     rho: float | None = None
     """The autocorrelation of merged gradients: the cosine of each and the one before it of its fragment, of late."""
     outer_step: float | None = None
@@ -193,4 +197,4 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     outer_lr: float = 0.0
     """… and η, how far it moves at once."""
     relays: tuple[RelayStatus, ...] = ()
-    """Every relay that has been here since this syncer started."""
+    """Every relay that has been here since this syncer started, or in the day before."""

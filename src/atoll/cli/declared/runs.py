@@ -30,7 +30,7 @@ FOLDER = (
     option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
     option("--store", "Copy the run to a bucket, as s3://bucket/run.", metavar="URL", panel=RUN),
 )
-TRUST = flag("--trust", "With --resume: do not ask about a run that began elsewhere.", hidden=True)
+TRUST = flag("--trust", "With --resume: do not ask about a run that began elsewhere.", panel=RUN)
 ANY_SETTING = (
     option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
     setting_option(SETTINGS),
@@ -427,6 +427,17 @@ RUNS = (
             ),
         ),
         commands=(
+            Command(
+                "list",
+                "Commands",
+                """The tokens, as without a command.
+
+                Example:
+                  atoll tokens list --json
+                """,
+                "keys:list_tokens",
+                (flag("--json", "As JSON, without the secrets.", name="json_"),),
+            ),
             Command(
                 "add",
                 "Commands",

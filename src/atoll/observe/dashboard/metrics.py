@@ -64,6 +64,7 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("outer_learning_rate", "eta: the same without momentum, as set.", status.outer_lr or None),
         ("validation_loss", "Of the global model.", status.validation_loss),
         ("validation_round", "The round that was scored.", status.validation_round),
+        ("evaluator_up", "1 while an evaluator is here.", status.evaluator),
         ("learners_expected", "M.", status.expected),
         ("term", "The term of the syncer.", status.term),
         ("alarm", "1 while nothing can be committed, or the loss is bad.", 1.0 if status.alarm else 0.0),
