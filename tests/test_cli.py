@@ -348,6 +348,10 @@ def test_the_status_of_a_run_that_starts_does_not_say_that_it_was_cut_off(
         assert told.startswith("This run is starting") and "cut off" not in told
         assert atoll(monkeypatch, "status", "old", "--json") == 0
         assert json.loads(capsys.readouterr().out) == {"state": "starting"}
+        path.write_text("".join(json.dumps(event) + "\n" for event in small_run()))
+        assert atoll(monkeypatch, "status", "old", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"state": "ending"}
+        path.write_text("".join(json.dumps(event) + "\n" for event in small_run()[:9]))
     assert atoll(monkeypatch, "status", "old") == 0
     assert "cut off" in capsys.readouterr().out
 

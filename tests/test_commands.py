@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.observe.conftest import small_run
+from tests.observe.conftest import a_status, small_run
 from tests.test_cli import atoll
 
 from atoll.cli.command import render
 from atoll.cli.declared import ATOLL
 from atoll.cli.declared.shared import PANELS
-from atoll.cli.look import running_processes
+from atoll.cli.look import ProcessEvents
 from atoll.cli.runs import LogReader, describe_run, state_of
 from atoll.config import Config, known_settings
 from atoll.launch.children import LIMIT
@@ -217,7 +217,24 @@ def test_status_names_the_processes_that_run(tmp_path: Path) -> None:
     ]
     events = tmp_path / "events.jsonl"
     events.write_text("".join(json.dumps({"at": 1.0, "text": "", **one}) + "\n" for one in said))
-    assert running_processes(events) == {"syncer": os.getpid(), "learner-2": os.getppid()}
+    assert ProcessEvents(events).find_running() == {"syncer": os.getpid(), "learner-2": os.getppid()}
+
+
+def test_status_tells_a_learner_whose_process_starts_from_one_that_is_gone(tmp_path: Path) -> None:
+    said = [
+        {"kind": "started", "process": "learner-0", "pid": 1},
+        {"kind": "joined", "learner": "learner-0", "incarnation": 1},
+        {"kind": "exited", "process": "learner-1"},
+        {"kind": "restarted", "process": "learner-2", "pid": 2},
+    ]
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(json.dumps({"at": 1.0, "text": "", **one}) + "\n" for one in said))
+    absent = a_status(learners=3)
+    absent = msgspec.structs.replace(
+        absent, learners=tuple(msgspec.structs.replace(one, state="gone") for one in absent.learners)
+    )
+    shown = ProcessEvents(events).show_restarts(absent)
+    assert [one.state for one in shown.learners] == ["gone", "gone", "restarting"]
 
 
 def test_ls_of_a_folder_without_runs_says_what_starts_one(

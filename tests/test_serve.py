@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.observe.conftest import a_status
 
 from atoll.cli import serve
 from atoll.cli.advertised import find_own_hosts, find_place, own_host
 from atoll.cli.shared import without_own_shards
 from atoll.config import Config, Service, load
 from atoll.numerics import kernels
-from atoll.observe.tail import Comings
+from atoll.observe.tail import Comings, status_line
 from atoll.store.atomic import Appender
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
@@ -119,6 +120,8 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) 
         events.say("alarm", "the store fails: no route", {"about": "store", "over": False})
         events.say("alarm", "the store answers again", {"about": "store", "over": True})
         events.say("left", "anna is gone: the run is over", {"learner": "anna", "reason": "the run is over"})
+        events.say("score", "validation loss 1.5 at round 41", {"round": 41, "loss": 1.5})
+        comings.note_status(status := a_status())
         comings.start()
         comings.stop()
     assert paper.getvalue().splitlines() == [
@@ -129,6 +132,8 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) 
         "relay eu is gone: it was killed",
         "ALARM: the store fails: no route",
         "the store answers again",
+        "validation loss 1.5 at round 41",
+        status_line(status),
     ]
 
 

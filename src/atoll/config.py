@@ -218,6 +218,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             check_version_codec(self.protocol.version_codec, self.outer.optimizer)
         check_sharded(self.service.shards, self.outer, self.protocol)
 
+    @property
+    def data_parallel(self) -> int:
+        """Number of processes of a data-parallel run; 0: it is none."""
+        return self.ranks if self.algorithm == "data-parallel" else 0
+
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)
         return tomli_w.dumps(_without_none(document)).encode()

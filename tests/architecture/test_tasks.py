@@ -51,7 +51,7 @@ KNOWN = {
     "relay/versions.py": (1, "a fetch: what it raises is told to all who wait for it"),
     "store/removal.py": (1, "a thread that frees the room of removed files; what it leaves, the next removal takes"),
     "syncer/__main__.py": (1, "a thread that ends its process when the supervisor is gone"),
-    "syncer/process.py": (5, VITAL),
+    "syncer/process.py": (6, VITAL),
     "syncer/shard_service.py": (4, VITAL + "; its supervisor starts another shard"),
     "syncer/service.py": (4, VITAL),
     "workloads/elastic.py": (1, "a thread that reads orders; without it the supervisor ends the process"),

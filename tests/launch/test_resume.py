@@ -395,6 +395,7 @@ def test_a_new_run_has_its_own_name_and_knows_its_parent(tmp_path: Path) -> None
     assert beginning == replace(old.history.begun, run=found.run, parent="small cut 2")
     assert found.run != "small" and found.changes == ("steps=99",) and not found.reopen
     assert found.remarks == (f"a new run {found.run} from cut 2 of run small, {EXACT}",)
+    assert new.origin.read_bytes() == (folder_of(new.cuts, 2) / "state.bin").read_bytes()
 
 
 def test_a_new_run_may_have_settings_that_no_run_changes_while_it_goes_on(tmp_path: Path) -> None:

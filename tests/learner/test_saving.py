@@ -15,7 +15,8 @@ from torch import nn
 
 from atoll.learner import saved_state
 from atoll.learner.capture import BegunSnapshot
-from atoll.learner.saved_state import Saver, list_parts, part_name, read_run
+from atoll.learner.folder import list_parts, read_run
+from atoll.learner.saved_state import Saver, part_name
 from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, read
 from atoll.learner.state import begin_capture

@@ -48,5 +48,7 @@ def test_what_repeats_itself_by_the_hundred_has_few_lines_and_a_count() -> None:
     [later] = notes.take_events([said(31.0, "refused", learner="a", incarnation=9, text="not finite")])
     assert later["text"] == "not finite (and 289 more before it)"
     assert not list(notes.take_events([said(32.0, "refused", learner="a", incarnation=9)]))
+    more = [said(float(at), "refused", learner="a", incarnation=9, text="not finite") for at in range(32, 400)]
+    assert [event["at"] - 1000.0 for event in notes.take_events(more)] == [91.0, 211.0], "while it goes on, ever fewer"
     alarms = [said(33.0, "alarm", over=False) for _ in range(9)]
     assert len(list(notes.take_events(alarms))) == 9, "alarms all have a line"

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from tests.observe.conftest import committed, member, said
 
-from atoll.observe.summary import best_score, read_scores, training_losses
+from atoll.observe.story import WARNING, story
+from atoll.observe.summary import best_score, read_scores, summarise, training_losses
 from atoll.telemetry.events import Event
 
 
@@ -67,3 +68,18 @@ def test_a_last_loss_that_is_not_finite_is_no_older_one() -> None:
     assert read_scores(scores[1:])["validation_not_finite"] == 1
     alone = read_scores([{"round": 2, "loss": None, "metrics": {"accuracy": 0.5}}])
     assert alone["validation_loss_end"] is None and alone["validation_not_finite"] == 0, "metrics alone"
+
+
+def test_a_last_score_of_an_earlier_model_is_told_with_its_round(events: list[Event]) -> None:
+    assert summarise(events)["validation_stale_round"] is None, "as far as the events tell, it is of the last model"
+    [*_, last] = [event for event in events if event["kind"] == "score"]
+    last |= {"final": False, "metrics": {"accuracy": 0.5}}
+    summary = summarise(events)
+    told = story(summary, events)
+    assert summary["validation_stale_round"] == 7 and summary["rounds_closed"] == 8
+    assert "Validation loss of the global model went from 5.50 to 2.25 at round 7 of 8." in told
+    assert f"{WARNING}the last model was not scored: the last figures of validation are those at round 7 of 8." in told
+    last["final"] = True
+    assert summarise(events)["validation_stale_round"] is None
+    later = [trained(8, 1.0) | {"at": 1014.0}, said(15.0, "finished", learners=[])]
+    assert summarise([*events, *later])["validation_stale_round"] == 7, "it was gone on with after its last score"

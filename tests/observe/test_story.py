@@ -5,8 +5,9 @@ from io import StringIO
 
 from rich.console import Console
 
-from atoll.observe.story import WARNING, describe_no_rounds, find_shortfall, last_sample, print_closing, story
+from atoll.observe.story import WARNING, conclude, describe_no_rounds, find_shortfall, last_sample, print_closing, story
 from atoll.observe.summary import summarise
+from atoll.store.verify import VerifyReport
 from atoll.telemetry.events import Event
 
 
@@ -76,6 +77,29 @@ def test_what_was_not_merged_is_told_by_cause_and_by_learner(events: list[Event]
     assert f"{WARNING}b was merged less than the others for a while (the last: only 31 % of b's last work)" in told
     events.remove(over)
     assert "b was merged less than the others until the end (the last: only" in " ".join(
+        story(summarise(events), events)
+    )
+
+
+def test_a_data_parallel_run_is_told_by_its_processes(events: list[Event]) -> None:
+    events[0] |= {"data_parallel": 2}
+    assert story(summarise(events), events)[0].startswith("2 data-parallel processes made 24 steps")
+
+
+def test_a_learner_by_hand_that_came_back_as_another_process_is_told(events: list[Event]) -> None:
+    by_hand = [event for event in events if event["kind"] not in ("started", "killed", "exited", "restarted")]
+    assert "b was lost and started again once." in story(summarise(by_hand), by_hand)
+    [again] = [event for event in by_hand if event["kind"] == "joined" and event["incarnation"] == 2]
+    again["known_as"] = 1
+    assert not [one for one in story(summarise(by_hand), by_hand) if "started again" in one], "the same process"
+
+
+def test_ranks_that_came_back_without_a_snapshot_become_a_warning(events: list[Event]) -> None:
+    [again] = [event for event in events if event["kind"] == "restarted"]
+    again["fresh"] = False
+    assert "began anew" not in " ".join(story(summarise(events), events))
+    again["fresh"] = True
+    assert f"{WARNING}b came back once before its first snapshot, so its inner optimizer" in " ".join(
         story(summarise(events), events)
     )
 
@@ -288,6 +312,12 @@ def test_what_carry_drops_is_not_called_an_adoption(events: list[Event]) -> None
     told = " ".join(story(summary, events))
     assert "8 % were dropped when a learner took the run's parameters in place of its own (it began anew" in told
     assert "missed rounds" not in told
+
+
+def test_a_run_of_which_not_all_could_be_judged_is_not_called_well() -> None:
+    facts = {"records": 3447, "unjudged": 3329}
+    assert conclude(VerifyReport(True, "", facts)).startswith("what could be judged is well: the last 118 of 3,447 ")
+    assert conclude(VerifyReport(True, "", {**facts, "unjudged": 0})) == "all is well"
 
 
 def test_an_evaluator_is_not_advised_for_a_tape(events: list[Event]) -> None:

@@ -21,6 +21,7 @@ Say = Callable[..., Event]
 
 BY_HAND: dict[str, Any] = {
     "run": "small",
+    "data_parallel": 0,
     "data_digest": "5eed",
     "parameters": 12,
     "reason": "the budget is spent",
@@ -66,6 +67,7 @@ BY_HAND: dict[str, Any] = {
     "relays": {},
     "validation_loss_start": 5.5,
     "validation_loss_end": 2.25,
+    "validation_stale_round": None,
     "validation_not_finite": 0,
     "validation_loss_best": 2.25,
     "validation_loss_best_round": 7,

@@ -11,7 +11,7 @@ from tests.protocol.world import World
 
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
-from atoll.protocol.messages import Announce
+from atoll.protocol.messages import PROTOCOL, Announce, Hello, Welcome
 from atoll.protocol.records import EndedRecord
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.machine import Syncer
@@ -104,6 +104,23 @@ def test_an_end_that_was_only_begun_is_opened_again_too() -> None:
     for now in (1.0, 20.0, 100.0):
         assert fx.Finished not in kinds(machine.handle(now, Tick()))
     assert machine.phase == "running" and machine.state.end_reason == ""
+
+
+def test_one_whose_life_the_end_closed_hears_why() -> None:
+    history = read_again(ended(steps=24))
+    machine = Syncer(history)
+    machine.handle(0.0, more(history, steps=96))
+    life = history.lives["learner-0"]
+    hello = Hello(
+        protocol=PROTOCOL, learner="learner-0", session=life.session, run=history.run, incarnation=life.incarnation,
+        versions=tuple(history.versions), t=life.t, tensors=history.begun.tensors,
+    )  # fmt: skip
+    [welcome] = [
+        effect.message
+        for effect in machine.handle(1.0, fx.Greeted(hello))
+        if isinstance(effect, fx.Send) and isinstance(effect.message, Welcome)
+    ]
+    assert (welcome.incarnation, welcome.closed) == (life.incarnation + 1, "the run had ended")
 
 
 def test_one_without_parameters_is_as_empty_as_before() -> None:

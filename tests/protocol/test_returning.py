@@ -140,6 +140,9 @@ def test_the_learner_says_in_its_own_log_that_it_is_connected_again_and_what_bec
         assert isinstance(world, Cut)
         world.cut_for(60.0).run_until(seconds=3.0)
         texts += [note.text for note in world.said("connected") if note.text.startswith(ALONE)]
+        [event] = world.said("returned")
+        figures = f"connected again after {event.data['away_s']:.1f} s. Of the {event.data['steps']:,} steps "
+        assert figures in texts[-1] and figures in event.text, "one absence has one figure"
     kept, dropped = texts
     assert kept.startswith("learner-0: connected again after ") and kept.endswith(" are kept")
     assert "because adopt = overwrite drops them with the versions that it missed of 24 of 24 fragments" in dropped

@@ -56,6 +56,7 @@ def test_a_whole_run_is_well_and_every_figure_of_it_is_counted(tmp_path: Path) -
     assert facts == {
         "run": "small",
         "records": 30,
+        "unjudged": 0,
         "rounds": 13,
         "passed": 1,
         "empty": 0,

@@ -314,13 +314,29 @@ def test_when_its_first_cut_is_gone_the_oldest_that_is_there_takes_its_place(tmp
     run.trim()
     prune(run.dir.cuts, keep=1)
     run.round()
-    (remark,) = well(run).remarks
+    report = well(run)
+    (remark,) = report.remarks
+    assert (report.facts["records"], report.facts["unjudged"]) == (6, 4)
     assert remark == (
         "the run was begun from small cut 4, of which nothing is here any more: "
         "the 4 records up to its oldest cut could not be judged"
     )
     shutil.rmtree(run.dir.cuts)
     assert wrong(run) == f"the run was begun from small cut 4, but no cut in {run.dir.cuts} is of it"
+
+
+def test_a_copy_of_the_state_of_its_first_cut_judges_all_its_records(tmp_path: Path) -> None:
+    run = from_a_cut(tmp_path)
+    shutil.copy(folder_of(run.dir.cuts, 4) / "state.bin", run.dir.origin)
+    run.cut()
+    run.trim()
+    prune(run.dir.cuts, keep=1)
+    run.round()
+    report = well(run)
+    assert not report.remarks and report.facts["unjudged"] == 0
+    assert {"rounds": 7, "passed": 0, "contributions": 6}.items() <= report.facts.items()
+    flip(run.dir.origin, 0)
+    assert wrong(run).startswith(f"{run.dir.origin} cannot be read: ")
 
 
 def test_a_first_cut_that_does_not_balance_is_named(tmp_path: Path) -> None:

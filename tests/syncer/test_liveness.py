@@ -29,7 +29,7 @@ async def test_nobody_is_lost_because_the_syncer_was_busy_and_the_silent_are_sti
     time.sleep(1.3 * LOST_AFTER_S)  # noqa: ASYNC251 - the loop is what stands still
     await asyncio.sleep(LOST_AFTER_S / 6)
     assert stage.events("lost") == [], "neither the one that talks nor the one that has been silent for a while"
-    stood = [event["seconds"] for event in stage.events("warning") if "stood still" in event["text"]]
+    stood = [event["seconds"] for event in stage.events("standstill")]
     assert max(stood) > LOST_AFTER_S
     await stage.until("lost")
     assert [(event["learner"], event["text"]) for event in stage.events("lost")] == [

@@ -262,6 +262,8 @@ def test_a_run_whose_learners_are_started_for_it_says_that_they_come(machine: Sy
     assert meter.make_status(1.0, "r", machine).notice == "Starting 2 learners …", "a run that goes on knows them"
     meter.note_event(1.0, "joined", {"learner": "a"})
     assert meter.make_status(1.0, "r", machine).notice == "Nobody is here: the supervisor restarts 2 learners …"
+    machine.state.phase = "finished"
+    assert meter.make_status(1.0, "r", machine).notice == ""
 
 
 def test_at_the_end_who_did_its_work_is_done_and_who_died_is_away(machine: Syncer) -> None:
@@ -279,7 +281,15 @@ def test_at_the_end_who_did_its_work_is_done_and_who_died_is_away(machine: Synce
 
 def test_a_run_that_is_over_waits_for_nobody() -> None:
     assert nobody_here("finished", ()) == nobody_here("ending", ()) == ""
-    assert nobody_started("finished", (), 1, False) == "" != nobody_started("waiting", (), 1, False)
+
+
+def test_how_long_a_start_takes_is_told_in_steps_that_double() -> None:
+    told = [nobody_started("1 learner", seconds, joined=False) for seconds in range(100)]
+    assert told[0] == told[9] == "Starting 1 learner …"
+    assert list(dict.fromkeys(told))[1:] == [
+        f"Starting 1 learner … for {seconds} s so far: scripts load, then connect (atoll logs RUN learner-0)"
+        for seconds in (10, 20, 40, 80)
+    ]
 
 
 def test_a_run_that_waits_for_learners_says_for_how_many() -> None:

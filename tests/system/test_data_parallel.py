@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.system.conftest import SCRIPTS, Run
+from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.scripts import averaged
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -63,6 +66,28 @@ def test_what_would_part_the_ranks_ends_the_run_with_its_reason(run: Run, word: 
     given = ("--algorithm", "data-parallel", "--learners", "2", "--steps", "40", "--max-restarts", "0")
     run.train(SCRIPTS / "averaged.py", *given, "--", word).ended(1)
     assert said in run.stderr
+
+
+@pytest.mark.parametrize("cut_every", [0, 2])
+def test_after_a_death_the_ranks_go_on_from_their_newest_snapshot(run: Run, cut_every: int) -> None:
+    """Without one they say what begins anew."""
+    words = ("--algorithm", "data-parallel", "--learners", "2", "--steps", "100000", "--set", "sync_every=4")
+    run.train(SCRIPTS / "averaged.py", *words, "--set", f"cut_every={cut_every}")
+    run.until(lambda events: sum(event["kind"] == "round" for event in events) > 8)
+    if cut_every:
+        run.until(lambda events: any((run.out / "learners/learner-0").glob("cut-*.safetensors")))
+    [started] = [event for event in run.events("started") if "ranks" in event]
+    os.kill(started["ranks"]["learner-0.rank1"], signal.SIGKILL)
+    run.until(lambda events: ("learner-0", 2) in members(events))
+    run.interrupt()
+    run.ended()
+    [again] = run.events("restarted")
+    log = (run.out / "logs/learner-0.log").read_text()
+    first, second = map(int, re.findall(r"schedule at (\d+)", log))
+    assert first == 0 and again["fresh"] is (second == 0) is (cut_every == 0)
+    assert ("the inner optimizer and what the script registered begin anew" in log) is again["fresh"]
+    assert ("learner-0 came back once before its first snapshot" in run.stdout) is again["fresh"]
+    run.check_replay()
 
 
 def test_a_script_is_compared_over_tokens(run: Run) -> None:

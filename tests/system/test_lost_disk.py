@@ -67,6 +67,7 @@ def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_s
     assert [one.wait(60) for one in learners] == [0, 0], (run.folder / "beside.log").read_text()
     report = verify_run(again)
     assert report.ok, report.problem
+    assert (again / "origin.bin").exists() and report.facts["unjudged"] == 0
 
 
 def _stores_a_cut(bucket: Path) -> bool:

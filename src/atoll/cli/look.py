@@ -23,7 +23,7 @@ from atoll.observe.figures import plain
 from atoll.observe.report import write_report
 from atoll.observe.report.reading import ReportedRun, read_run
 from atoll.observe.screen import LiveScreen
-from atoll.observe.story import print_closing, print_command, story, verification_rows
+from atoll.observe.story import conclude, print_closing, print_command, story, verification_rows
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable, WrongCertificate
 from atoll.store.export import export_kept, export_run
@@ -32,6 +32,10 @@ from atoll.store.verify import verify_run
 from atoll.store.writer_lease import find_other_host, is_alive
 from atoll.telemetry.status import AWAY, RunStatus
 
+ENDING = ("ending", "closing", "finished")
+STARTING = ("started", "restarted", "reigned")
+"""Kinds of events by which a run whose syncer does not answer is told to end, or to start."""
+
 
 def status(run: str, watch: bool, json_: bool) -> None:
     folder = None if is_address(run) else RunDir(Path(run).absolute())
@@ -39,7 +43,7 @@ def status(run: str, watch: bool, json_: bool) -> None:
         _show_end(folder, as_json=json_)
         return
     if folder is not None and not folder.address.exists() and is_alive(folder.path):
-        _show_start(folder, as_json=json_)
+        _show_no_answer(folder, as_json=json_)
         return
     url = where(run)
     try:
@@ -49,35 +53,66 @@ def status(run: str, watch: bool, json_: bool) -> None:
     except Unreachable as error:
         if folder is not None:
             if is_alive(folder.path):
-                _show_start(folder, as_json=json_)
+                _show_no_answer(folder, as_json=json_)
             else:
                 _show_end(folder, as_json=json_)
             return
         hint = "is the run over? Then name its folder, and its figures are shown"
         raise Unreachable(f"no syncer answers at {without_secrets(url)}: {hint}") from error
+    processes = ProcessEvents(folder.events) if folder is not None else None
+    if watch:
+        asyncio.run(_follow(url, processes))
+        return
+    pids: dict[str, int] = {}
+    if processes is not None:
+        pids, now = processes.find_running(), processes.show_restarts(now)
     if json_:
-        pids = running_processes(folder.events) if folder is not None else {}
         print(msgspec.json.encode({**msgspec.to_builtins(now), "pids": pids}).decode())
-    elif watch:
-        asyncio.run(_follow(url))
     else:
         console = Console()
         with LiveScreen(console) as screen:
             screen.update(now)
-        if folder is not None and (pids := running_processes(folder.events)):
+        if pids:
             line = f"pids: {', '.join(f'{name} {pid}' for name, pid in pids.items())}"
             console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
 
 
-def running_processes(events: Path) -> dict[str, int]:
-    """Of a run that `atoll train` started: each process that runs, by its name, with its pid."""
-    found: dict[str, dict[str, int]] = {}
-    for event in EventTail(events, near_bytes=0).new_events():
-        if event["kind"] in ("started", "restarted"):
-            found[event["process"]] = {event["process"]: event["pid"], **event.get("ranks", {})}
-        elif event["kind"] == "exited":
-            found.pop(event["process"], None)
-    return {name: pid for pids in found.values() for name, pid in pids.items() if is_own_process(pid)}
+class ProcessEvents:
+    """The processes of a run that `atoll train` started, as its events tell."""
+
+    def __init__(self, events: Path) -> None:
+        self._tail = EventTail(events, near_bytes=0)
+        self._pids: dict[str, dict[str, int]] = {}
+        """Pids of those that have not ended; of a learner of several ranks, of all of them."""
+        self._joined: set[str] = set()
+        """Learners that have joined since they were started."""
+
+    def find_running(self) -> dict[str, int]:
+        """Return the pid of each process that runs, by its name."""
+        self._read()
+        return {name: pid for pids in self._pids.values() for name, pid in pids.items() if is_own_process(pid)}
+
+    def show_restarts(self, status: RunStatus) -> RunStatus:
+        """Return the status with "restarting" for each absent learner whose process runs and has not joined yet."""
+        self._read()
+        learners = [
+            msgspec.structs.replace(one, state="restarting")
+            if one.state in ("away", "gone") and one.learner in self._pids.keys() - self._joined
+            else one
+            for one in status.learners
+        ]
+        return msgspec.structs.replace(status, learners=tuple(learners))
+
+    def _read(self) -> None:
+        for event in self._tail.new_events():
+            name = str(event.get("process") or event.get("learner"))
+            if event["kind"] in ("started", "restarted"):
+                self._pids[name] = {name: event["pid"], **event.get("ranks", {})}
+                self._joined.discard(name)
+            elif event["kind"] == "exited":
+                self._pids.pop(name, None)
+            elif event["kind"] == "joined":
+                self._joined.add(name)
 
 
 def _is_over(run: RunDir) -> bool:
@@ -88,9 +123,12 @@ def _is_over(run: RunDir) -> bool:
     return run.summary.exists() or not run.address.exists()
 
 
-def _show_start(run: RunDir, *, as_json: bool) -> None:
+def _show_no_answer(run: RunDir, *, as_json: bool) -> None:
     """Somebody has the run, and its syncer does not answer here."""
+    kinds = [event["kind"] for event in EventTail(run.events, near_bytes=0).new_events()]
     facts, text = {"state": "starting"}, "This run is starting, or its syncer is: nothing answers yet. "
+    if next((kind in ENDING for kind in reversed(kinds) if kind in (*ENDING, *STARTING)), False):
+        facts, text = {"state": "ending"}, "This run is ending: its syncer is done, and its summary follows. "
     text += "Ask again in a few seconds."
     if host := find_other_host(run.journal):
         facts = {"state": "elsewhere", "host": host}
@@ -132,12 +170,12 @@ async def _status(url: str) -> RunStatus:
     return msgspec.convert(await get_json(url, "/v1/status"), RunStatus)
 
 
-async def _follow(url: str) -> None:
+async def _follow(url: str, processes: ProcessEvents | None) -> None:
     with LiveScreen(Console()) as screen:
         while True:
             try:
                 now = await _status(url)
-                screen.update(now)
+                screen.update(processes.show_restarts(now) if processes is not None else now)
             except Unreachable:
                 return
             await asyncio.sleep(0.5)
@@ -166,7 +204,7 @@ def verify(run: Path | str, json_: bool) -> None:
         for remark in report.remarks:
             console.print(f"note: {remark}", soft_wrap=True, highlight=False)
         if report.ok:
-            console.print("[green]all is well[/]")
+            console.print(conclude(report), style="yellow" if report.facts["unjudged"] else "green", soft_wrap=True)
     if not report.ok:
         raise RunFailed(report.problem)
 

@@ -276,6 +276,7 @@ def _serve(
             standby=wait if stands_by else None,
             ready=ready,
             pages=dashboard.pages,
+            watch=comings.note_status,
         )
     finally:
         comings.stop()

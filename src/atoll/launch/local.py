@@ -274,7 +274,10 @@ class LocalRun:
             self._start_child(child)
             for name in ("ATOLL_EXACT", "ATOLL_RUN"):
                 child.env.pop(name, None)
-            child.env["ATOLL_STATE"] = ""  # a restart takes a peer's state, unless a drain saved its own
+            if self.config.ranks > 1 or self.config.protocol.learners == 1:
+                child.env.pop("ATOLL_STATE", None)  # no peer has its state: a restart takes its own newest part
+            else:
+                child.env["ATOLL_STATE"] = ""  # a restart takes a peer's state, unless a drain saved its own
 
     def _learner_env(self, name: str) -> dict[str, str]:
         env = {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner", "ATOLL_FOLDER": str(self.out.learners / name)}

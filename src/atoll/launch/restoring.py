@@ -25,6 +25,7 @@ from atoll.launch.begun_here import remember_run
 from atoll.launch.environment import read_environment
 from atoll.launch.restored_shards import begin_shards_anew, clear_written, cut_to_common
 from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     CutState,
     Manifest,
@@ -152,7 +153,9 @@ def _write_beginning(draft: RunDir, found: Recovered, run: str, term: int) -> No
     journal.append([(state.begun, None)])
     now = CutState(state, journal.position, 0, tuple(parameters.version_rounds()))
     journal.close()
-    write_syncer_part(draft.cuts, run, cut, cut, msgspec.msgpack.encode(now), arrays)
+    encoded = msgspec.msgpack.encode(now)
+    write_atomic(draft.origin, encoded)
+    write_syncer_part(draft.cuts, run, cut, cut, encoded, arrays)
     table = (folder_of(draft.cuts, cut) / "syncer.json").read_bytes()
     # Learners' states are of an earlier round: nothing can be put back exactly, and "left out" says so.
     left_out = {EVERYBODY: f"their states are of cut {before}, and this is round {cut}"} if learners else {}

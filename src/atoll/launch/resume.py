@@ -39,7 +39,7 @@ from atoll.protocol.history import History, HistoryState
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.effects import ChangeAsked
 from atoll.protocol.syncer.machine import Syncer
-from atoll.store.atomic import make_folder, staged
+from atoll.store.atomic import make_folder, staged, write_atomic
 from atoll.store.cuts import (
     BadCut,
     CheckedCut,
@@ -258,7 +258,9 @@ def from_cut(
     history = _with_own_settings(then.history.begin_run(run, f"cut {cut}", term=1), own)
     now = CutState(history, _begin_journal(new, history.begun), 0, then.rounds)
     arrays = arrays if shards else _fit_outer_state(arrays, history)
-    write_syncer_part(new.cuts, run, cut, part.round, msgspec.msgpack.encode(now), arrays)
+    encoded = msgspec.msgpack.encode(now)
+    write_atomic(new.origin, encoded)
+    write_syncer_part(new.cuts, run, cut, part.round, encoded, arrays)
     digests = tuple(_copy_shard_part(new, history, one, shared=shared) for one in shards)
     for file in (*_list_parts(old, manifest), *old.learners.glob(f"*/{UNMERGED}")):
         place = new.learners / file.relative_to(old.learners)

@@ -24,6 +24,7 @@ import time
 from atoll.launch.children import Child, ScriptError, describe_exit, find_shared_error, read_script_error
 from atoll.launch.resume import EVERYONE_ENDED, describe_resume
 from atoll.launch.script import USAGE
+from atoll.learner.folder import list_parts
 from atoll.learner.script import TERMINATED, tells_unjoined
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.rundir import RunDir
@@ -184,8 +185,13 @@ class Supervision:
         due = child.restart_if_due()
         if due:
             self.here.discard(child.name)
-            ranks = f", all {len(child.more_pids) + 1} ranks of it" if child.more_pids else ""
-            self._events.say("restarted", f"{child.name} was started again{ranks}", describe_process(child))
+            text, data = f"{child.name} was started again", describe_process(child)
+            if child.more_pids:
+                parts = list_parts(self._out.learners / child.name)
+                data["fresh"] = not parts
+                state = f"what is in {parts[-1].stem}" if parts else "a fresh inner optimizer: no snapshot is there yet"
+                text += f", all {len(child.more_pids) + 1} ranks of it, with {state}"
+            self._events.say("restarted", text, data)
         return due
 
     def _say_exited(self, child: Child, code: int) -> None:

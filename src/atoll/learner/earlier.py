@@ -25,11 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from atoll.learner.folder import read_run
+from atoll.learner.folder import list_parts, read_run
 from atoll.learner.packing import Unpacking
 from atoll.learner.ranks import RankGroup
 from atoll.learner.resharding import PLACE, make_whole_boxes, part_of_rank, refit, saved_boxes
-from atoll.learner.saved_state import list_parts
 from atoll.learner.script import FILE, say
 from atoll.learner.snapshot import Snapshot, read
 from atoll.protocol.errors import AtollError, ConfigError

@@ -234,6 +234,11 @@ def _refuse(path: Path, name: str) -> LearnerFolder:
     raise ConfigError(tell_taken(name, host, pid))
 
 
+def list_parts(folder: Path) -> list[Path]:
+    """Return the learner's parts of snapshots in this folder, the oldest first, also past six digits."""
+    return sorted(folder.glob("cut-*.safetensors"), key=lambda part: (len(part.name), part.name))
+
+
 def _kept_secret(path: Path) -> str:
     """One of this process alone where none can be kept: its restart is asked for like a stranger."""
     try:

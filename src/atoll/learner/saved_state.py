@@ -34,7 +34,7 @@ import torch
 
 from atoll.learner.capture import BegunSnapshot, Stateful
 from atoll.learner.copy_room import CopyRoom
-from atoll.learner.folder import RUN, read_run
+from atoll.learner.folder import RUN, list_parts, read_run
 from atoll.learner.offload import ignore_graph_captures
 from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, write
@@ -258,11 +258,6 @@ def part_name(cut: int) -> str:
     return f"cut-{cut:06d}.safetensors"
 
 
-def list_parts(folder: Path) -> list[Path]:
-    """The oldest first."""
-    return sorted(folder.glob("cut-*.safetensors"), key=_number)
-
-
 def _set_aside(folder: Path, aside: Path) -> None:
     make_folder(aside)
     for file in (*list_parts(folder), *(folder / name for name in (FILE, LIVES, UNMERGED, RUN))):
@@ -277,11 +272,6 @@ def read_lives(folder: Path) -> list[str]:
         return (folder / LIVES).read_text().split()
     except (OSError, UnicodeDecodeError):
         return []
-
-
-def _number(part: Path) -> tuple[int, str]:
-    """Orders parts by their cuts, also past six digits."""
-    return len(part.name), part.name
 
 
 # ---- what is saved ---------------------------------------------------------------------------------------------------

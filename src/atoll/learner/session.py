@@ -169,6 +169,8 @@ class RunSession:
         if earlier is not None:
             self._put_back(earlier)
             self._restored = False
+        elif self._ranks is not None and self._leads and self.shared.incarnation > 1:
+            say("it has no snapshot yet: the inner optimizer and what the script registered begin anew")
         self._preemption.begun = True
         self._note_joined()
         self._look_up()

@@ -22,7 +22,7 @@ from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, percent
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
 from atoll.observe.tail import is_routine
-from atoll.observe.timeline import is_good_end
+from atoll.observe.timeline import is_good_end, starts_everything
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import USUAL
 from atoll.protocol.statistics import format_score, format_scores_apart
@@ -37,8 +37,8 @@ ADVICE = "Advice: "
 
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
-    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary), _phases(summary)]
-    told += [_shares(summary, events), _relays(summary)]
+    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _returns(events)]
+    told += [_gaps(summary), _phases(summary), _shares(summary, events), _relays(summary)]
     told += [_merging(summary, events), _training(summary), _validation(summary, events), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
     told += [f"{ADVICE}{advice}" for advice in advise(summary)]
@@ -55,8 +55,10 @@ def _work(summary: Summary) -> str:
     learners: dict[str, Any] = summary["per_learner"]
     steps = sum(learner["steps"] for learner in learners.values())
     together = " together" if len(learners) > 1 else ""
+    processes = summary.get("data_parallel")
+    who = f"{processes} data-parallel processes" if processes else _number(len(learners), "learner")
     return (
-        f"{_number(len(learners), 'learner')} made {_number(steps, 'step')}{together} "
+        f"{who} made {_number(steps, 'step')}{together} "
         f"on {count(summary['tokens']['computed'])} tokens in {span(summary['wall_s'])}; "
         f"{percent(summary['goodput'])} of learner time went into steps."
     )
@@ -137,6 +139,23 @@ def _deaths(events: Sequence[Event]) -> str:
         _stepless(stepless),
     ]
     return " ".join(sentence for sentence in told if sentence)
+
+
+def _returns(events: Sequence[Event]) -> str:
+    """Name the learners that no supervisor started, and that were lost and came back as another process."""
+    watched = {event["process"] for event in events if event["kind"] in ("started", "restarted")}
+    gone: set[str] = set()
+    back: Counter[str] = Counter()
+    for event in events:
+        name = str(event.get("learner"))
+        if starts_everything(event):
+            gone.clear()
+        elif event["kind"] in ("lost", "left") and name not in watched:
+            gone.add(name)
+        elif event["kind"] == "joined" and name in gone:
+            gone.remove(name)
+            back[name] += event["incarnation"] > 1 and not event.get("known_as")
+    return " ".join(f"{name} was lost and started again {_times(number)}." for name, number in back.items() if number)
 
 
 def _stepless(names: Sequence[str]) -> str:
@@ -277,7 +296,14 @@ def _validation(summary: Summary, events: Sequence[Event]) -> str:
     if best is not None and best < end:
         last, lowest = format_scores_apart(end, best)
         lower = f"; the lowest was {lowest} at round {at:,} ({kept})"
-    return f"Validation loss of the global model went from {format_score(start)} to {last}{unit}{lower}."
+    went = f"went from {format_score(start)} to {last}{unit}{_when_scored(summary)}"
+    return f"Validation loss of the global model {went}{lower}."
+
+
+def _when_scored(summary: Summary) -> str:
+    """Say of which round the last score is; empty: of the last."""
+    stale = summary.get("validation_stale_round")
+    return "" if stale is None else f" at round {stale:,} of {summary['rounds_closed']:,}"
 
 
 def _is_by_hand(events: Sequence[Event]) -> bool:
@@ -287,16 +313,16 @@ def _is_by_hand(events: Sequence[Event]) -> bool:
 
 def _metrics(summary: Summary) -> list[str]:
     return [
-        f"Its {plain(name)} went from {format_score(one['start'])} to {_end_and_best(one)}."
+        f"Its {plain(name)} went from {format_score(one['start'])} to {_end_and_best(one, _when_scored(summary))}."
         for name, one in summary["metrics"].items()
     ]
 
 
-def _end_and_best(metric: dict[str, Any]) -> str:
+def _end_and_best(metric: dict[str, Any], when: str) -> str:
     if metric["best"] is None or metric["best"] == metric["end"]:
-        return format_score(metric["end"])
+        return f"{format_score(metric['end'])}{when}"
     end, best = format_scores_apart(metric["end"], metric["best"])
-    return f"{end}; the best was {best} at round {metric['best_round']:,}"
+    return f"{end}{when}; the best was {best} at round {metric['best_round']:,}"
 
 
 def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
@@ -319,12 +345,14 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         )
     if summary["participation"] is not None and summary["participation"] < 0.5:
         found.append(f"a round had only {percent(summary['participation'])} of the learners alive in it on average.")
-    found += _neglected(events)
+    found += _neglected(events) + _fresh_restarts(events)
     found += [f"{event['text']}." for event in events if event["kind"] == "same_batches"]
     if summary["refusals"]:
         reasons = [event["text"] for event in events if event["kind"] == "refused"]
         last = f" (the last: {reasons[-1]})" if reasons else ""
         found.append(f"{_number(summary['refusals'], 'contribution')} refused{last}.")
+    if when := _when_scored(summary):
+        found.append(f"the last model was not scored: the last figures of validation are those{when}.")
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if summary.get("validation_not_finite") and end is None:
         found.append(f"the validation loss was {'never finite' if start is None else 'not finite at the end'}.")
@@ -377,6 +405,16 @@ def _neglected(events: Sequence[Event]) -> list[str]:
         f"{name} was merged less than the others {'until the end' if name in lasting else 'for a while'} "
         f"(the last: {text})."
         for name, text in raised.items()
+    ]
+
+
+def _fresh_restarts(events: Sequence[Event]) -> list[str]:
+    """Name the learners of several ranks that lost the state of their inner optimizers: no peer has it."""
+    fresh = Counter(str(event["process"]) for event in events if event["kind"] == "restarted" and event.get("fresh"))
+    return [
+        f"{name} came back {_times(number)} before its first snapshot, so its inner optimizer and what the script "
+        "registered began anew (cut_every says how often one is taken)."
+        for name, number in fresh.items()
     ]
 
 
@@ -547,6 +585,15 @@ def _validation_course(summary: Summary) -> str:
 
 def _course(start: float | None, end: float | None) -> str:
     return NONE if start is None else f"{format_score(start)} → {format_score(end)}"
+
+
+def conclude(report: VerifyReport) -> str:
+    """What was judged of a run in which nothing is wrong."""
+    facts = report.facts
+    if not facts["unjudged"]:
+        return "all is well"
+    judged = f"the last {facts['records'] - facts['unjudged']:,} of {facts['records']:,} records"
+    return f"what could be judged is well: {judged}, and what follows from them; of those before only their checksums"
 
 
 def verification_rows(report: VerifyReport) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ overlap and the settings beside them are those of the last phase.
 
 | field | meaning |
 | --- | --- |
+| data_parallel | processes that averaged their gradients at every step, as one learner; 0: it is no such run
 | goodput | seconds spent stepping, all learners, over learner-seconds allocated (`LearnerTime`) |
 | merged_share | fragment-tokens merged over fragment-tokens computed, without those in flight |
 | uptime | share of that time in which at least one learner was stepping: alive and recovered |
@@ -35,6 +36,7 @@ larger than was asked, with what it carried; empty: none did |
 | wall_s, total_s | the training part; from the first event to the last |
 | validation_loss_start, _end, _best, _best_round | of the global model, by the evaluator (CPU: evaluator_cpu_s); _end
 is null where the last one was not finite |
+| validation_stale_round | where the run closed without a score of its last model: the round of the last score
 | validation_not_finite | scores whose loss was not finite |
 | quarantines | how often a learner was in quarantine |
 | loss_unit, metrics | the scorer's own words; per metric: direction, start, end, best, best_round |
@@ -130,6 +132,7 @@ def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None)
     share = told.get("merged_share") if "rounds" in told else _share_of_events(rounds, fragments, tokens["computed"])
     return {
         "run": header.get("run"),
+        "data_parallel": header.get("data_parallel", 0),
         "data_digest": plan.get("data") or None,
         "parameters": plan.get("parameters"),
         "reason": closing.get("reason") or ending.get("reason") or ending.get("text"),
@@ -162,6 +165,7 @@ def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None)
         "bytes_per_token": _bytes_per_token(timeline, tokens["computed"]),
         "relays": _relays(timeline),
         **read_scores(select_kinds(timeline, "score")),
+        "validation_stale_round": find_stale_score(timeline),
         **training_losses(rounds, fragments),
         "evaluator_cpu_s": _round(sum(float(e.get("cpu_s") or 0.0) for e in select_kinds(timeline, "score"))),
         "longest_gap_s": _round(max(gaps, default=None)),
@@ -521,6 +525,15 @@ def read_scores(scores: Sequence[Event]) -> dict[str, Any]:
         "loss_unit": next((str(e["unit"]) for e in reversed(scores) if e.get("unit")), ""),
         "metrics": _read_metrics(scores),
     }
+
+
+def find_stale_score(timeline: Sequence[Event]) -> int | None:
+    """Return the round of the last score, if the run closed without a score of its last model."""
+    score = _last(timeline, "score")
+    if score is None or not find_closing(timeline):
+        return None
+    is_final = score.get("final", True) and select_kinds(timeline, "round", "score")[-1] is score
+    return None if is_final else int(score["round"])
 
 
 def _value(value: float | None) -> float | None:

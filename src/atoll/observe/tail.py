@@ -99,6 +99,7 @@ NOTABLE = {
     "stalled": "yellow",
     "starting": "cyan",
     "warning": "yellow",
+    "standstill": "yellow",
     "devices": "cyan",
     "passed": "yellow",
     "left": "cyan",
@@ -152,10 +153,11 @@ def is_routine(event: Event) -> bool:
     return kind in ROUTINE
 
 
-REPEATED = {"refused": 1, "quarantined": 1, "recovered": 2, "fresh": 1, "passed": 1}
-"""Kinds that come by the hundred where numbers break again and again: so many of them, by learner, are printed …"""
-QUIET_S = 30.0
-"""… and then one in so many seconds, which says how many were not."""
+REPEATED = {"refused": 1, "quarantined": 1, "recovered": 2, "fresh": 1, "passed": 1, "standstill": 1}
+"""Kinds that come by the hundred where numbers break again and again, or a machine is crowded: so many of them, by
+learner, are printed …"""
+QUIET_S, MOST_QUIET_S = 30.0, 480.0
+"""… and then one in so many seconds, which says how many were not. While they go on, that time doubles up to this."""
 FOLDED = REPEATED.keys() | {"left", "lost", "exited", "restarted", "joined"}
 """Kinds of which the screen shows one line, once more of them come …"""
 APART = 2
@@ -187,16 +189,17 @@ class Repeats:
     """Events of one kind about one learner."""
 
     most: int
-    """Lines in QUIET_S."""
-
+    """Lines in `quiet_s`."""
+    quiet_s: float = QUIET_S
     lines: int = 0
     last_at: float = 0.0
     left_out: int = 0
     """Since the last line."""
 
     def has_line(self, at: float) -> bool:
-        if at >= self.last_at + QUIET_S:
+        if at >= self.last_at + self.quiet_s:
             self.lines = min(self.lines, self.most - 1)
+            self.quiet_s = min(MOST_QUIET_S, 2 * self.quiet_s) if self.left_out else QUIET_S
         if self.lines >= self.most:
             self.left_out += 1
             return False
@@ -327,19 +330,33 @@ class PlainLines:
 
 
 class Comings:
-    """Says on a syncer's terminal who comes and goes, and what goes wrong. A thread of its own reads the events: a
-    terminal that is held (Ctrl-S), or a pipe that nobody reads, does not hold up the run."""
+    """Says on a syncer's terminal who comes and goes, what goes wrong, how far the run is and how it was scored. A
+    thread of its own reads the events: a terminal that is held (Ctrl-S), or a pipe that nobody reads, does not hold up
+    the run."""
 
-    KINDS = ("joined", "lost", "left", "relay", "evaluator", "alarm")
+    KINDS = ("joined", "lost", "left", "relay", "evaluator", "alarm", "score")
 
-    def __init__(self, events: Path, console: Console, every_s: float = 0.25, *, takes_over: bool = False) -> None:
+    def __init__(
+        self,
+        events: Path,
+        console: Console,
+        every_s: float = 0.25,
+        line_s: float = 30.0,
+        *,
+        takes_over: bool = False,
+    ) -> None:
         """What is in the events by now is of earlier sessions. `takes_over`: so is what comes before this syncer's
-        first event, which a standby waits for."""
+        first event, which a standby waits for. `line_s`: seconds between two lines of progress."""
         self._tail, self._console, self._every_s = EventTail(events, most_bytes=_CHUNK), console, every_s
         self._tail.skip_to_end()
         self._takes_over = takes_over
+        self._progress = PlainLines(console, line_s)
+        self._status: RunStatus | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def note_status(self, status: RunStatus) -> None:
+        self._status = status
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._follow, name="atoll-comings", daemon=True)
@@ -367,11 +384,15 @@ class Comings:
                 lines.append(f"ALARM: {event['text']}" if alarm else str(event["text"]))
         for line in lines:
             self._console.print(plain(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
+        if self._status is not None and self._status.phase != "waiting":
+            self._progress.update(self._status)
 
 
 def describe_presence(status: RunStatus) -> str:
     """How many are connected, of those that the run is meant for."""
     here = sum(learner.state not in AWAY for learner in status.learners)
+    if status.data_parallel:
+        return f"data-parallel, {status.data_parallel} processes{'' if here else ', none here'}"
     meant = max(status.expected, here)
     return f"{here} of {meant} learner{'' if meant == 1 else 's'} here"
 

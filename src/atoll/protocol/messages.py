@@ -349,6 +349,12 @@ class Welcome(Message, frozen=True):
     """Training has not begun: make no step before `TrainingBegins`."""
     succeeds: Annotated[tuple[Line, ...], Meta(max_length=MANY)] = ()
     """Lost runs that this one goes on for: a learner of theirs keeps its inner optimizer and joins as a newcomer."""
+    away_s: Real = 0.0
+    """Seconds for which it was not heard before this hello; 0: a moment, or not known."""
+    away_t: Number = 0
+    """Its step when it was last heard before."""
+    closed: Line = ""
+    """Why the life that it had until this hello is closed."""
 
 
 class Refused(Message, frozen=True):

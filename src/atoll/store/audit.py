@@ -84,11 +84,9 @@ class JournalAudit:
         self.history = History(begun)
         self.members = MemberAudit(self.fragments)
         self.recent = RecentRounds(self.fragments)
-        self.term, self.terms = term, 1
-        self.passed = 0
-        """Rounds that were passed over …"""
+        self.term = term
         self.empty = 0
-        """… and those of the last cycle for which nobody had steps left."""
+        """Rounds of the last cycle for which nobody had steps left."""
         self.alarms = 0
         self.alarm = ""
         """The first of them, as the syncer said it."""
@@ -136,8 +134,6 @@ class JournalAudit:
                 self._check_round(record)
                 if self.history.ended and record.reason == NOTHING_LEFT:
                     self.empty += 1
-                else:
-                    self.passed += 1
             case ScoredRecord(round):
                 if not 0 <= round <= self.history.committed:
                     raise BadRun(f"round {round} is scored, with {self.history.committed} rounds committed")
@@ -180,7 +176,7 @@ class JournalAudit:
             raise BadRun(f"term {record.term} follows term {self.term}: terms only go up")
         if record.round != self.history.committed:
             raise BadRun(f"term {record.term} goes on from round {record.round}, not {self.history.committed}")
-        self.term, self.terms = record.term, self.terms + 1
+        self.term = record.term
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 

@@ -97,8 +97,8 @@ def export_run(
 
 
 KEPT = {
-    "best": "keeps one, scored every `evaluate_every` rounds",
-    "ema": "with `atoll.evaluate(..., ema=0.9)` keeps one",
+    "best": "a script with a scorer (atoll.evaluate) keeps one, scored every `evaluate_every` rounds",
+    "ema": "a script whose scorer is given by `atoll.evaluate(..., ema=0.9)` keeps one",
 }
 """Models that an evaluator keeps, and how a script comes to have them."""
 
@@ -121,8 +121,7 @@ def export_kept(
     source = {"best": run.best_model, "ema": run.ema_model}[kept]
     if not source.exists():
         raise ConfigError(
-            f"{path} holds no {source.name}: a script with a scorer (atoll.evaluate) {KEPT[kept]}; "
-            f"without --{kept} the newest version is written"
+            f"{path} holds no {source.name}: {KEPT[kept]}. Without --{kept} the newest version is written"
         )
     newest = max(complete_cuts(run.cuts), default=0)
     rest = find_unmerged(run, newest, merged=merged, parameter_names=parameter_names)

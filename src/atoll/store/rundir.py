@@ -12,6 +12,7 @@
     shards/<number>/    what a shard of the syncer holds, where there are several: a folder like this (docs/adr/0031)
     logs/<process>.log  what a process printed
     norms.json          which norms are usual, for the next term
+    origin.bin          of a run that was made of another: the state that its first record goes on from (verify_cuts.py)
     run.lock            held by whoever has the whole run in hand (writer_lease.py)
     store.json          which bucket it is copied to, and which copy of the run this folder is (bucket/claims.py)
     standby.json        who would carry out an attack on it (chaos/standby.py), while it goes on
@@ -66,6 +67,7 @@ _OURS = (
         "syncer.url",
         "last.url",
         "norms.json",
+        "origin.bin",
         "standby.json",
         "store.json",
         "attack.json",
@@ -198,6 +200,10 @@ class RunDir:
     @property
     def norms(self) -> Path:
         return self.path / "norms.json"
+
+    @property
+    def origin(self) -> Path:
+        return self.path / "origin.bin"
 
     @property
     def model(self) -> Path:

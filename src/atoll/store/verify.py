@@ -89,7 +89,7 @@ class RunVerification:
         """None until the records can be judged: from the first one on, but for runs that were begun from a cut."""
         self._walk: ParameterWalk | None = None
         self._end = ORIGIN
-        self._records = self._torn_bytes = 0
+        self._records = self._torn_bytes = self._unjudged = 0
         self._read_whole = False
         """All records that were there are read, and none is wrong."""
         self._tails: list[TailRecord] = []
@@ -179,6 +179,7 @@ class RunVerification:
             return
         self._audit = self._cuts.begin_audit(self._begun, position, origin=self._records == 1)
         if self._audit is not None and self._records > 1:
+            self._unjudged = self._records
             self._findings.add_remark(
                 f"the run was begun from {self._begun.parent}, of which nothing is here any more: "
                 f"the {self._records} records up to its oldest cut could not be judged"
@@ -308,10 +309,11 @@ class RunVerification:
         return {
             "run": self._begun.run if self._begun else "",
             "records": self._records,
+            "unjudged": self._unjudged,
             "rounds": audit.history.committed if audit else 0,
-            "passed": audit.passed if audit else 0,
+            "passed": audit.history.committed - audit.history.merged_rounds - audit.empty if audit else 0,
             "empty": audit.empty if audit else 0,
-            "terms": audit.terms if audit else 0,
+            "terms": len(self._terms),
             "learners": audit.members.learners if audit else 0,
             "incarnations": audit.members.incarnations if audit else 0,
             "contributions": audit.members.contributions if audit else 0,

@@ -19,11 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
+from atoll.protocol.errors import AtollError
 from atoll.protocol.records import BegunRecord, CutDoneRecord
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun
 from atoll.store.cuts import (
     BadCut,
+    CutState,
     StoredCut,
     check_cut,
     complete_cuts,
@@ -95,18 +99,31 @@ class CutVerifier:
             self._done[record.cut] = record
 
     def begin_audit(self, begun: BegunRecord, position: Position, *, origin: bool) -> JournalAudit | None:
-        """A run that was begun from a cut of another goes on from what its own first cut holds, if that is here."""
+        """A run that was made of another goes on from what its own first cut holds, or, once that is removed, from the
+        copy of its state."""
         cut = self._find_cut_at(begun.run, position)
-        if cut is None:
+        if cut is not None:
+            state, whose = cut.state, f"cut {cut.number} ({cut.path / 'state.bin'})"
+            self._origin = cut.number if origin else 0
+        elif origin and (kept := self._read_origin(begun.run, position)) is not None:
+            state, whose = kept, str(self._run.origin)
+        else:
             return None
-        if origin:
-            self._origin = cut.number
         try:
-            audit = JournalAudit.restore_from_cut(cut.state, under_way=not origin)
+            audit = JournalAudit.restore_from_cut(state, under_way=not origin)
             audit.check_totals()
         except (BadRun, LookupError, ValueError) as error:
-            raise BadRun(f"cut {cut.number} ({cut.path / 'state.bin'}): {error}") from error
+            raise BadRun(f"{whose}: {error}") from error
         return audit
+
+    def _read_origin(self, run: str, position: Position) -> CutState | None:
+        try:
+            state = msgspec.msgpack.decode(self._run.origin.read_bytes(), type=CutState)
+        except FileNotFoundError:
+            return None
+        except (msgspec.MsgspecError, AtollError) as error:
+            raise BadRun(f"{self._run.origin} cannot be read: {error}") from error
+        return state if (state.history.begun.run, state.position) == (run, position) else None
 
     def _find_cut_at(self, run: str, position: Position) -> StoredCut | None:
         """The cut whose place is here; what is wrong with its place or its run is told later."""

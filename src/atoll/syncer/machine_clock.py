@@ -65,7 +65,7 @@ class MachineClock:
         if not stood_s:
             return
         text = f"the syncer stood still for {stood_s:.1f} s: nobody's silence counts for that time"
-        self._events.say("warning", text, {"seconds": round(stood_s, 3)})
+        self._events.say("standstill", text, {"seconds": round(stood_s, 3)})
         self._enqueue(machine.handle(now, fx.StoodStill(stood_s)))
         self._wake_at(machine.wake_at)
 

@@ -41,6 +41,8 @@ OPERATOR = "the operator asked for it"
 STALE_S = 5.0
 """A standby takes over from a syncer whose lease is this old; from one whose process is gone, at once."""
 LOOK_S = 0.25
+SHOW_S = 5.0
+"""Seconds between two states of the run that a terminal is given."""
 DAY_S, RECENT_BYTES = 86400.0, 1 << 26
 """Age of the relays that a syncer still shows after it started, and how much of the events it reads for them."""
 ELSEWHERE = DiskFailed.exit_code
@@ -73,6 +75,7 @@ def serve(
     standby: Callable[[], None] | None = None,
     ready: Callable[[str, str, str], None] | None = None,
     pages: PagesMaker | None = None,
+    watch: Callable[[RunStatus], None] | None = None,
     disk: Disk | None = None,
     mortal: bool = False,
     or_any_port: bool = False,
@@ -80,7 +83,8 @@ def serve(
     """Run a syncer until its run is over. Its address is written to the run directory; `ready` gets the address, the
     run's name and a link to the dashboard.
 
-    With `standby` it first waits for its turn, and calls it when it begins to wait. `pages` make the dashboard.
+    With `standby` it first waits for its turn, and calls it when it begins to wait. `pages` make the dashboard; `watch`
+    is given the state of the run every few seconds.
     """
     kernels.warm()
     allow_files()
@@ -108,6 +112,7 @@ def serve(
             reopen,
             ready or (lambda url, run, look: None),
             pages(out) if pages is not None else None,
+            watch,
             by_hand=not supervised and standby is None,
             mortal=mortal,
             uploader=uploader,
@@ -164,6 +169,7 @@ class StartOptions:
     reopen: bool
     ready: Callable[[str, str, str], None]
     pages: LivePages | None = None
+    watch: Callable[[RunStatus], None] | None = None
     by_hand: bool = False
     """Nobody else says that everything is started. A standby that takes over starts nothing: learners go on."""
     mortal: bool = False
@@ -216,6 +222,8 @@ async def _serve(
                 beside.append(tasks.create_task(_watch_store(begin.uploader, service.meter.store, events)))
             if begin.pages is not None:
                 beside.append(tasks.create_task(show_pages(begin.pages, service.figures, events)))
+            if begin.watch is not None:
+                beside.append(tasks.create_task(_show_progress(begin.watch, service.figures, events)))
             if supervised:
                 beside.append(tasks.create_task(_obey(service, begin.mortal)))
             await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
@@ -286,6 +294,17 @@ async def _watch_store(uploader: Uploader, find_lag: Callable[[], StoreLag | Non
 async def show_pages(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn:
     """Until cancelled. A mistake in the pages is reported and they start again: the run does not notice."""
     await keep_showing("the dashboard", lambda: pages.run(figures), lambda text: events.say("alarm", text))
+
+
+async def _show_progress(watch: Callable[[RunStatus], None], figures: Figures, events: EventLog) -> NoReturn:
+    """The same for lines on a terminal."""
+
+    async def show() -> NoReturn:
+        while True:
+            await asyncio.sleep(SHOW_S)
+            watch(figures())
+
+    await keep_showing("the progress", show, lambda text: events.say("alarm", text))
 
 
 def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: VitalTasks) -> None:

@@ -222,6 +222,8 @@ class SyncerService:
         protocol = self._config.protocol
         data: dict[str, object] = {"run": self._run, "learners": protocol.learners}
         data |= {"settings": msgspec.to_builtins(protocol), "versions": versions()}
+        if self._config.data_parallel:
+            data["data_parallel"] = self._config.data_parallel
         self._events.say("run", f"run {self._run}: waiting for {protocol.learners} learners", data)
 
     def _begin(self, hello: Hello) -> None:

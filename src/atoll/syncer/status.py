@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, log2
 from statistics import fmean, median
 from typing import Any
 
@@ -36,6 +36,8 @@ ENOUGH = 0.01
 """Of the budget: so much must be done before the rest is estimated by it."""
 SHOWN = 3
 """Downloads, or first steps, that a notice names."""
+TOLD_S = 10.0
+"""A start that takes longer is told with its time."""
 FIRST_STEP_S = 5.0
 """A first step that is worth a notice."""
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
@@ -64,6 +66,8 @@ class Meter:
         """When the status was first made of a run under way, and its progress then."""
         self._joined = False
         """Whether a learner has come since this syncer started."""
+        self._deserted_since: float | None = None
+        """When the status first told that no learner was connected; None: some are."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
         self._score: ScoreReport | None = None
         self.alarm = ""
@@ -185,7 +189,7 @@ class Meter:
             store_s=round(store.seconds, 1) if store is not None else 0.0,
             store_alarm=f"the store fails: {store.trouble}" if store is not None and store.trouble else "",
             notice=self.notice()
-            or self._nobody_here(phase, learners)
+            or self._nobody_here(now, phase, learners)
             or awaited_learners(machine)
             or describe_downloads(machine)
             or describe_first_steps(learners)
@@ -193,6 +197,7 @@ class Meter:
             standby=self.standby(),
             disk_free_bytes=self.disk_free_bytes(),
             expected=settings.learners,
+            data_parallel=self._config.data_parallel,
             supervised=self.supervised,
             liveness=self._time.liveness(now),
             bytes_in=traffic[0],
@@ -229,10 +234,16 @@ class Meter:
         done, seconds = progress - before, (self._ended or now) - since
         return seconds * (1 - progress) / done if done > ENOUGH and seconds > 0 else None
 
-    def _nobody_here(self, phase: str, learners: Sequence[LearnerStatus]) -> str:
-        if self.supervised:
-            return nobody_started(phase, learners, self._learners, self._joined)
-        return nobody_here(phase, learners)
+    def _nobody_here(self, now: float, phase: str, learners: Sequence[LearnerStatus]) -> str:
+        if not self.supervised:
+            return nobody_here(phase, learners)
+        if not is_deserted(phase, learners):
+            self._deserted_since = None
+            return ""
+        self._deserted_since = self._deserted_since or now
+        learners_meant = f"{self._learners} learner{'' if self._learners == 1 else 's'}"
+        what = f"{processes} processes" if (processes := self._config.data_parallel) else learners_meant
+        return nobody_started(what, now - self._deserted_since, joined=self._joined)
 
     def _goodput(self, now: float, machine: Syncer | None) -> float | None:
         """Return the goodput; None before the first step."""
@@ -304,13 +315,14 @@ def is_deserted(phase: str, learners: Sequence[LearnerStatus]) -> bool:
     return phase not in ("ending", "finished") and all(one.state in ("away", "gone") for one in learners)
 
 
-def nobody_started(phase: str, learners: Sequence[LearnerStatus], wanted: int, joined: bool) -> str:
+def nobody_started(what: str, seconds: float, *, joined: bool) -> str:
     """A notice for a run of `atoll train` without connected learners: it starts them itself. `joined`: some were here
-    since the syncer started."""
-    if not is_deserted(phase, learners):
-        return ""
-    what = f"{wanted} learner{'' if wanted == 1 else 's'}"
-    return f"Nobody is here: the supervisor restarts {what} …" if joined else f"Starting {what} …"
+    since the syncer started. The time is told in steps that double, since a line is printed where it changes."""
+    notice = f"Nobody is here: the supervisor restarts {what} …" if joined else f"Starting {what} …"
+    if seconds < TOLD_S:
+        return notice
+    told_s = TOLD_S * 2 ** int(log2(seconds / TOLD_S))
+    return f"{notice} for {told_s:.0f} s so far: scripts load, then connect (atoll logs RUN learner-0)"
 
 
 def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:

@@ -7,7 +7,8 @@ of hellos that are refused, which may come under any name, so many of each token
 
 | kind | said by | fields beside `text` |
 | --- | --- | --- |
-| run | syncer | run, learners, settings, versions (of Python, packages, platform) |
+| run | syncer | run, learners, settings, versions (of Python, packages, platform); data_parallel: the processes of a
+data-parallel run |
 | plan | syncer | settings (P and H filled in), parameters, data |
 | waiting | syncer | missing, seconds: the first parameters are here, and so many more learners are waited for |
 | joined | syncer | learner, incarnation, declared (tokens per step), known_as (its incarnation before; 0: none) |
@@ -48,6 +49,7 @@ directions, unit |
 | pace | syncer | h, asked, part, narrowest: rounds have another H than before; `part` makes it larger than was asked
 ("way down of site-2"), `narrowest` has its figures too |
 | share | syncer | learner, share: its link carries only this share of the rounds, or every round again (1) |
+| standstill | syncer | seconds: it stood still, and nobody's silence counts for that time |
 | ending | syncer | |
 | closing | syncer, supervisor | what the end of the run waits for: the model, the last score, scripts |
 | finished | syncer | reason, learners (t, tokens, busy_s), computed_before (tokens, when this syncer began), bytes_in,
@@ -55,8 +57,8 @@ bytes_out; relays: bytes_in and bytes_out of each; the account of the whole run:
 (in which something was merged), tokens, dropped_by_cause, merged_share, fates, fragments (of each its version and the
 tokens merged) |
 | started, exited, restarted, killed | supervisor | process (and pid, code; ranks: the pids of a learner's ranks but
-the first, by the names of their logs; stepless: killed at the end, since it had made no step;
-unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
+the first, by the names of their logs; fresh: these ranks have no snapshot to go on from; stepless: killed at the end,
+since it had made no step; unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |

@@ -123,6 +123,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that the disk of the run's folder has left; None: not known yet."""
     expected: int = 0
     """M: how many learners the run is meant for."""
+    data_parallel: int = 0
+    """Processes of a data-parallel run, which are its one learner; 0: it is none."""
     supervised: bool = False
     """Somebody starts and restarts its learners: `atoll train`, here or on Ray."""
     liveness: float | None = None

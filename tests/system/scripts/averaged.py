@@ -41,12 +41,17 @@ def make() -> tuple[Net, torch.optim.Optimizer]:
 
 
 def main() -> None:
-    torch.manual_seed(os.getpid())  # ranks begin with rank 0's parameters, whatever their own are
+    # Ranks begin with the parameters of rank 0, whatever their own are.
+    torch.manual_seed(int(os.environ.get("ATOLL_RANK", "0")))
     model, optimizer = make()
     atoll.evaluate(model, lambda model: loss_of(model, torch.arange(HALF)).item())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100_000)
+    learner = atoll.Learner(model, optimizer)
+    learner.register("schedule", schedule, from_peers=True)
     steps: list[list[list[int]]] = []
     own = "--deferred" in sys.argv
-    with atoll.Learner(model, optimizer) as learner:
+    with learner:
+        print("schedule at", schedule.last_epoch, flush=True)
         begun = {name: values.tolist() for name, values in model.state_dict().items()}
         passes: list[list[int]] = []
         for batch in learner.batches(torch.arange(SAMPLES), batch_size=BATCH):
@@ -59,6 +64,7 @@ def main() -> None:
             if last:
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 optimizer.step()
+                schedule.step()
                 optimizer.zero_grad()
                 steps.append(passes)
                 passes = []

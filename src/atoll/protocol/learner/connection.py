@@ -157,6 +157,8 @@ class ConnectionState:
         """Why it is not connected, as far as somebody was told."""
         self.lost: tuple[float, int] | None = None
         """When it was lost, and after which step; None: it is there, or never was."""
+        self.hello_t = 0
+        """Its step at the last hello."""
         self.said_at = 0.0
         self.heard: Clock = {}
         """What it was told of everybody's steps."""

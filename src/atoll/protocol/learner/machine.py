@@ -164,6 +164,7 @@ class LearnerMachine:
         self._counters.last = stepped
 
     def hello(self) -> msg.Hello:
+        self._connection.hello_t = self.t
         return msg.Hello(
             protocol=msg.PROTOCOL,
             learner=self.name,
@@ -369,13 +370,15 @@ class LearnerMachine:
         if (lost := self._connection.lost) is None:
             return ""
         self._connection.lost = None
-        (lost_at, lost_t), again = lost, "connected again"
-        again += f" after {now - lost_at:.1f} s"
-        if self.run != welcome.run or (steps := self.t - lost_t) <= 0:
+        away_s, lost_t, back_t = now - lost[0], lost[1], self.t
+        if welcome.away_s:  # the figures of the syncer's own event
+            away_s, lost_t, back_t = welcome.away_s, welcome.away_t, self._connection.hello_t
+        again = f"connected again after {away_s:.1f} s"
+        if self.run != welcome.run or (steps := back_t - lost_t) <= 0:
             return again
         if before not in (0, welcome.incarnation):
-            longest = f"abandon_s = {welcome.settings.abandon_s:g}"
-            return f"{again}; its life was closed meanwhile ({longest}): none of the {steps:,} steps made since counts"
+            why = f" ({welcome.closed})" if welcome.closed else ""
+            return f"{again}; its life was closed meanwhile{why}: none of the {steps:,} steps made since counts"
         given = [t - lost_t for _, t, _ in welcome.merged] or [0] * len(self.versions)
         behind = [held < newest for held, newest in zip(self.versions, welcome.versions, strict=True)]
         adopt = welcome.settings.resolved_adopt

@@ -49,7 +49,7 @@ class Accounts:
         """This incarnation is over; `under_way`: its newest contribution to a round that may be committed yet."""
         if learner.closed:
             return
-        learner.closed, learner.may_return = True, False
+        learner.closed, learner.closed_for, learner.may_return = True, reason, False
         self._batch.pop(learner.name, None)  # leases for the next process would come before it says what its data is
         again = -1
         if self.state.history.leases is not None and self.state.history.leases.holds(learner.name, learner.incarnation):

@@ -55,7 +55,8 @@ class Joining:
             return
         if before is not None:
             self._take_the_place_of(before, hello)
-        self.returns.note_hello(now, before, hello)
+        away_s, away_t = self.returns.note_hello(now, before, hello)
+        closed = before.closed_for if before is not None and before.session == hello.session else ""
         learner, new = self.state.members.find_or_begin_life(now, hello, self.state.history.run)
         if new:
             self.accounts.open_life(learner)
@@ -63,7 +64,7 @@ class Joining:
         if hello.run == self.state.history.run:
             self.state.out.merge_clock(hello.clock)
         self.run_start.consider_uploader(hello)
-        self._send_welcome(learner)
+        self._send_welcome(learner, away_s, away_t, closed)
         word = "joined" if new else "is connected again"
         text = f"{learner.name} {word} (incarnation {learner.incarnation})"
         known_as = hello.incarnation if hello.run == self.state.history.run else 0
@@ -107,7 +108,7 @@ class Joining:
             or any(held > kept for _, versions in found for held, kept in zip(hello.versions, versions, strict=False))
         )
 
-    def _send_welcome(self, learner: KnownLearner) -> None:
+    def _send_welcome(self, learner: KnownLearner, away_s: float = 0.0, away_t: int = 0, closed: str = "") -> None:
         welcome = Welcome(
             run=self.state.history.run,
             incarnation=learner.incarnation,
@@ -131,6 +132,9 @@ class Joining:
             frozen=self.state.history.begun.frozen,
             waits=self.beginning.holds_back,
             succeeds=self.state.history.begun.succeeds,
+            away_s=away_s,
+            away_t=away_t,
+            closed=closed,
         )
         self.state.out.send(learner.name, welcome)
 
@@ -196,6 +200,7 @@ class Joining:
             until = learner.last_heard + self.state.settings.abandon_s
             if now >= until:
                 self.close_life(learner, f"away for {self.state.settings.abandon_s:g} s")
+                learner.closed_for = f"abandon_s = {self.state.settings.abandon_s:g}"
             else:
                 wakes.append(until)
 

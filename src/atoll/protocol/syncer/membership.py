@@ -126,6 +126,8 @@ class KnownLearner:
     """Why it was asked to leave, once it was."""
     closed: bool = False
     """Its account is closed: this incarnation is over for good."""
+    closed_for: str = ""
+    """Why it is closed."""
     left: bool = False
     """It said that it leaves, or the syncer has closed its account."""
     may_return: bool = False
@@ -238,6 +240,7 @@ class Membership:
         learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
         learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
         learner.closed = not life.open
+        learner.closed_for = "" if life.open else "in an earlier term of the syncer"
         self._add(learner)
 
     def expect_back(self, versions: Sequence[int]) -> None:
@@ -246,6 +249,7 @@ class Membership:
             one.may_return = one.closed and any(
                 0 <= last == now for last, now in zip(one.merged, versions, strict=True)
             )
+            one.closed_for = "the run had ended" if one.closed else ""
 
     def recall_progress(self, progress: float) -> None:
         """An earlier term came this far: the rest of what it was told by then it had not counted."""

@@ -30,6 +30,8 @@ class LastHeard:
     t: int
     tokens: int
     dropped: tuple[int, ...]
+    back_t: int
+    """Its step when it was back, as its hello says."""
 
 
 class Returns:
@@ -38,18 +40,22 @@ class Returns:
         self._absent: dict[str, LastHeard] = {}
         """Absences of the learners that are back and have not reported yet."""
 
-    def note_hello(self, now: float, before: KnownLearner | None, hello: Hello) -> None:
-        """Remember the absence before the learner's state is replaced; `before`: that state."""
+    def note_hello(self, now: float, before: KnownLearner | None, hello: Hello) -> tuple[float, int]:
+        """Remember the absence before the learner's state is replaced; `before`: that state. Return its seconds, and
+        the learner's step when it was last heard, for the learner's own log; zeros: there is nothing to tell."""
         self._absent.pop(hello.learner, None)
         if before is None or before.connected or before.session != hello.session or not before.last_heard:
-            return
+            return 0.0, 0
         away_s = now - before.last_heard
         if before.closed and away_s >= self.state.settings.abandon_s:
             self._tell_given_up(before, hello, away_s)
         elif not before.closed and before.recovered and away_s >= self.state.settings.lost_after_s:
             self._absent[before.name] = LastHeard(
-                before.incarnation, away_s, before.t, before.tokens_total, before.dropped
+                before.incarnation, away_s, before.t, before.tokens_total, before.dropped, hello.t
             )
+        else:
+            return 0.0, 0
+        return away_s, before.t
 
     def note_report(self, learner: KnownLearner, said: Progress) -> None:
         """Tell the outcome at the first report after an absence."""
@@ -75,11 +81,11 @@ class Returns:
         self.state.out.note("returned", text, learner, **told)
 
     def _outcome(self, learner: KnownLearner, said: Progress, absence: LastHeard) -> AbsenceOutcome:
-        steps, tokens = said.t - absence.t, said.tokens_total - absence.tokens
+        steps, tokens = max(0, absence.back_t - absence.t), said.tokens_total - absence.tokens
         behind = [held < newest for held, newest in zip(said.versions, self.state.versions, strict=True)]
         given = [learner.synced_t.get(fragment, 0) - absence.t for fragment in range(len(behind))]
         gone = zip(said.dropped, absence.dropped, strict=True) if absence.dropped and tokens > 0 else ()
-        overwritten = [max(0, now - before) * steps / tokens for now, before in gone]
+        overwritten = [max(0, now - before) * (said.t - absence.t) / tokens for now, before in gone]
         return find_outcome(steps, given, behind, self.state.settings.adopt, overwritten)
 
     def _weight_share(self, learner: KnownLearner, said: Progress) -> float:
