@@ -410,7 +410,11 @@ async def test_the_ranks_of_a_learner_start_again_as_one_and_the_evaluator_is_a_
     run.config = convert({"ranks": 2, "protocol": {"learners": 1}}, "a test")
     await run.run()
     [restarted] = events(run, "restarted")
-    assert restarted["text"] == "learner-0 was started again, all 2 ranks of it" and restarted["process"] == "learner-0"
+    assert (
+        restarted["text"]
+        == "learner-0 was started again, all 2 ranks of it, with a fresh inner optimizer: no snapshot is there yet"
+        and restarted["process"] == "learner-0"
+    )
     exits = [e["text"] for e in events(run, "exited") if e["process"] == "learner-0"]
     assert exits == ["learner-0 rank 1 ended: exit code 7", "learner-0 ended: exit code 0"]
     logs = {path.stem: path.read_text().splitlines() for path in run.out.logs.glob("*.log")}

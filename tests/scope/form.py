@@ -74,7 +74,7 @@ TALK = {
     *("missed", "_windows"),  # why tokens were dropped, and what of late was merged: for people
     *("overlaps", "_overlaps"),  # steps from reading to adoption: for people
     *("narrowest", "_told_h"),  # what makes rounds rarer: for people
-    *("first_step_s", "lost"),  # how long a first step or an absence takes: for people
+    *("first_step_s", "lost", "away_s"),  # how long a first step or an absence takes: for people
     "_loss",  # what rounding took from version 0: for people
     "budgeted",  # without a budget of tokens it is what was reported
 }

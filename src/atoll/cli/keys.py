@@ -48,13 +48,17 @@ class Last(msgspec.Struct, frozen=True):
     """The certificate of a proxy in front, whose fingerprint links name then."""
 
 
-def list_tokens(keys: Path, json_: bool = False) -> None:
-    now = time.time()
-    if json_:
-        shown = [name for name in JoinToken.__struct_fields__ if name != "secret"]
-        rows = [{name: getattr(token, name) for name in shown} for token in read_tokens(KeyDir.open(keys)).all]
-        print(msgspec.json.encode(rows).decode())
+def list_tokens(keys: Path, json_: bool) -> None:
+    if not json_:
+        show_tokens(keys)
         return
+    shown = [name for name in JoinToken.__struct_fields__ if name != "secret"]
+    rows = [{name: getattr(token, name) for name in shown} for token in read_tokens(KeyDir.open(keys)).all]
+    print(msgspec.json.encode(rows).decode())
+
+
+def show_tokens(keys: Path) -> None:
+    now = time.time()
     made = table("tokens", "name", "role", "learners", "at once", "names ever", "counts", words=6)
     for token in read_tokens(KeyDir.open(keys)).all:
         left = _until(token) if token.expires else "never ends"

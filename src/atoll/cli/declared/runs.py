@@ -30,7 +30,7 @@ FOLDER = (
     option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
     option("--store", "Copy the run to a bucket, as s3://bucket/run.", metavar="URL", panel=RUN),
 )
-TRUST = flag("--trust", "With --resume: do not ask about a run that began elsewhere.", panel=RUN)
+TRUST = flag("--trust", "With --resume: ask nothing about a run from elsewhere.", panel=RUN)
 ANY_SETTING = (
     option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
     setting_option(SETTINGS),
@@ -71,7 +71,7 @@ RUNS = (
         Examples:
           atoll train --learners 4 --steps 1000
           atoll train my_script.py --learners 2 --steps 500 -- --my-option 3
-          atoll train --set quorum=2 --set sync_every=12 --set codec=fp32 --set workload.depth=4
+          atoll train --set quorum=2 --set codec=fp32 --set workload.depth=4
           atoll train my_script.py --learners 2 --steps 500 --algorithm data-parallel
           atoll train --resume atoll-runs/first --steps 2000
         """,
@@ -415,7 +415,7 @@ RUNS = (
           atoll tokens add eu --learner 'eu-*' --most 4 --hours 24
           atoll tokens revoke eu
         """,
-        "keys:list_tokens",
+        "keys:show_tokens",
         (
             option(
                 "--keys",
