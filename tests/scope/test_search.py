@@ -103,7 +103,7 @@ def test_a_bug_is_found_by_the_shortest_way_and_told_as_a_story(monkeypatch: pyt
     monkeypatch.setattr(Membership, "find_or_begin_life", greet)
     found = search(Scope("rounds under way", rounds=3), states=5000)
     assert found.violation is not None and "incarnation" in found.violation.text
-    assert [kind for kind, _ in found.violation.path] == ["kill", "start", "dial", "fsync"]
+    assert [kind for kind, _ in found.violation.path] == ["crash", "step", "kill"]
     assert found.violation.story[-1].startswith("!!!")
 
 
