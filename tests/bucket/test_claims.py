@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from atoll.bucket.claims import (
+    PlaceClaimed,
     begin_store,
     claim_term,
     claim_through,
@@ -99,6 +100,26 @@ def test_of_two_disks_alike_to_the_inode_only_one_claims_a_term_and_the_other_is
     acquire(first.journal).release()
     with pytest.raises(ConfigError, match=f"went on elsewhere .{clone.path}"):
         attach_store(first, bucket.url)
+
+
+def test_two_threads_of_a_shard_may_see_the_claim_of_its_run_at_the_same_moment(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = RunDir.create(tmp_path / "a"), bucket.exists
+    begin_store(bucket, out.path)
+    shard = PlaceClaimed(bucket, out)
+    shard.begin()
+    acquire(out.journal).release()
+    claim_through(bucket, 1, out)
+
+    def see_while_the_other_does(key: str) -> bool:
+        monkeypatch.setattr(bucket, "exists", seen)
+        assert not shard.is_over()
+        return seen(key)
+
+    monkeypatch.setattr(bucket, "exists", see_while_the_other_does)
+    assert not shard.is_over()
+    assert claim_term(bucket, 2, "another", tmp_path) and shard.is_over()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 A python block whose first line is a comment with a file's name is that file. An sh block is given to a shell; one that
 `<!-- stays -->` stands before is left in its terminal, and has to end well by the next heading; one that
-`<!-- until Ctrl-C -->` stands before likewise, once `<!-- Ctrl-C -->` has interrupted it; one that `<!-- not run -->`
-stands before is the reader's set-up. A learner is waited for until it is in the run.
+`<!-- until Ctrl-C -->` stands before likewise, once `<!-- Ctrl-C -->` has interrupted it, which it does not before the
+run has made a round; one that `<!-- not run -->` stands before is the reader's set-up. A learner is waited for until it
+is in the run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Terminal:
     process: subprocess.Popen[str]
     output: Path
     interrupted: bool = False
-    """Ctrl-C is what ends it."""
+    """Ctrl-C is what ends it …"""
+    rounds: int = 0
+    """… in a run that had made so many rounds before."""
 
 
 class Reader:
@@ -73,12 +76,14 @@ class Reader:
         self.close_terminals()
 
     def open_terminal(self, text: str, *, interrupted: bool = False) -> None:
-        self._open.append(replace(self._start(text), interrupted=interrupted))
+        rounds = self._count_rounds(text)
+        self._open.append(replace(self._start(text), interrupted=interrupted, rounds=rounds))
         self._wait_for_words(self._open[-1])
 
     def close_terminals(self) -> None:
         for terminal in self._open:
             if terminal.interrupted:
+                self._wait_for_round(terminal)
                 os.killpg(terminal.process.pid, signal.SIGINT)
         while self._open:
             self._finish(self._open.pop())
@@ -115,6 +120,19 @@ class Reader:
         while not wanted.search(terminal.output.read_text()) and terminal.process.poll() is None:
             assert time.monotonic() < deadline, f"{terminal.text} says nothing"
             time.sleep(0.05)
+
+    def _wait_for_round(self, terminal: Terminal) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while self._count_rounds(terminal.text) <= terminal.rounds:
+            assert time.monotonic() < deadline, f"{terminal.text} makes no round"
+            assert terminal.process.poll() is None, terminal.output.read_text()
+            time.sleep(0.05)
+
+    def _count_rounds(self, text: str) -> int:
+        """Of the run that a command names."""
+        named = re.search(r"atoll-runs/\w+", text)
+        events = self.folder / named[0] / "events.jsonl" if named else self.folder
+        return events.read_text().count('"kind":"round"') if events.is_file() else 0
 
     def _finish(self, terminal: Terminal) -> None:
         code = terminal.process.wait(2 * WAIT_S)

@@ -228,10 +228,12 @@ class PlaceClaimed:
             raise Deposed
 
     def is_over(self) -> bool:
-        while is_claimed(self._bucket, self._term + 1):
-            if not _is_own(self._bucket, self._term + 1, self._run.journal):
+        term = self._term  # two threads ask
+        while is_claimed(self._bucket, term + 1):
+            term += 1
+            if not _is_own(self._bucket, term, self._run.journal):
                 return True
-            self._term += 1
+        self._term = term
         return False
 
 
