@@ -6,7 +6,7 @@ from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.versions import Versions
-from atoll.protocol.messages import Announce, Decline, Member, Pull, Welcome
+from atoll.protocol.messages import Announce, Decline, Member, Pull, Started, Welcome
 from atoll.protocol.settings import Settings
 
 SETTINGS = Settings(learners=2, fragments=2, sync_every=4, adopt="carry").resolved(10)
@@ -147,9 +147,10 @@ def test_the_copy_for_a_round_that_was_passed_over_is_dropped() -> None:
 def test_a_learners_clock_never_goes_back() -> None:
     learner = a_learner()
     learner.handle(
-        1.0, fx.Arrived(Announce(round=8, fragment=0, version=3, members=(), gathering=9, clock={"a": 50}, term=1))
+        1.0, fx.Arrived(Announce(round=8, fragment=0, version=3, members=(), gathering=9, clock={"syncer": 9}, term=1))
     )
-    assert learner.hello().clock["a"] == 50
+    learner.handle(1.1, fx.Arrived(Started(uploader="", clock={"syncer": 4, "a": 50}, term=1)))
+    assert learner.hello().clock == {"syncer": 9}
 
 
 def test_carry_by_hand_for_a_member_and_its_counters() -> None:

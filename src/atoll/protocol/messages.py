@@ -2,9 +2,9 @@
 
 Small, frozen and tagged; unknown fields are forbidden, so a message of another version is refused, never guessed at.
 Tensors are not in here: a fragment's bytes travel as a body on a connection of its own, and the message that names them
-is sent once the body is whole. Every message carries its sender's vector clock. Whatever may be long or large has a
-bound in its type (limits.py), checked before the bytes behind it are read; all but a hello are short as a whole
-(fabric/wire.py).
+is sent once the body is whole. Every message carries its sender's clock (clock.py). None holds a list that grows with
+the number of learners (docs/adr/0044). Whatever may be long or large has a bound in its type (limits.py), checked
+before the bytes behind it are read; all but a hello are short as a whole (fabric/wire.py).
 
 Versions: a hello names the learner's version, and the answer that opens a channel names those that the syncer
 understands, from `OLDEST` to `PROTOCOL`. Peers without a common version refuse each other, in one line. A released
@@ -453,6 +453,7 @@ class Announce(Message, frozen=True):
     fragment: Number
     version: Number
     members: Annotated[tuple[Member, ...], Meta(max_length=MANY)]
+    """The receiver's own entry; where it was no member, that of one who was. Earlier versions send all of them."""
     gathering: Number
     digest: Line = ""
     progress: Real = 0.0

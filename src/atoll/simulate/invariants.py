@@ -18,7 +18,7 @@
     no step blocks                  in an asynchronous run no training process ever waits
     an honest claim is believed     nobody is refused for the tokens or samples it says it trained on
     bounded memory                  what the machines keep does not grow with the run
-    clocks                          a vector clock never goes back, a wake-up lies in the future, progress goes up, and
+    clocks                          the rounds that are told never go back, a wake-up lies in the future, progress goes up, and
                                     so does the run's step over all terms
     a budget ends the run           once the run's step has come to it
 
@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import le
 from typing import Any
 
-from atoll.protocol.clock import Clock, knows
+from atoll.protocol.clock import SYNCER
 from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
@@ -100,7 +100,7 @@ class Invariants:
     def _begin(self) -> None:
         """What one term of the syncer says of itself."""
         self.timing = Timing()
-        self._clock: Clock = {}
+        self._rounds_told = 0
         self._progress = self._step = 0.0
         self._settings: Settings | None = None
         self._accounts: dict[tuple[str, int], Account] = {}
@@ -219,10 +219,11 @@ class Invariants:
 
     def _watch_message(self, syncer: SimulatedSyncer, learner: str, message: FromSyncer) -> None:
         if syncer is self._newest:
-            if message.clock is not self._clock:
-                if not knows(message.clock, self._clock):
-                    raise Violation("clocks", f"{message.clock} is sent after {self._clock}", learner)
-                self._clock = message.clock
+            rounds = message.clock[SYNCER]
+            if len(message.clock) > 1 or not self._rounds_told <= rounds <= syncer.machine.committed:
+                said = f"{message.clock} is sent after {self._rounds_told} of {syncer.machine.committed} rounds"
+                raise Violation("clocks", said, learner)
+            self._rounds_told = rounds
             if message.term != syncer.term:
                 raise Violation("one fenced writer", f"a message of term {message.term} leaves term {syncer.term}")
         match message:
@@ -447,7 +448,6 @@ def _sizes(syncer: SimulatedSyncer, learners: Mapping[str, SimulatedLearner]) ->
     yield "accounts open", len(history.ledger.open), names
     yield "lives remembered", len(history.lives), names
     yield "cuts remembered", len(history.cuts), 8
-    yield "clock entries", len(machine.state.out.clock), names + 1
     yield "payloads kept", len(syncer.payloads), (fragments + 1) * names
     for learner in learners.values():
         yield from _of_learner(learner, fragments)

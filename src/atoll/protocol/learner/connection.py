@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from atoll.protocol.clock import Clock, merged
+from atoll.protocol.clock import SYNCER, Clock
 from atoll.protocol.learner.effects import Adopted, HangUp, LearnerEffect, Save, Saved, Say, Stepped
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.learner.ways import Ways
@@ -141,8 +141,8 @@ class ConnectionState:
 
     Rules kept here, each with its test: a syncer of an earlier term is not listened to; nothing is heeded before the
     welcome, nor a welcome that was meant for an earlier process of this name, nor what follows that one; nothing is
-    said while there is no connection; every message carries the learner's vector clock and the newest term it has
-    heard of; a contribution says whose it is, and takes along what the tape holds that no report has said; one with
+    said while there is no connection; every message carries the rounds and the newest term that the learner has heard
+    of; a contribution says whose it is, and takes along what the tape holds that no report has said; one with
     nothing to say sends heartbeats.
     """
 
@@ -160,8 +160,8 @@ class ConnectionState:
         self.hello_t = 0
         """Its step at the last hello."""
         self.said_at = 0.0
-        self.heard: Clock = {}
-        """What it was told of everybody's steps."""
+        self.rounds_heard = 0
+        """Rounds of the run that it has heard of."""
         self.tape = Spoken()
 
     def note_lost(self, now: float, reason: str) -> bool:
@@ -178,7 +178,7 @@ class ConnectionState:
 
     @property
     def clock(self) -> Clock:
-        return merged(self.heard, {self.name: self._counters.t})
+        return {SYNCER: self.rounds_heard}
 
     def accepts_message(self, message: FromSyncer) -> bool:
         """Whether a message counts; if it does, its clock and term are taken in."""
@@ -193,7 +193,7 @@ class ConnectionState:
             self.connected = False
             return False
         self.term = max(self.term, message.term)
-        self.heard = merged(self.heard, message.clock)
+        self.rounds_heard = max(self.rounds_heard, message.clock.get(SYNCER, 0))
         return True
 
     def send_message(self, now: float, message: FromLearner) -> None:

@@ -292,7 +292,7 @@ class LearnerMachine:
                 self._connection.incarnation = incarnation
                 self._recover_from_run(now, reason, reset=True)
                 if not self._ranks:
-                    self._seeking.begin_seeking(now, self._connection.heard[SYNCER])
+                    self._seeking.begin_seeking(now, self._connection.rounds_heard)
                 self._fetch_missing()
                 self._register_data(now)
             case msg.Help(ticket=ticket) if self._ranks:
@@ -430,7 +430,7 @@ class LearnerMachine:
             self._note("warning", f"{text} its own inner optimizer; steps that run {welcome.run} lacks are dropped")
         elif self.run:
             self._note("warning", f"this is run {welcome.run}, not {self.run}: its parameters are taken")
-        self._connection.run, self._connection.heard = welcome.run, dict(welcome.clock)
+        self._connection.run, self._connection.rounds_heard = welcome.run, welcome.clock.get(SYNCER, 0)
         self._forget_run(now, "a new run", fragments=len(welcome.versions), reset=False)
 
     def _take_start(self, now: float, uploader: str) -> None:

@@ -25,7 +25,7 @@ it gives is screened like anybody's. Whoever is trusted with a credential is not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from atoll.protocol.statistics import median
@@ -87,9 +87,13 @@ def beyond_lease(position: int, before: int, leased: int) -> str | None:
     return None
 
 
-def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[float]) -> str | None:
-    """What it adds to its last report. `others`: the usual tokens per step of the other learners (`Membership.per_step`
-    gives none where the learner is not known yet and there is only one other)."""
+Others = Callable[[], Sequence[float]]
+"""The usual tokens per step of the other learners (`Membership.per_step`: none where the learner is not known yet and
+there is only one other). Asked for only where a claim is beyond the learner's own usual: there are many of them."""
+
+
+def beyond_rate(now: float, t: int, total: int, own: Usual, others: Others) -> str | None:
+    """What it adds to its last report."""
     steps, tokens = t - own.t, total - own.total
     if not own.known:
         return beyond_steps(steps, tokens, own, others)
@@ -101,15 +105,17 @@ def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[flo
     return f"{tokens} tokens in {now - own.at:.3g} s, where {usual:.3g} are usual: {wrong}"
 
 
-def beyond_steps(steps: int, tokens: int, own: Usual, others: Sequence[float]) -> str | None:
-    """Whether so many tokens in so many steps are out of all proportion, to its own usual and to everybody's. `others`
-    as in `beyond_rate`."""
-    if not own.known and not others:
-        return None
+def beyond_steps(steps: int, tokens: int, own: Usual, others: Others) -> str | None:
+    """Whether so many tokens in so many steps are out of all proportion, to its own usual and to everybody's."""
     per_step, measure = tokens / max(1, steps), own.per_step if own.known else 0.0
-    if others:
-        measure = max(measure, median(others))
-    if per_step <= (MAX_RATIO if own.known else MAX_RATIO_NEW) * measure:
+    ratio = MAX_RATIO if own.known else MAX_RATIO_NEW
+    if per_step <= ratio * measure:
+        return None
+    if known := others():
+        measure = max(measure, median(known))
+    elif not own.known:
+        return None
+    if per_step <= ratio * measure:
         return None
     return f"{per_step:.4g} tokens per step, where {measure:.4g} are usual"
 

@@ -36,8 +36,10 @@ A learner whose training loop has ended is asked for its last steps, but no roun
 are left, no pace applies, and rounds that would collect nothing are passed over.
 
 A new term opens no round until the learners it knows are back or have had `RETURN_S` for it (`Assembly`, ending.py).
-While no round is due, reports are counted and nothing more (`Syncer._is_quiet`). So a rule that closes a round before
-it is due has to be in `Rounds.any_due` too.
+A report that makes no learner ready for a round that is due, or too few, is counted and nothing more
+(`Syncer._is_quiet`), so that it costs the same whatever the number of learners is. So a rule that closes a round
+before it is due has to be in `Rounds.any_becomes_due` too, and one that looks at something else than who is ready in
+`RoundClosing.note_ready`.
 """
 
 from __future__ import annotations
@@ -161,6 +163,26 @@ class RoundClosing:
         some = self.state.members.reachable_learners() if self.state.draining else self.state.members.live_learners()
         return [one for one in some if self._is_ready(one, round_)]
 
+    def due_rounds(self) -> list[Round]:
+        """Those that gather and would close with more learners ready: one, or with second attempts a few."""
+        rounds = self.state.open_rounds.values()
+        return [one for one in rounds if one.stage == "gathering" and one.due_at is not None]
+
+    def due_rounds_ready_for(self, learner: KnownLearner) -> dict[int, bool]:
+        """By number, the rounds that are due, and whether the learner is ready for each."""
+        return {one.number: learner.live and self._is_ready(learner, one) for one in self.due_rounds()}
+
+    def note_ready(self, learner: KnownLearner, before: dict[int, bool]) -> bool:
+        """Count the learner where its report made it ready for a round. False: somebody has to look at the rounds."""
+        for number, ready in self.due_rounds_ready_for(learner).items():
+            round_ = self.state.open_rounds[number]
+            if before.get(number, not ready) == ready:
+                continue
+            round_.ready += 1
+            if not ready or round_.ready >= round_.looks_at:
+                return False
+        return True
+
     def without_turn(self, round_: Round) -> list[KnownLearner]:
         """Return the stepping learners that have no part in this round: it is not one of their share, or they were
         asked ahead and had nothing to give."""
@@ -211,6 +233,7 @@ class RoundClosing:
             round_.quorum_at = now
         self._note_on_time(round_, ready)
         awaited = self.count_awaited(round_, ready)
+        round_.ready, round_.looks_at = len(ready), quorum if len(ready) < quorum else awaited
         return judge(now, ready=len(ready), awaited=awaited, quorum=quorum, grace_ends=self._grace_ends(round_))
 
     def count_awaited(self, round_: Round, ready: list[KnownLearner]) -> int:

@@ -53,7 +53,7 @@ class Contributions:
     # ---- reports ------------------------------------------------------------------------------------------------
 
     def hear_report(self, now: float, learner: KnownLearner, said: Progress) -> bool:
-        """True: it moved counters and nothing else."""
+        """True: no round closes by it."""
         if said.incarnation > learner.incarnation:
             self.joining.expel_learner(learner, f"a report of incarnation {said.incarnation}, which has not begun")
             return False
@@ -68,6 +68,8 @@ class Contributions:
             self.strikes.add_strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
             return False
         begins_to_leave = said.leaving and not learner.leaving
+        stepped = learner.live and not learner.stopped
+        ready = self.rounds.closing.due_rounds_ready_for(learner)
         self.rounds.note_adoptions(learner, said.versions, said.t)
         self.state.members.take_report(now, learner, said, self.state.furthest_round)
         self.accounts.book_report(learner, said)
@@ -86,9 +88,12 @@ class Contributions:
         recovered = learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said)
         if recovered and self.strikes.may_return(now, learner):
             self._mark_recovered(now, learner)
-        same = not self.rounds.closing.follow_members(now)
+        steps = learner.live and not learner.stopped
+        if steps != stepped:
+            self.rounds.closing.follow_members(now)
         self.rounds.closing.count_steps(now, learner)
-        return same and learner.live and not learner.stopped
+        trains = learner.state == "training" and not learner.stalled and not learner.stopped
+        return steps == stepped and trains and self.rounds.closing.note_ready(learner, ready)
 
     def _note_download(self, now: float, learner: KnownLearner, lacking: int) -> None:
         download = learner.download
@@ -164,7 +169,7 @@ class Contributions:
         elif given.steps == 0 or given.tokens == 0:
             self.rounds.note_nothing_to_give(round_, seat, "nothing to give: no steps since its last adoption")
         else:
-            seat.give(given)
+            round_.take_answer(seat, given)
             round_.answered_at = now
             learner.answer_s.add(now - seat.asked_at)
             learner.misses = learner.strikes = 0
@@ -268,10 +273,10 @@ class Scrutiny:
         wrong = wrong or self._beyond_rate(now, learner, given.t, given.total)
         wrong = wrong or self._accounts.beyond_ledger(learner, given)
         wrong = wrong or beyond_declared(given.steps, given.tokens, learner.declared)
-        others = self.state.members.per_step(learner)
-        if wrong is not None or not others:
-            return wrong  # alone, it is weighed against nobody
-        return beyond_steps(given.steps, given.tokens, learner.usual, others)
+        if wrong is not None:
+            return wrong
+        wrong = beyond_steps(given.steps, given.tokens, learner.usual, lambda: self.state.members.per_step(learner))
+        return wrong if wrong and self.state.members.per_step(learner) else None  # alone, it is weighed against nobody
 
     def find_above(self, learner: KnownLearner) -> str | None:
         """Whether its steps have far more tokens than the others'; looked at every `KNOWN_STEPS` of its steps."""
@@ -286,7 +291,7 @@ class Scrutiny:
             wrong = beyond_declared(t - usual.t, total - usual.total, learner.declared)
             if wrong is not None:
                 return wrong
-        return beyond_rate(now, t, total, learner.usual, self.state.members.per_step(learner))
+        return beyond_rate(now, t, total, learner.usual, lambda: self.state.members.per_step(learner))
 
 
 SHUT_OUT_S, LONGEST_S = 10.0, 3600.0

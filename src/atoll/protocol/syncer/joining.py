@@ -61,8 +61,6 @@ class Joining:
         if new:
             self.accounts.open_life(learner)
         self.accounts.record_owner(learner, token)
-        if hello.run == self.state.history.run:
-            self.state.out.merge_clock(hello.clock)
         self.run_start.consider_uploader(hello)
         self._send_welcome(learner, away_s, away_t, closed)
         word = "joined" if new else "is connected again"

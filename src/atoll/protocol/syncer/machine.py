@@ -15,8 +15,8 @@ This file routes every event to its rule and then lets time do its work. The rul
     scores and rollbacks           rollback.py
     the end                        ending.py
 
-Most messages of many learners change nothing yet: a heartbeat, a step before a round is due. They skip the second part
-(`_is_quiet`), so that they cost little.
+Most messages of many learners change nothing yet: a heartbeat, a step before a round is due, an answer before the last.
+They skip the second part (`_is_quiet`), whose cost grows with the number of learners.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Syncer:
         self._asked: fx.ChangeAsked | None = None
         """A change of settings that waits for a merge, or for the rounds under way."""
         self._only_counted = False
-        """The report just taken in moved counters and nothing else."""
+        """The report just taken in closes no round."""
         self.state = state = SyncerState(history)
         self.run, self.history, self.members = history.run, history, state.members
         self.accounts = Accounts(state)
@@ -214,19 +214,15 @@ class Syncer:
     ) -> None:
         match event:
             case fx.Received(_, message):
-                self._note_heard(now, learner, message)
+                learner.last_heard = now
                 self._route_message(now, learner, message)
             case fx.Delivered(_, contribution, refusal):
-                self._note_heard(now, learner, contribution)
+                learner.last_heard = now
                 self.contributions.hear_contribution(now, learner, contribution, refusal)
             case fx.Lost(_, reason):
                 self.joining.lose_connection(learner, reason)
             case fx.DrainAsked(_, reason):
                 self.joining.ask_to_leave(learner, reason)
-
-    def _note_heard(self, now: float, learner: KnownLearner, message: msg.FromLearner) -> None:
-        learner.last_heard = now
-        self.state.out.merge_clock(message.clock)
 
     def _route_message(self, now: float, learner: KnownLearner, message: msg.FromLearner) -> None:
         match message:
@@ -263,22 +259,24 @@ class Syncer:
             case fx.Received(_, msg.Heartbeat()):
                 return True
             case fx.Received(name, msg.Progress()):
-                return self._only_counted and self._is_before_the_next(now, self.members.learners[name])
+                return self._only_counted and self._brings_nothing_about(now, self.members.learners[name])
             case fx.Delivered(name, given):
                 learner, round_ = self._find_connected(name), self.state.open_rounds.get(given.round)
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
-                pulls = round_ is not None and round_.stage == "pulling" and bool(round_.asked)
+                pulls = round_ is not None and round_.stage == "pulling" and round_.answers_missing > 0
                 return taken and not given.probe and pulls
             case _:
                 return False
 
-    def _is_before_the_next(self, now: float, learner: KnownLearner) -> bool:
-        """Whether no report could bring a round or the end about; then all that this one moves is seen to here."""
+    def _brings_nothing_about(self, now: float, learner: KnownLearner) -> bool:
+        """Whether this report cannot bring a round or the end about; then all that it moves is seen to here."""
         if self.phase != "running" or self.settings.synchronous or self._asked is not None:
             return False
         if self.beginning.holds_back:
             return False
-        if self.assembly.returning or self.rounds.any_due(now) or self.end.budget_spent():
+        if self.assembly.returning or self.rounds.any_becomes_due(now) or self.end.budget_spent():
+            return False
+        if learner.share < 1.0 and self.rounds.closing.due_rounds():  # it may be asked ahead
             return False
         assert self.wake_at is not None
         self.end.note_step(now)

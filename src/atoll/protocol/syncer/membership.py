@@ -195,8 +195,10 @@ class Membership:
         """Session → why, of processes that the operator drains: another may have their name when they come back."""
         self.least = [-1] * settings.fragments
         """Per fragment, the version that the run was last rolled back with."""
+        self._counted = 0
+        """Tokens that all learners together trained on, as far as that is believed …"""
         self._uncounted = 0
-        """Tokens that an earlier term was told of and did not count."""
+        """… of which an earlier term was told and did not count these."""
 
     def find_or_begin_life(self, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
         """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
@@ -261,6 +263,7 @@ class Membership:
         known = learner.name in self.learners
         self._by_name[place : place + known] = [learner]
         self.learners[learner.name] = learner
+        self._counted = sum([one.tokens_before + one.budgeted.tokens for one in self._by_name])
 
     def _come_back(self, now: float, learner: KnownLearner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
@@ -307,7 +310,9 @@ class Membership:
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
             learner.compiled = learner.excused
         learner.usual.add(now, progress.t, progress.tokens_total)
+        counted = learner.budgeted.tokens
         learner.budgeted.add(now, progress.tokens_total - learner.origin, lambda: self._rate(now, learner))
+        self._counted += learner.budgeted.tokens - counted
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
         if offer > learner.offer + 1 or learner.offer < 0:
@@ -375,7 +380,7 @@ class Membership:
 
     def total_tokens(self) -> int:
         """Trained on by all together, as far as that is believed."""
-        return sum([one.tokens_before + one.budgeted.tokens for one in self._by_name]) - self._uncounted
+        return self._counted - self._uncounted
 
     def _rate(self, now: float, but: KnownLearner) -> float | None:
         """Tokens per second that it may count: by the others' rates; the least while they may still show theirs; None:

@@ -1,4 +1,4 @@
-"""The effects of one event, in order. Every message carries the syncer's vector clock and term.
+"""The effects of one event, in order. Every message carries the number of rounds behind the syncer, and its term.
 
 A record is part of the history from the moment it is decided. effect_order.py makes sure that nothing is sent before
 the records in front of it are durable.
@@ -6,14 +6,14 @@ the records in front of it are durable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from atoll.protocol.clock import SYNCER, Clock, merged
+from atoll.protocol.clock import SYNCER, Clock
 from atoll.protocol.effects import Note
 from atoll.protocol.history import History
-from atoll.protocol.limits import MAX_COUNTER, Budgets
+from atoll.protocol.limits import Budgets
 from atoll.protocol.messages import FromSyncer
 from atoll.protocol.records import AnyRecord, LentRecord, PlayedRecord, Stretch, encode
 from atoll.protocol.syncer.effects import Discard, Persist, Send, SyncerEffect
@@ -58,13 +58,7 @@ class Outbox:
 
     def count_rounds(self, rounds: int) -> None:
         """So many rounds are behind us."""
-        self.clock = {**self.clock, SYNCER: rounds}
-
-    def merge_clock(self, clock: Mapping[str, int]) -> None:
-        """Take in what a learner knows of those that joined. How many rounds are behind us nobody tells us."""
-        ours, lives = self.clock, self.history.lives
-        if newer := {name: t for name, t in clock.items() if MAX_COUNTER > t > ours.get(name, -1) and name in lives}:
-            self.clock = merged(ours, newer)
+        self.clock = {SYNCER: rounds}
 
 
 GAPS = 64

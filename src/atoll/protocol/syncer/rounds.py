@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Sequence
 from math import ceil
 
+import msgspec
+
 from atoll.protocol import records, schedule
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.settings import MOST_PHASES, Settings
@@ -84,12 +86,10 @@ class Rounds:
     def global_step(self) -> int:
         return int(self.step)
 
-    def any_due(self, now: float) -> bool:
-        """Whether a gathering round may freeze as soon as enough learners have reported."""
-        return self.closing.pace.is_due(now) or any(
-            round_.stage == "gathering" and (round_.attempt > 1 or round_.due_at is not None)
-            for round_ in self.state.open_rounds.values()
-        )
+    def any_becomes_due(self, now: float) -> bool:
+        """Whether the round whose turn it is has yet to be told that it is due."""
+        gathering = [round_ for round_ in self.state.open_rounds.values() if round_.stage == "gathering"]
+        return self.closing.pace.is_due(now) and bool(gathering) and gathering[0].due_at is None
 
     def follow_settings(self) -> None:
         """H, τ or adoption are others: nothing is measured under them yet."""
@@ -139,7 +139,7 @@ class Rounds:
         roster = frozenset(learner.name for learner in self.state.members.stepping_learners())
         round_ = Round(number, fragment, now, roster, self.state.draining)
         if ahead is not None:
-            round_.seats = ahead.seats
+            round_.take_seats_of(ahead)
         self.state.open_rounds[number] = round_
         self.state.next_round += 1
 
@@ -192,7 +192,7 @@ class Rounds:
         if ahead is None:
             ahead = self.state.open_rounds[number] = Round(number, fragment, now, stage="ahead")
         deadline_s = max(self.closing.deadline_of(learner), DEADLINE_RATIO * self.interval.lead_s(learner))
-        ahead.seats[learner.name] = Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now)
+        ahead.add_seat(Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now))
         gathering = self.state.gathering_round
         pull = Pull(round=number, attempt=1, fragment=fragment, gathering=gathering, deadline_s=deadline_s)
         self.state.out.send(learner.name, pull)
@@ -284,8 +284,7 @@ class Rounds:
             seat.deadline_s = self.closing.deadline_of(self.state.members.learners[seat.learner])
         for learner in [learner for learner in ready if not round_.has_seat(learner.name)]:
             deadline_s = self.closing.last_deadline_s if round_.last else self.closing.deadline_of(learner)
-            seat = Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now)
-            round_.seats[learner.name] = seat
+            round_.add_seat(Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now))
             pull = Pull(
                 round=round_.number,
                 attempt=round_.attempt,
@@ -323,7 +322,7 @@ class Rounds:
         return seat is not None and seat.state == "given"
 
     def leave_out(self, round_: Round, seat: Seat, reason: str) -> None:
-        seat.leave(reason)
+        round_.leave_out(seat, reason)
         self.state.out.discard(seat.learner, round_.number, round_.attempt)
 
     def note_nothing_to_give(self, round_: Round, seat: Seat, reason: str) -> None:
@@ -610,7 +609,7 @@ class Rounds:
             round=round_.number,
             fragment=round_.fragment,
             version=self.state.versions[round_.fragment],
-            members=members,
+            members=(),
             gathering=self.state.gathering_round,
             digest=digest,
             progress=self.state.history.schedule_progress,
@@ -618,8 +617,10 @@ class Rounds:
             cuts=self.state.history.kept_cuts,
             restored=restored,
         )
+        own = {member.learner: (member,) for member in members}
         for learner in self.state.members.connected_learners():
-            self.state.out.send(learner.name, announce)
+            told = own.get(learner.name, members[:1])
+            self.state.out.send(learner.name, msgspec.structs.replace(announce, members=told))
 
     def steps_spent(self, under_way: int = 0) -> bool:
         """Whether the budget of steps is spent, or (synchronous) will be with so many rounds that are under way."""

@@ -68,12 +68,6 @@ class Seat:
         assert self.contribution is not None, "only a seat that has given has an answer"
         return self.contribution
 
-    def give(self, contribution: Contribution) -> None:
-        self.state, self.contribution = "given", contribution
-
-    def leave(self, reason: str) -> None:
-        self.state, self.why_out = "out", reason
-
 
 @dataclass(slots=True)
 class Round:
@@ -104,11 +98,32 @@ class Round:
     alive: int = 0
     """Learners alive and recovered when it was frozen: members, and those that are not ready or muted."""
     reason: str = ""
+    ready: int = 0
+    """Learners that were ready for it when it was last looked at, and those that reported since that they are …"""
+    looks_at: int = 0
+    """… and how many of them bring the next thing about: its quorum, or its end."""
     seats: dict[str, Seat] = field(default_factory=dict)
+    answers_missing: int = 0
+    """Seats in the state `asked`."""
     weights: dict[str, float] = field(default_factory=dict)
     """What each member's contribution counts, from its merge on …"""
     limits: dict[str, float] = field(default_factory=dict)
     """… and how many times the median of all but the largest it may (weights.py)."""
+
+    def add_seat(self, seat: Seat) -> None:
+        self.seats[seat.learner] = seat
+        self.answers_missing += 1
+
+    def take_answer(self, seat: Seat, contribution: Contribution) -> None:
+        seat.state, seat.contribution = "given", contribution
+        self.answers_missing -= 1
+
+    def leave_out(self, seat: Seat, reason: str) -> None:
+        self.answers_missing -= seat.state == "asked"
+        seat.state, seat.why_out = "out", reason
+
+    def take_seats_of(self, ahead: Round) -> None:
+        self.seats, self.answers_missing = ahead.seats, ahead.answers_missing
 
     @property
     def given(self) -> list[Seat]:
@@ -148,7 +163,7 @@ class Round:
         self.attempt, self.gave_before = self.attempt + 1, len(self.given)
         self.opened_at, self.due_at, self.quorum_at, self.on_time = now, now, None, None
         self.overdue = False
-        self.seats = {}
+        self.seats, self.answers_missing = {}, 0
 
 
 class SyncerState:
