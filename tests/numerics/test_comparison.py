@@ -33,7 +33,7 @@ def test_norms_and_cosines_are_those_of_whole_tensors() -> None:
     deltas, momentum = draw(0), draw(1)[0]
     figures = measure_cuts(FRAGMENT, [as_readable(FRAGMENT, one) for one in deltas], momentum)
     assert len(figures) > 10
-    found = compare_cuts(FRAGMENT, 4, figures)
+    found = compare_cuts(FRAGMENT, 4, figures, with_momentum=True)
     for number, (_, at) in enumerate(FRAGMENT.parts):
         values = [one[at].astype(np.float64) for one in [*deltas, momentum]]
         norms = [np.linalg.norm(one) for one in values]

@@ -69,7 +69,7 @@ def play_both(
     for number, deltas in enumerate(draw_rounds(attack, attackers, rounds, learners, seed, plan)):
         fragment = number % 2
         told[0].append(dict(zip(names, exact.judge(fragment, names, deltas), strict=True)))
-        told[1].append(dict(zip(names, sampling.judge(fragment, names, deltas, sample_for=number), strict=True)))
+        told[1].append(dict(zip(names, sampling.judge(fragment, names, deltas, round=number, sample=True), strict=True)))
     return told
 
 
@@ -292,7 +292,7 @@ def test_who_does_well_in_the_samples_of_another_secret_is_named() -> None:
             places = draw_sample(fragment, [SECRET, 0, number + 1]).take(np.arange(fragment.size, dtype=np.float32))
             flipped = -deltas[3]
             flipped[places.astype(int)] *= -1
-            judged = filter_.judge(0, names, [*deltas[:3], flipped], sample_for=number)
+            judged = filter_.judge(0, names, [*deltas[:3], flipped], round=number, sample=True)
             assert not any(one.suspect for one in judged[:3])
         return judged[3].suspect
 
@@ -313,11 +313,11 @@ def test_samples_leave_the_usual_norm_alone() -> None:
     """A sample's norm is another one: with it, a round of one would be shortened to a quarter once factors are used."""
     size, dice, filter_ = LARGE.fragments[0].size, np.random.default_rng(0), Filter(LARGE)
     deltas = [dice.standard_normal(size).astype(np.float32) for _ in range(3)]
-    filter_.judge(0, list("abc"), deltas, sample_for=0)
+    filter_.judge(0, list("abc"), deltas, sample=True)
     assert (filter_.judge(0, ["a"], deltas[:1])[0].factors == 1).all()
     filter_.judge(0, list("abc"), deltas)
     assert filter_.judge(0, ["a"], deltas[:1])[0].factors == pytest.approx(np.ones(1), abs=0.02)
-    assert (filter_.judge(0, ["a"], deltas[:1], sample_for=1)[0].factors == 1).all()
+    assert (filter_.judge(0, ["a"], deltas[:1], round=1, sample=True)[0].factors == 1).all()
 
 
 H = 24

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from atoll.numerics import kernels
-from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.arrays import DoubleArray, FloatArray, IndexArray
 from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.fragments import Fragment, FragmentPlan
 from atoll.numerics.sample import draw_sample
@@ -47,37 +47,54 @@ def tensor_norms(parts: Sequence[slice], deltas: Sequence[FloatArray], threads: 
 
 
 def pair_cosines(
-    parts: Sequence[slice], deltas: Sequence[FloatArray], norms: DoubleArray, threads: int = 1
+    parts: Sequence[slice],
+    deltas: Sequence[FloatArray],
+    norms: DoubleArray,
+    references: IndexArray,
+    threads: int = 1,
 ) -> DoubleArray:
-    """[M, M, tensors]: the cosine of each pair of contributions, in each tensor; 1 on the diagonal."""
-    members = len(deltas)
-    cosines = np.ones((members, members, len(parts)))
+    """[M, references, tensors]: the cosine of each contribution with each reference, in each tensor; 1 with itself."""
+    cosines = np.empty((len(deltas), len(references), len(parts)))
     for n, part in enumerate(parts):
-        dots = _pair_dots([read_only(delta[part]) for delta in deltas], threads)
-        lengths = np.outer(norms[:, n], norms[:, n])
-        found = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0)
-        lower = np.tril(found, -1)
-        cosines[:, :, n] = lower + lower.T + np.eye(members)
+        dots = _pair_dots([read_only(delta[part]) for delta in deltas], references, threads)
+        lengths = np.outer(norms[:, n], norms[references, n])
+        cosines[:, :, n] = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0)
+    cosines[references, np.arange(len(references))] = 1.0
     return cosines
 
 
-def _pair_dots(deltas: list[FloatArray], threads: int) -> DoubleArray:
-    """[M, M]: of each with those before it."""
+def list_pairs(members: int, references: IndexArray) -> list[tuple[int, int]]:
+    """Member and place of the reference, each pair once, none of a member with itself; `mirror_pairs` has the rest."""
+    places = {int(member): place for place, member in enumerate(references)}
+    return [(m, k) for m in range(members) for k in range(places.get(m, len(references)))]
+
+
+def mirror_pairs(dots: DoubleArray, references: IndexArray) -> DoubleArray:
+    """[M, references, …], with the pairs of two references filled in that `list_pairs` has the other way round."""
+    among = dots[references]
+    lower = among * np.tri(len(references), k=-1).reshape(len(references), -1, *(1,) * (dots.ndim - 2))
+    dots[references] = lower + lower.swapaxes(0, 1)
+    return dots
+
+
+def _pair_dots(deltas: list[FloatArray], references: IndexArray, threads: int) -> DoubleArray:
+    """[M, references]."""
     members, blocks = len(deltas), -(-deltas[0].size // kernels.BLOCK)
-    found = np.zeros((members, members, blocks))
+    found = np.zeros((members, len(references), blocks))
+    pairs = list_pairs(members, references)
 
     def work(first: int, last: int) -> None:
         """Every pair while they are in cache."""
         cut = [delta[first * kernels.BLOCK : last * kernels.BLOCK] for delta in deltas]
-        for i in range(members):
-            for j in range(i):
-                kernels.block_dots(cut[i], cut[j], kernels.BLOCK, found[i, j, first:last])
+        others = [cut[member] for member in references]
+        for m, k in pairs:
+            kernels.block_dots(cut[m], others[k], kernels.BLOCK, found[m, k, first:last])
 
     in_parts(work, blocks, BLOCKS, threads)
-    dots = np.zeros((members, members))
+    dots = np.zeros((members, len(references)))
     for k in range(blocks):
         dots += found[:, :, k]
-    return dots
+    return mirror_pairs(dots, references)
 
 
 def cosines_with(
@@ -94,13 +111,6 @@ def cosines_with(
     in_parts(work, len(deltas) * len(parts), 1, threads)
     lengths = norms * tensor_norms(parts, [other], threads)
     return np.divide(dots[:, :, 0], lengths, out=np.zeros_like(lengths), where=lengths > 0)
-
-
-def median_of_others(cosines: DoubleArray) -> DoubleArray:
-    """[M, tensors]: the median cosine of each contribution with the others. Of fewer than two members there is none."""
-    members = len(cosines)
-    others = np.stack([np.delete(cosines[m], m, axis=0) for m in range(members)])
-    return np.asarray(np.median(others, axis=1))
 
 
 def by_size(fragment: Fragment, figures: DoubleArray) -> DoubleArray:

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from atoll.numerics import kernels
-from atoll.numerics.agreement import BUCKETS, norm_sketch
+from atoll.numerics.agreement import BUCKETS, list_pairs, mirror_pairs, norm_sketch
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.compiled import in_parts, read_only
 from atoll.numerics.deltas import ReadableDelta
 from atoll.numerics.fragments import Fragment
 from atoll.numerics.merge import Room, cut_fragment
+from atoll.numerics.references import draw_references
 
 
 class Comparison(NamedTuple):
@@ -27,7 +28,7 @@ class Comparison(NamedTuple):
     norms: DoubleArray
     """[arrays, pieces]."""
     cosines: DoubleArray
-    """[arrays, arrays, pieces]; 1 on the diagonal."""
+    """[arrays, references, pieces]; 1 of a reference with itself."""
     sketches: list[DoubleArray]
     """Of each contribution."""
 
@@ -38,21 +39,28 @@ def measure_cuts(
     momentum: FloatArray | None = None,
     threads: int = 1,
     first: int = 0,
+    round: int = 0,
 ) -> DoubleArray:
-    """[cuts, figures]: of each cut the dot products of all pairs, and the sketches of the contributions. `first`: where
-    the values lie in the whole fragment, if they are a shard's part of it."""
+    """[cuts, figures]: of each cut the squares of all arrays, their dot products with the references of the round, and
+    the sketches of the contributions. `first`: where the values lie in the whole fragment, if they are a shard's part
+    of it."""
     cuts, room, members = cut_fragment(fragment), Room(), len(deltas)
     arrays = members + (momentum is not None)
-    figures = np.zeros((len(cuts), arrays * arrays + members * BUCKETS))
+    references = draw_references(arrays, round)
+    pairs, compares = list_pairs(arrays, references), arrays * len(references)
+    figures = np.zeros((len(cuts), arrays + compares + members * BUCKETS))
 
     def work(begin: int, end: int) -> None:
         for cut, found in zip(cuts[begin:end], figures[begin:end], strict=True):
             values = [read_only(one) for one in room.read_cut(cut, deltas)]
             compared = values if momentum is None else [*values, read_only(momentum[cut.values])]
-            dots, sketches = found[: arrays * arrays].reshape(arrays, arrays), found[arrays * arrays :]
+            squares, rest = found[:arrays], found[arrays:]
+            dots, sketches = rest[:compares].reshape(arrays, -1), rest[compares:]
             for i, one in enumerate(compared):
-                for j, other in enumerate(compared[: i + 1]):
-                    kernels.block_dots(one, other, one.size, dots[i, j : j + 1])
+                kernels.block_dots(one, one, one.size, squares[i : i + 1])
+            others = [compared[member] for member in references]
+            for i, k in pairs:
+                kernels.block_dots(compared[i], others[k], others[k].size, dots[i, k : k + 1])
             for m, one in enumerate(values):
                 kernels.sketch(one, sketches[m * BUCKETS : (m + 1) * BUCKETS], first + cut.values.start)
 
@@ -60,18 +68,22 @@ def measure_cuts(
     return figures
 
 
-def compare_cuts(fragment: Fragment, members: int, figures: DoubleArray) -> Comparison:
+def compare_cuts(
+    fragment: Fragment, members: int, figures: DoubleArray, round: int = 0, *, with_momentum: bool = False
+) -> Comparison:
     """`figures`: of all cuts of the whole fragment, in order."""
-    arrays = math.isqrt(figures.shape[1] - members * BUCKETS)
+    arrays = members + with_momentum
+    references = draw_references(arrays, round)
+    compares = arrays * len(references)
     numbers = np.array([cut.number for cut in cut_fragment(fragment)])
-    of_pieces = [_add_exactly(figures[numbers == n, : arrays * arrays]) for n in range(len(fragment.pieces))]
-    dots = np.stack(of_pieces, axis=-1).reshape(arrays, arrays, -1)
-    norms = np.sqrt(dots[range(arrays), range(arrays)])
-    lengths = norms[:, np.newaxis] * norms
-    found = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0)
-    lower = found * np.tri(arrays, k=-1)[:, :, np.newaxis]
-    cosines = lower + lower.transpose(1, 0, 2) + np.eye(arrays)[:, :, np.newaxis]
-    sums = _add_exactly(figures[:, arrays * arrays :]).reshape(members, BUCKETS)
+    of_pieces = [_add_exactly(figures[numbers == n, : arrays + compares]) for n in range(len(fragment.pieces))]
+    summed = np.stack(of_pieces, axis=-1)
+    norms = np.sqrt(summed[:arrays])
+    dots = mirror_pairs(summed[arrays:].reshape(arrays, len(references), -1), references)
+    lengths = norms[:, np.newaxis] * norms[references]
+    cosines = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0)
+    cosines[references, np.arange(len(references))] = 1.0
+    sums = _add_exactly(figures[:, arrays + compares :]).reshape(members, BUCKETS)
     return Comparison(norms, cosines, [norm_sketch(one) for one in sums])
 
 

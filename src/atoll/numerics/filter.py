@@ -22,7 +22,7 @@ Rules kept here, each with its test:
 - where nobody uses the factors, a large fragment is judged by a sample (sample.py): drawn anew each round for norms and
   cosines, always the same one for what is compared with the last contribution. Nobody outside this process can tell
   which values are in it. How much is chance follows from the size of the sample;
-- equal inputs in equal order give equal factors.
+- equal inputs in equal order give equal factors; in a large round each is compared with a sample (references.py).
 
 It does not stop: an attacker who agrees with the others often enough and pushes a little in between; half or more of
 a round; an attacker in rounds of one member, where only the momentum is there to compare with. By samples it does not
@@ -40,10 +40,11 @@ from typing import NamedTuple
 import numpy as np
 
 from atoll.numerics import agreement as agree
-from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.arrays import DoubleArray, FloatArray, IndexArray
 from atoll.numerics.comparison import compare_cuts, measure_cuts
 from atoll.numerics.deltas import GivenDelta, ReadableDelta, as_readable
 from atoll.numerics.fragments import Fragment, FragmentPlan
+from atoll.numerics.references import draw_references, find_others, median_of_counted
 from atoll.numerics.sample import draw_sample
 
 MAJORITY = 3
@@ -145,8 +146,9 @@ class FilterFigures(NamedTuple):
     norms: DoubleArray
     """[M, tensors]."""
     cosines: DoubleArray | None
-    """Of a majority [M, M, tensors], of each pair; of fewer [M, tensors], with the outer momentum. None: there is
-    none."""
+    """Of a majority [M, references, tensors]; of fewer [M, tensors], with the outer momentum. None: there is none."""
+    references: IndexArray
+    """Whom each is compared with."""
     sizes: list[int]
     """Values of each tensor that were looked at."""
     sampled: bool
@@ -171,31 +173,40 @@ class Filter:
         names: Sequence[str],
         deltas: Sequence[GivenDelta],
         momentum: FloatArray | None = None,
-        sample_for: int | None = None,
+        round: int = 0,
         steps: Sequence[int] = (),
+        *,
+        sample: bool = False,
     ) -> list[FilterVerdict]:
         """Judge one round's contributions to fragment `index`.
 
-        `momentum`: the fragment's, where the outer step keeps one. `sample_for`: the round, where a sample will do; the
-        factors are meant for use where there is none. `steps`: steps behind each contribution; empty: equally many.
+        `momentum`: the fragment's, where the outer step keeps one. `sample`: a sample of the values will do; the
+        factors are meant for use where it is not. `steps`: steps behind each contribution; empty: equally many.
         """
         fragment = self._plan.fragments[index]
         given = [as_readable(fragment, delta) for delta in deltas]
-        if sample_for is None:
-            return self.judge_cuts(index, names, measure_round(fragment, given, momentum, self._threads), steps)
-        return self._judge_figures(fragment, names, self._sample(fragment, given, momentum, sample_for), steps)
+        if not sample:
+            figures = measure_round(fragment, given, momentum, self._threads, round=round)
+            return self.judge_cuts(index, names, figures, round, steps)
+        return self._judge_figures(fragment, names, self._sample(fragment, given, momentum, round), steps)
 
     def judge_cuts(
-        self, index: int, names: Sequence[str], figures: DoubleArray, steps: Sequence[int] = ()
+        self, index: int, names: Sequence[str], figures: DoubleArray, round: int = 0, steps: Sequence[int] = ()
     ) -> list[FilterVerdict]:
         """The same by figures of all cuts of the fragment (`measure_round`)."""
         fragment, members = self._plan.fragments[index], len(names)
-        norms, cosines, sketches = compare_cuts(fragment, members, figures)
-        among = cosines if is_majority(members) else cosines[:members, members]
-        sizes = [piece.size for piece in fragment.pieces]
-        return self._judge_figures(
-            fragment, names, FilterFigures(sketches, norms[:members], among, sizes, sampled=False), steps
+        among_many = is_majority(members)
+        norms, cosines, sketches = compare_cuts(fragment, members, figures, round, with_momentum=not among_many)
+        among = cosines if among_many else cosines[:members, members]
+        found = FilterFigures(
+            sketches,
+            norms[:members],
+            among,
+            draw_references(members, round),
+            [piece.size for piece in fragment.pieces],
+            sampled=False,
         )
+        return self._judge_figures(fragment, names, found, steps)
 
     def _sample(
         self, fragment: Fragment, given: Sequence[ReadableDelta], momentum: FloatArray | None, round: int
@@ -206,14 +217,15 @@ class Filter:
         sketches = agree.sketches([kept.read(delta, self._threads) for delta in given], self._threads)
         taken = [fresh.read(delta, self._threads) for delta in given]
         norms = agree.tensor_norms(fresh.parts, taken, self._threads)
+        references = draw_references(len(given), round)
         if is_majority(len(given)):
-            cosines = agree.pair_cosines(fresh.parts, taken, norms, self._threads)
+            cosines = agree.pair_cosines(fresh.parts, taken, norms, references, self._threads)
         elif momentum is not None:
             cosines = agree.cosines_with(fresh.parts, taken, norms, fresh.take(momentum), self._threads)
         else:
             cosines = None
         sizes = [part.stop - part.start for part in fresh.parts]
-        return FilterFigures(sketches, norms, cosines, sizes, sampled=bool(fresh.blocks))
+        return FilterFigures(sketches, norms, cosines, references, sizes, sampled=bool(fresh.blocks))
 
     def _judge_figures(
         self, fragment: Fragment, names: Sequence[str], figures: FilterFigures, steps: Sequence[int]
@@ -226,7 +238,7 @@ class Filter:
             for (record, sketch), count in zip(pairs, counted.tolist(), strict=True)
         ]
         if is_majority(len(names)):
-            _note_repeats(records, compared)
+            _note_repeats(records, compared, figures.references)
             factors, agreements = self._among_many(fragment, figures, records, counted)
         else:
             factors, agreements = self._among_few(fragment, figures)
@@ -247,20 +259,21 @@ class Filter:
     def _among_many(
         self, fragment: Fragment, figures: FilterFigures, records: list[LearnerRecord], steps: DoubleArray
     ) -> tuple[DoubleArray, DoubleArray]:
-        norms, cosines = figures.norms, figures.cosines
+        norms, cosines, references = figures.norms, figures.cosines, figures.references
         assert cosines is not None, "each pair was compared"
-        usual = _median_of_others_norms(norms, steps)
+        others = find_others(len(norms), references)
+        usual = _median_of_others_norms(norms, steps, references)
         if not figures.sampled:
             # Of a round with many newcomers, whose contributions are short, the usual norm is not theirs.
             longest = np.maximum(1.0, np.sort(steps)[-2] / steps)
             self._usual[fragment.index].append(np.median(norms * longest[:, np.newaxis], axis=0))
-        by_tensor = agree.median_of_others(cosines)
+        by_tensor = median_of_counted(cosines, others)
         chance = CHANCE / np.sqrt(figures.sizes)
-        against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor), chance)
-        whole = agree.median_of_others(agree.by_size(fragment, cosines)[:, :, np.newaxis])[:, 0]
-        others = _median_without_each(whole[:, np.newaxis])[:, 0]
+        against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor, references), chance)
+        whole = median_of_counted(agree.by_size(fragment, cosines), others)
+        usual_agreement = _median_without_each(whole, references)
         loudness = agree.by_size(fragment, _log_ratio(norms, usual))
-        for record, own, theirs, loud in zip(records, whole, others, loudness, strict=True):
+        for record, own, theirs, loud in zip(records, whole, usual_agreement, loudness, strict=True):
             record.note_loudness(float(loud))
             if theirs > CHANCE / math.sqrt(sum(figures.sizes)):
                 record.note_agreement(float(own), float(theirs))
@@ -282,14 +295,15 @@ def measure_round(
     momentum: FloatArray | None,
     threads: int = 1,
     first: int = 0,
+    round: int = 0,
 ) -> DoubleArray:
     """Of each cut of the fragment, or of a shard's part that begins at its value `first`: what a round's contributions
     are judged by. Too few are compared with the outer momentum; one that is not there yet agrees with nothing."""
     if is_majority(len(deltas)):
-        return measure_cuts(fragment, deltas, None, threads, first)
+        return measure_cuts(fragment, deltas, None, threads, first, round)
     if momentum is None:
         momentum = np.zeros(fragment.size, np.float32)
-    return measure_cuts(fragment, deltas, momentum, threads, first)
+    return measure_cuts(fragment, deltas, momentum, threads, first, round)
 
 
 def check_kept(factors: Sequence[FloatArray], weights: Sequence[float]) -> None:
@@ -305,25 +319,31 @@ def _judged(record: LearnerRecord, factors: DoubleArray, agreement: float) -> Fi
     return FilterVerdict(factors.astype(np.float32), float(agreement), record.suspect)
 
 
-def _median_without_each(figures: DoubleArray) -> DoubleArray:
+def _median_without_each(figures: DoubleArray, references: IndexArray) -> DoubleArray:
     """For each member, the median of the others."""
-    return np.stack([np.median(np.delete(figures, m, axis=0), axis=0) for m in range(len(figures))])
+    members = len(figures)
+    table = np.broadcast_to(figures[references], (members, *figures[references].shape))
+    return median_of_counted(table, find_others(members, references))
 
 
-def _note_repeats(records: list[LearnerRecord], compared: Sequence[tuple[float, float]]) -> None:
+def _note_repeats(
+    records: list[LearnerRecord], compared: Sequence[tuple[float, float]], references: IndexArray
+) -> None:
     """Hold each cosine against those of others that lie between contributions of at least half as many steps: a short
     contribution has more noise, so it turns more, and a newcomer's first has nothing to be compared with."""
-    for m, (own, steps) in enumerate(compared):
-        others = [cosine for j, (cosine, theirs) in enumerate(compared) if j != m and theirs and 2 * theirs >= steps]
-        if steps and others:
-            records[m].note_repeat(own, float(np.median(others)))
+    cosines, steps = np.array(compared, np.float64).T
+    theirs = steps[references]
+    counted = find_others(len(records), references) & (theirs > 0) & (2 * theirs >= steps[:, np.newaxis])
+    usual = median_of_counted(np.broadcast_to(cosines[references], counted.shape), counted)
+    for record, own, had, others, known in zip(records, cosines, steps, usual, counted.any(axis=1), strict=True):
+        if had and known:
+            record.note_repeat(float(own), float(others))
 
 
-def _median_of_others_norms(norms: DoubleArray, steps: DoubleArray) -> DoubleArray:
+def _median_of_others_norms(norms: DoubleArray, steps: DoubleArray, references: IndexArray) -> DoubleArray:
     """Return for each member the median norm of the others, for as many steps as the member has."""
-    longer = np.maximum(1.0, steps[:, np.newaxis] / steps)
-    rows = [np.delete(norms * longer[m][:, np.newaxis], m, axis=0) for m in range(len(norms))]
-    return np.stack([np.median(row, axis=0) for row in rows])
+    longer = np.maximum(1.0, steps[:, np.newaxis] / steps[references])
+    return median_of_counted(norms[references] * longer[:, :, np.newaxis], find_others(len(norms), references))
 
 
 def _shortened(norms: DoubleArray, most: DoubleArray) -> DoubleArray:

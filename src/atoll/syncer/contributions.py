@@ -34,6 +34,7 @@ from atoll.numerics.fragments import Fragment, FragmentPlan
 from atoll.numerics.merge import NormExchange
 from atoll.numerics.moments import check_moments, most_bytes
 from atoll.numerics.rank_plan import RankPlan
+from atoll.numerics.references import MOST as MOST_REFERENCES
 from atoll.numerics.screen import NormScreen
 from atoll.numerics.shard_plan import ShardPlan
 from atoll.protocol.errors import PeerError
@@ -116,6 +117,8 @@ class Inbox:
         self._arrays: list[FloatArray] = []
         """For the values of ranks together."""
         self._probes: dict[str, ContributionKey] = {}
+        self._unwanted: dict[str, set[ContributionKey]] = {}
+        """By learner, what was discarded while it was received or read."""
 
     def expect_body(
         self, key: ContributionKey, fragment: int, *, probe: bool = False, plans: tuple[RankPlan, ...] = ()
@@ -129,7 +132,7 @@ class Inbox:
         if (pending := self._pending.get(key)) is None:
             self._pending[key] = PendingContribution(fragment, plans, self._lay_out_bodies(fragment, plans))
             return
-        pending.unwanted = False
+        self._want(key, pending)
         for body in pending.bodies.values():
             if not body.receiving and not pending.held:
                 body.digest = None  # that rank sends it again
@@ -167,7 +170,7 @@ class Inbox:
             raise PeerError(f"the contribution to round {key[1]} is here already")
         if pending.unwanted:
             raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for any more")
-        stale = sum(one.unwanted and one.receiving for (name, *_), one in self._pending.items() if name == key[0])
+        stale = sum(self._pending[one].receiving for one in self._unwanted.get(key[0], ()))
         if stale >= STALE:
             raise PeerError(f"{stale} bodies of {key[0]} that nobody waits for are still being received")
         return pending, body
@@ -296,11 +299,20 @@ class Inbox:
     def discard(self, key: ContributionKey) -> None:
         if (pending := self._pending.get(key)) is not None:
             pending.unwanted = True
+            self._unwanted.setdefault(key[0], set()).add(key)
             self._free_if_unwanted(key, pending)
+
+    def _want(self, key: ContributionKey, pending: PendingContribution) -> None:
+        pending.unwanted = False
+        if (unwanted := self._unwanted.get(key[0])) is not None:
+            unwanted.discard(key)
+            if not unwanted:
+                del self._unwanted[key[0]]
 
     def _free_if_unwanted(self, key: ContributionKey, pending: PendingContribution) -> None:
         if not pending.unwanted or pending.receiving or pending.held:
             return
+        self._want(key, pending)
         del self._pending[key]
         if pending.buffer is not None and pending.buffer.size == self._largest:
             self._buffers.append(pending.buffer)
@@ -436,7 +448,7 @@ class Merging:
         if self.relays is not None and self.relays.holds_any(merge):
             self._spawn(self._merge_sums(self.relays, merge))
             return
-        pairs = len(merge.parts) ** 2  # the filter compares each with each
+        pairs = len(merge.parts) * min(len(merge.parts), MOST_REFERENCES)
         if self._fragments[merge.fragment].size * max(1, pairs / PAIRS) <= LARGE:
             asyncio.get_running_loop().call_soon(self._tell, self.merge_and_step(merge))
         else:
@@ -502,9 +514,10 @@ class Merging:
 
     def _judge_deltas(self, merge: fx.Merge, deltas: Sequence[ReadableDelta]) -> list[FilterVerdict]:
         momentum, names = self._parameters.momentum(merge.fragment), [part.learner for part in merge.parts]
-        sample_for = None if self.robust else merge.round
         steps = self._count_steps(self._filter, merge)
-        return self._filter.judge(merge.fragment, names, deltas, momentum, sample_for, steps)
+        return self._filter.judge(
+            merge.fragment, names, deltas, momentum, merge.round, steps, sample=not self.robust
+        )
 
     def _count_steps(self, by: Filter, merge: fx.Merge) -> list[int]:
         by.sync_every = self.sync_every

@@ -342,7 +342,7 @@ class ShardLead:
             if stage.order in self._void:
                 gathering.abandon()
             self._gatherings[stage.order] = gathering
-            shared = SharedFilter(self.plan, LEAD, gathering.gather) if stage.compare else None
+            shared = SharedFilter(self.plan, LEAD, stage.round, gathering.gather) if stage.compare else None
             done = await asyncio.to_thread(self._merging.merge_and_step, merge, exchange, shared)
             del self._gatherings[stage.order]
             void = stage.order in self._void

@@ -273,7 +273,7 @@ class ShardService:
         exchange = exchange_of(self._store.plan, self._machine.shard, stage.fragment, model.rule, gathering.gather)
         shared = None
         if stage.compare:
-            shared = SharedFilter(self._store.plan, self._machine.shard, gathering.gather)
+            shared = SharedFilter(self._store.plan, self._machine.shard, stage.round, gathering.gather)
         elif exchange is None and model.plan.fragments[stage.fragment].size <= LARGE:
             self._handle(self._merge(stage, None, None))
             return

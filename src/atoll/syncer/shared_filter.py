@@ -28,6 +28,7 @@ MOST_BYTES = 16 * MIB
 class SharedFilter(NamedTuple):
     plan: ShardPlan
     shard: int
+    round: int
     gather: Gather
     """What all told in this turn, in order, for the lead; for the others what the lead told."""
 
@@ -44,7 +45,7 @@ class SharedFilter(NamedTuple):
         """Of the lead; factors are of the pieces of the whole fragment. ValueError: the round is void."""
         told = np.concatenate(self._tell_figures(fragment, deltas, parameters))
         cuts = cut_fragment(self.plan.whole.fragments[fragment])
-        judged = by.judge_cuts(fragment, names, told.reshape(len(cuts), -1), steps)
+        judged = by.judge_cuts(fragment, names, told.reshape(len(cuts), -1), self.round, steps)
         factors = [one.factors for one in judged]
         check_kept(factors, weights)
         self.gather(np.concatenate(factors).astype(np.float64))
@@ -69,7 +70,8 @@ class SharedFilter(NamedTuple):
         if part.size:
             given = [as_readable(part, delta) for delta in deltas]
             first = self.plan.values(self.shard, fragment).start
-            figures = measure_round(part, given, parameters.momentum(fragment), parameters.threads, first).ravel()
+            momentum = parameters.momentum(fragment)
+            figures = measure_round(part, given, momentum, parameters.threads, first, self.round).ravel()
         if figures.nbytes > MOST_BYTES:
             raise ValueError(
                 f"robust compares {len(deltas)} contributions to {part.size} values of fragment {fragment}, more than "
