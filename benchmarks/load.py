@@ -74,8 +74,7 @@ def dialled(address: SyncerAddress) -> dict[str, Any]:
 
 
 class SyncerProcess:
-    def __init__(self, folder: Path, learners: int, profile: Path | None, keys: Path | None) -> None:
-        protocol = {"learners": learners, "fragments": FRAGMENTS, "sync_every": PACE, "codec": "fp32", "cut_every": 0}
+    def __init__(self, folder: Path, protocol: dict[str, Any], profile: Path | None, keys: Path | None) -> None:
         out = RunDir.create(folder)
         self._keys = _made(keys) if keys is not None else None
         document = {"protocol": protocol, "service": {"keys": str(keys or "")}}
@@ -105,6 +104,10 @@ class SyncerProcess:
             return parse_address(url)
         token = read_tokens(self._keys).named("join").secret
         return SyncerAddress(urls=(url,), token=token, pin=fingerprint(self._keys.certificate.read_bytes()))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def resident_kib(self) -> float:
@@ -362,10 +365,11 @@ def main() -> int:
     options = parser.parse_args()
     options.out = options.out or RESULT.with_name("load-tls.json" if options.tls else "load.json")
     options.busy = round(os.getloadavg()[0], 2)
+    said = {"learners": options.learners, "fragments": FRAGMENTS, "sync_every": PACE, "codec": "fp32", "cut_every": 0}
     with (
         tempfile.TemporaryDirectory() as scratch,
         SyncerProcess(
-            Path(scratch) / "run", options.learners, options.profile, Path(scratch) / "keys" if options.tls else None
+            Path(scratch) / "run", said, options.profile, Path(scratch) / "keys" if options.tls else None
         ) as syncer,
     ):
         found = asyncio.run(load(options, syncer))

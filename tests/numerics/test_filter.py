@@ -69,7 +69,9 @@ def play_both(
     for number, deltas in enumerate(draw_rounds(attack, attackers, rounds, learners, seed, plan)):
         fragment = number % 2
         told[0].append(dict(zip(names, exact.judge(fragment, names, deltas), strict=True)))
-        told[1].append(dict(zip(names, sampling.judge(fragment, names, deltas, round=number, sample=True), strict=True)))
+        told[1].append(
+            dict(zip(names, sampling.judge(fragment, names, deltas, round=number, sample=True), strict=True))
+        )
     return told
 
 

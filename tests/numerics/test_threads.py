@@ -131,7 +131,10 @@ def test_the_filter_judges_the_same_with_any_number_of_threads(plan: FragmentPla
     for count in THREADS:
         by = Filter(plan, count)
         for _ in range(2):
-            judged = [*by.judge(0, names, deltas, momentum), *by.judge(0, names, deltas, momentum, round=1, sample=True)]
+            judged = [
+                *by.judge(0, names, deltas, momentum),
+                *by.judge(0, names, deltas, momentum, round=1, sample=True),
+            ]
         said.add(tuple((one.factors.tobytes(), one.agreement, one.suspect) for one in judged))
     assert len(said) == 1
 

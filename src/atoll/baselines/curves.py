@@ -12,6 +12,7 @@ from typing import Any
 from atoll.observe.report.reading import read_run
 from atoll.observe.timeline import select_kinds
 from atoll.protocol.errors import ConfigError
+from atoll.telemetry.round_members import count_merged_tokens
 
 ROWS = 8
 
@@ -40,7 +41,7 @@ def read_curve(folder: Path) -> LossCurve:
     fragments = int(run.summary["settings"].get("fragments") or 0) or 1
     rounds, merged = [-1], [0.0]
     for event in sorted(select_kinds(run.timeline, "round"), key=lambda event: int(event["round"])):
-        tokens = sum(one["tokens"] - one.get("filtered", 0) for one in event["members"]) / fragments
+        tokens = count_merged_tokens(event) / fragments
         rounds.append(int(event["round"]))
         merged.append(merged[-1] + tokens)
     # A score is of the rounds before the one that it names, whenever it was told. Of equal tokens the last one counts.

@@ -27,6 +27,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.ledger import FATES
 from atoll.protocol.statistics import format_score
 from atoll.telemetry.events import Event
+from atoll.telemetry.round_members import names_all
 
 SHORT_S = 2.0
 """A gap of this length is always allowed."""
@@ -250,7 +251,7 @@ def measure_participation(timeline: Sequence[Event]) -> float | None:
     paced = {id(event) for event in select_paced_rounds(timeline)}
     for event in timeline:
         take_share(turns, event)
-        if id(event) not in paced:
+        if id(event) not in paced or not names_all(event):
             continue
         members = {member["learner"] for member in event["members"]}
         able = {name for name, spans in there.items() if _in(event["at"], spans) and not _in(event["at"], held[name])}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -43,23 +44,35 @@ class ReceivedBody(NamedTuple):
 class Intake:
     def __init__(self, limits: FabricLimits) -> None:
         self._limits = limits
-        self._taken: dict[Hashable, tuple[str, int]] = {}
+        self._taken: set[Hashable] = set()
+        self._under_way = 0
+        """Bytes of bodies that are being received …"""
+        self._under_way_of: Counter[str] = Counter()
+        """… and of each learner's."""
         self.bytes_in = 0
 
     async def receive(self, request: web.Request, learner: str, key: Hashable, into: memoryview) -> ReceivedBody:
         """Receive a body into a buffer. Rejected: it did not come whole, or not as its digest says."""
         into = into.cast("B")
         self._admit(request, learner, key, into.nbytes)
-        self._taken[key] = (learner, into.nbytes)
+        self._taken.add(key)
+        self._count_under_way(learner, into.nbytes)
         try:
             seconds = await self._fill(request, into)
             found = await digest_aside(into)
         finally:
-            del self._taken[key]
+            self._taken.discard(key)
+            self._count_under_way(learner, -into.nbytes)
         named = request.headers.get(DIGEST_HEADER, "")
         if found != named:
             raise Rejected(422, f"the body's digest is {found}, the header says {named[:32] or 'nothing'}")
         return ReceivedBody(found, seconds)
+
+    def _count_under_way(self, learner: str, size: int) -> None:
+        self._under_way += size
+        self._under_way_of[learner] += size
+        if not self._under_way_of[learner]:
+            del self._under_way_of[learner]
 
     def taken(self, key: Hashable) -> bool:
         return key in self._taken
@@ -71,11 +84,11 @@ class Intake:
             raise Rejected(400, f"the body has {said}, this fragment needs exactly {size} bytes")
         if key in self._taken:
             raise Rejected(409, "the same body is being received already")
-        if sum(length for _, length in self._taken.values()) + size > self._limits.run_bytes:
+        if self._under_way + size > self._limits.run_bytes:
             raise Rejected(
                 429, f"the run's budget of {self._limits.run_bytes} bytes on their way is used up: try later"
             )
-        under_way = sum(length for owner, length in self._taken.values() if owner == learner)
+        under_way = self._under_way_of[learner]
         if under_way + size > self._limits.budget_bytes:
             raise Rejected(
                 429,

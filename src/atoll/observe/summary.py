@@ -85,6 +85,7 @@ from atoll.protocol.ledger import FATES
 from atoll.protocol.settings import PHASED
 from atoll.protocol.statistics import LearnerTime, Spread, participation, round_score, spread
 from atoll.telemetry.events import Event
+from atoll.telemetry.round_members import count_filtered_tokens, count_members, count_merged_tokens, names_all
 
 Summary = dict[str, Any]
 
@@ -140,7 +141,7 @@ def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None)
         "merged_share": _round(share),
         "uptime": _ratio(presence.stepping_s(), wall),
         "liveness": _round(learner_time.liveness(part.end)),
-        "participation": _round(_mean([participation(len(r["members"]), r["live"]) for r in rounds if r.get("live")])),
+        "participation": _round(_mean([participation(count_members(r), r["live"]) for r in rounds if r.get("live")])),
         "effective_h": steps.median,
         "effective_h_mean": _round(steps.mean),
         "effective_h_p95": steps.p95,
@@ -290,9 +291,7 @@ def tokens_by_fate(
     computed = sum(w.tokens for w in work.values())
     undone = round(sum(event["fragment_tokens"] for event in select_kinds(timeline, "restored")) / fragments)
     merged = round(_merged_fragment_tokens(select_kinds(timeline, "round")) / fragments) - undone
-    filtered = round(
-        sum(m.get("filtered", 0) for r in select_kinds(timeline, "round") for m in r["members"]) / fragments
-    )
+    filtered = round(sum(map(count_filtered_tokens, select_kinds(timeline, "round"))) / fragments)
     gone = round(sum(lost.values()))
     rest = max(0, computed - merged - undone - gone - filtered)
     # Until the run has said that it is finished, nobody knows what became of the rest.
@@ -335,7 +334,10 @@ def per_learner(
     merged: int,
 ) -> dict[str, dict[str, Any]]:
     """`fates`: what the account says of each of them; `merged`: rounds in which something was."""
-    rounds, paced, seen = select_kinds(timeline, "round"), select_paced_rounds(timeline), find_incarnations(timeline)
+    rounds = [event for event in select_kinds(timeline, "round") if names_all(event)]
+    all_paced = select_paced_rounds(timeline)
+    paced = [event for event in all_paced if names_all(event)]
+    seen = find_incarnations(timeline)
     present, muted_s = rounds_present(timeline), muted_seconds(timeline, part)
     shares = mean_round_shares(timeline)
     answer: dict[str, dict[str, Any]] = {}
@@ -359,7 +361,7 @@ def per_learner(
             "share": _ratio(given, merged),
             "incarnations": sum(name == learner for name, _ in seen),
             "longest_absence_s": _round(max(b - a for a, b in pairwise(moments))),
-            "longest_absence_rounds": _longest_run_of_no(there),
+            "longest_absence_rounds": _longest_absence(all_paced, learner),
         }
     return answer
 
@@ -374,7 +376,7 @@ def _share_of_events(rounds: Iterable[Event], fragments: int, computed: int) -> 
 
 
 def _merged_fragment_tokens(rounds: Iterable[Event]) -> int:
-    return sum(one["tokens"] - one.get("filtered", 0) for event in rounds for one in event["members"])
+    return sum(map(count_merged_tokens, rounds))
 
 
 def steps_between_syncs(paced: Iterable[Event]) -> Spread:
@@ -431,9 +433,9 @@ def steps_to_adoption(paced: Iterable[Event]) -> Spread:
 
 
 def rounds_present(timeline: Sequence[Event]) -> Counter[str]:
-    """Per learner, the rounds that were made while it was there: recovered, and not gone."""
+    """Per learner, the rounds that name all their members and were made while it was there: recovered, and not gone."""
     found: Counter[str] = Counter()
-    moments = [event["at"] for event in select_kinds(timeline, "round")]
+    moments = [event["at"] for event in select_kinds(timeline, "round") if names_all(event)]
     for learner, span in find_stays(timeline, ("recovered",), moments[-1] if moments else 0.0):
         found[learner] += bisect_right(moments, span.end) - bisect_left(moments, span.start)
     return found
@@ -480,11 +482,16 @@ def _work(told: Event) -> LearnerWork:
     return LearnerWork(int(told.get("t") or 0), int(told.get("tokens") or 0), float(told.get("busy_s") or 0.0))
 
 
-def _longest_run_of_no(there: Sequence[bool]) -> int:
-    longest = current = 0
-    for yes in there:
-        current = 0 if yes else current + 1
-        longest = max(longest, current)
+def _longest_absence(rounds: Sequence[Event], learner: str) -> int:
+    """In rounds; those that do not name all their members count for the next one that does."""
+    longest = current = waiting = 0
+    for event in rounds:
+        waiting += 1
+        if any(member["learner"] == learner for member in event["members"]):
+            current = waiting = 0
+        elif names_all(event):
+            current, waiting = current + waiting, 0
+            longest = max(longest, current)
     return longest
 
 

@@ -18,8 +18,8 @@
     no step blocks                  in an asynchronous run no training process ever waits
     an honest claim is believed     nobody is refused for the tokens or samples it says it trained on
     bounded memory                  what the machines keep does not grow with the run
-    clocks                          the rounds that are told never go back, a wake-up lies in the future, progress goes up, and
-                                    so does the run's step over all terms
+    clocks                          the rounds that are told never go back, a wake-up lies in the future, progress goes
+                                    up, and so does the run's step over all terms
     a budget ends the run           once the run's step has come to it
 
 oracle.py holds those that follow from the journal alone, timing.py what the syncer must do in time, link_checks.py how

@@ -132,7 +132,8 @@ class Inbox:
         if (pending := self._pending.get(key)) is None:
             self._pending[key] = PendingContribution(fragment, plans, self._lay_out_bodies(fragment, plans))
             return
-        self._want(key, pending)
+        pending.unwanted = False
+        self._forget_unwanted(key)
         for body in pending.bodies.values():
             if not body.receiving and not pending.held:
                 body.digest = None  # that rank sends it again
@@ -302,8 +303,7 @@ class Inbox:
             self._unwanted.setdefault(key[0], set()).add(key)
             self._free_if_unwanted(key, pending)
 
-    def _want(self, key: ContributionKey, pending: PendingContribution) -> None:
-        pending.unwanted = False
+    def _forget_unwanted(self, key: ContributionKey) -> None:
         if (unwanted := self._unwanted.get(key[0])) is not None:
             unwanted.discard(key)
             if not unwanted:
@@ -312,7 +312,7 @@ class Inbox:
     def _free_if_unwanted(self, key: ContributionKey, pending: PendingContribution) -> None:
         if not pending.unwanted or pending.receiving or pending.held:
             return
-        self._want(key, pending)
+        self._forget_unwanted(key)
         del self._pending[key]
         if pending.buffer is not None and pending.buffer.size == self._largest:
             self._buffers.append(pending.buffer)
@@ -515,9 +515,7 @@ class Merging:
     def _judge_deltas(self, merge: fx.Merge, deltas: Sequence[ReadableDelta]) -> list[FilterVerdict]:
         momentum, names = self._parameters.momentum(merge.fragment), [part.learner for part in merge.parts]
         steps = self._count_steps(self._filter, merge)
-        return self._filter.judge(
-            merge.fragment, names, deltas, momentum, merge.round, steps, sample=not self.robust
-        )
+        return self._filter.judge(merge.fragment, names, deltas, momentum, merge.round, steps, sample=not self.robust)
 
     def _count_steps(self, by: Filter, merge: fx.Merge) -> list[int]:
         by.sync_every = self.sync_every

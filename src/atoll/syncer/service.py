@@ -61,6 +61,7 @@ from atoll.syncer.relays import RelaySums
 from atoll.syncer.run_store import RunStore
 from atoll.syncer.status import Meter, describe_score, manifest
 from atoll.telemetry.events import EventLog, versions
+from atoll.telemetry.round_members import MemberSampler
 from atoll.telemetry.status import RunStatus
 
 NEVER_LET_IN = "whoever was never let in"
@@ -109,6 +110,7 @@ class SyncerService:
         )
         self.meter = Meter(config)
         self._evaluator = EvaluatorPresence(events.say)
+        self._members = MemberSampler()
         self.meter.evaluator = lambda: (self._evaluator.here, self._evaluator.heard_at)
         succeeds = () if found is None else found.history.begun.succeeds
         self._access = access = make_port_access(
@@ -478,6 +480,8 @@ class SyncerService:
             data = {**data, **self._require_begun().merging.describe_outer_step(index)}
         self.operator.note_event(kind, text, data)
         self.meter.note_event(time.time(), kind, data, text)
+        if kind == "round":
+            data = self._members.thin_out(data, self._require_begun().machine.settings.fragments)
         refused = kind == "refused" and "learner" not in data
         self._events.say(kind, text, data, whose=NEVER_LET_IN if refused else "")
 

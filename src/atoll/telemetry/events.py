@@ -63,6 +63,9 @@ since it had made no step; unjoined: SIGTERM ended it before it joined); a synce
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |
 
+A round of many members names all of them only now and then (round_members.py); then it has `of`, their number, and
+`tokens` and `filtered`, sums over all.
+
 `live` of a round: learners alive and recovered when it was frozen, without those whose links carry only a share of
 the rounds and that had no turn in it (`share`). A member of a round has learner, incarnation, t,
 steps, tokens, weight, base, since (its steps since the last sync), loss (the newest training loss it told, or null),

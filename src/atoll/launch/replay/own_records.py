@@ -27,6 +27,7 @@ from atoll.protocol.records import (
 )
 from atoll.protocol.tape import StoppedEntry
 from atoll.telemetry.events import EventLog, Sink, versions
+from atoll.telemetry.round_members import MemberSampler
 
 
 class OwnRecords:
@@ -35,6 +36,7 @@ class OwnRecords:
         self._score, self._outcome = score, outcome
         self._at = outcome.begun_at or time.time()
         self._events = EventLog(sink, clock=lambda: self._at)
+        self._members = MemberSampler()
         self._totals: dict[str, int] = {}
         """Tokens of a training process that its earlier incarnations have accounted for, by session."""
         self._newest: dict[str, int] = {}
@@ -120,6 +122,7 @@ class OwnRecords:
             "attempt": line.attempt,
         }
         data |= {"live": sum(life.open for life in self.history.lives.values()), "members": members, "step": line.step}
+        data = self._members.thin_out(data, self.history.settings.fragments)
         self._events.say("round", f"round {line.round}: fragment {fragment} is version {line.version}", data)
 
     def _tell_gone(self, line: GoneRecord) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from atoll.observe.tail import is_routine
 from atoll.observe.timeline import is_good_end
 from atoll.telemetry.events import Event
+from atoll.telemetry.round_members import names_all
 from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
 ROUNDS = 480
@@ -92,7 +93,8 @@ class DashboardHistory:
             self._add_point("samples", self.samples, _sample(at, status, rates))
 
     def _take_round(self, event: Event) -> None:
-        members = 0
+        # Of many learners most rounds name only those that are new in them: the others are those of the round before.
+        members = 0 if names_all(event) or not self.rounds else int(self.rounds[-1][-1], 16)
         for member in event["members"]:
             if (place := self.lanes.find_lane(member["learner"], _Members(self.rounds))) is not None:
                 members |= 1 << place

@@ -21,6 +21,7 @@ from atoll.observe.report import sections
 from atoll.observe.report.reading import ReportedRun, find_faults, find_recoveries
 from atoll.observe.report.sections import STYLE, Html, join, note, paragraph, text
 from atoll.observe.timeline import Span, find_stays, select_kinds
+from atoll.telemetry.round_members import count_members, count_merged_tokens
 
 HEADLINES = {
     "going on": "This run has not ended: it is going on, and the page shows it as it was when it was made.",
@@ -128,7 +129,7 @@ def draw_losses_over(run: ReportedRun, axis: Literal["steps", "tokens"]) -> Time
     fragments = int(run.summary["settings"].get("fragments") or 0) or 1
     for event in select_kinds(run.timeline, "round"):
         if axis == "tokens":
-            place += sum(one["tokens"] - one.get("filtered", 0) for one in event["members"]) / fragments
+            place += count_merged_tokens(event) / fragments
         else:
             place = max(place, float(event.get("step") or median([one["t"] for one in event["members"]] or [0])))
         moments.append(run.at_s(event))
@@ -146,7 +147,7 @@ def draw_participation(run: ReportedRun) -> TimeChart:
     """Members of those who live, and those who live of those the run is meant for."""
     rounds = [event for event in select_kinds(run.timeline, "round") if event.get("live")]
     many = group(len(rounds))
-    shares = [(run.at_s(r), len(r["members"]) / r["live"]) for r in rounds]
+    shares = [(run.at_s(r), count_members(r) / r["live"]) for r in rounds]
     meant = max([int(run.summary["settings"].get("learners") or 0), *(r["live"] for r in rounds)], default=1)
     here = [(run.at_s(r), r["live"] / meant) for r in rounds]
     name = "members of live" if many == 1 else f"members of live, mean of {many} rounds"

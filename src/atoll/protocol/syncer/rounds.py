@@ -534,10 +534,10 @@ class Rounds:
             reason=round_.reason,
             live=round_.alive,
             members=members,
-            gather_s=round(round_.frozen_at - round_.opened_at, 6),
-            sync_s=round(now - round_.frozen_at, 6),
+            gather_s=round(round_.frozen_at - round_.opened_at, 4),
+            sync_s=round(now - round_.frozen_at, 4),
             merge_s=round(event.merge_s, 6),
-            grace_s=round(round_.grace_s, 6),
+            grace_s=round(round_.grace_s, 4),
             effective_h=self.steps_between_syncs.median,
             step=round(self.step, 3),
         )
