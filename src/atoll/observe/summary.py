@@ -579,10 +579,11 @@ def best_score(found: Sequence[Score], direction: str | None) -> Score | None:
 def training_losses(rounds: Sequence[Event], fragments: int) -> dict[str, float | None]:
     """The mean of the members' training losses over the first and the last cycle of rounds; of a run of fewer than two
     cycles, over its two halves. One value says little: a cycle has every fragment and every member once."""
-    many = max(1, min(fragments, len(rounds) // 2))
+    named = [event for event in rounds if names_all(event)]
+    many = max(1, min(fragments, len(named) // 2))
     return {
-        "training_loss_start": _mean_loss(rounds[:many]),
-        "training_loss_end": _mean_loss(rounds[-many:]),
+        "training_loss_start": _mean_loss(named[:many]),
+        "training_loss_end": _mean_loss(named[-many:]),
     }
 
 
