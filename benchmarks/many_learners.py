@@ -178,6 +178,7 @@ class Learner:
         self.welcome: msg.Welcome | None = None
         self.term = self.rounds = 0
         self.ready = asyncio.Event()
+        self._awaited, self._reached = 0, asyncio.Event()
         self._fetching: set[int] = set()
         self._newest = [-1] * FRAGMENTS
 
@@ -191,6 +192,10 @@ class Learner:
         head = crowd.head("GET", "/v1/control", {**upgrade, "Sec-WebSocket-Key": key})
         self.control.transport.write(head.encode())
         await self.ready.wait()
+
+    async def hears_of(self, rounds: int) -> None:
+        self._awaited, self._reached = rounds, asyncio.Event()
+        await self._reached.wait()
 
     def greet(self) -> None:
         self.say(msg.Hello(protocol=msg.PROTOCOL, learner=self.name, session=self.session, tensors=TENSORS))
@@ -224,6 +229,8 @@ class Learner:
 
     def hear(self, message: msg.FromSyncer) -> None:
         self.term, self.rounds = message.term, message.clock.get("syncer", 0)
+        if self.rounds >= self._awaited:
+            self._reached.set()
         match message:
             case msg.Welcome():
                 self.welcome = message
@@ -351,7 +358,7 @@ async def beat(learners: list[Learner]) -> None:
     while True:
         await asyncio.sleep(1.0)
         for one in learners:
-            if one.ready.is_set():
+            if one.welcome is not None:
                 one.say(msg.Heartbeat())
 
 
@@ -419,9 +426,8 @@ def count_control(learners: list[Learner]) -> int:
 
 
 async def reach(learner: Learner, rounds: int) -> None:
-    deadline = time.monotonic() + LONGEST_S
-    while learner.rounds < rounds and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)  # noqa: ASYNC110 (what is waited for is counted by every message)
+    async with asyncio.timeout(LONGEST_S):
+        await learner.hears_of(rounds)
 
 
 def run(count: int, step_s: float, options: argparse.Namespace) -> dict[str, Any]:

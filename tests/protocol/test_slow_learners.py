@@ -212,11 +212,11 @@ def test_a_newcomer_has_the_time_of_the_median_learner_until_it_is_known() -> No
     world = World(4, fragments=4, sync_every=8, latency_s=0.02).run_until(round=20)
     gathering, learners = world.syncer.rounds.closing, world.syncer.members.learners
     gathering.estimates.sync_s.value = 0.5  # one on a slow link has raised it
-    newcomer, usual = learners["learner-3"], gathering.deadline_of(learners["learner-2"])
+    newcomer, usual = learners["learner-3"], gathering.deadlines.of(learners["learner-2"])
     newcomer.answer_s.value = newcomer.step_s.value = None
-    assert gathering.deadline_of(newcomer) == pytest.approx(usual) and usual < gathering.deadline_s
+    assert gathering.deadlines.of(newcomer) == pytest.approx(usual) and usual < gathering.deadline_s
     newcomer.answer_s.add(usual)  # it has missed a pull: from now on it has the time that it needs
-    assert gathering.deadline_of(newcomer) == gathering.deadline_s
+    assert gathering.deadlines.of(newcomer) == gathering.deadline_s
 
 
 def test_one_that_gives_its_last_steps_has_the_time_of_its_own_answers_up_to_a_limit() -> None:
@@ -225,9 +225,9 @@ def test_one_that_gives_its_last_steps_has_the_time_of_its_own_answers_up_to_a_l
     closing, one = world.syncer.rounds.closing, world.syncer.members.learners["learner-2"]
     floor_s = world.settings.pull_floor_s
     one.stopped = True
-    assert closing.deadline_of(one) == closing.deadline_s == floor_s, "its answers have been quick"
+    assert closing.deadlines.of(one) == closing.deadline_s == floor_s, "its answers have been quick"
     one.answer_s = Average()
     one.answer_s.add(0.6 * floor_s)  # it missed a pull, say, and has had so long for it
-    assert closing.deadline_of(one) == pytest.approx(4 * 0.6 * floor_s)
+    assert closing.deadlines.of(one) == pytest.approx(4 * 0.6 * floor_s)
     one.answer_s.add(1000.0)
-    assert closing.deadline_of(one) == 4 * floor_s, "no learner stretches it further"
+    assert closing.deadlines.of(one) == 4 * floor_s, "no learner stretches it further"

@@ -23,6 +23,7 @@ from atoll.bucket.client import Bucket, MissingKey, TakenKey
 from atoll.bucket.layout import STORE, TERMS, head_key, read_listing, released_key, term_key
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import staged
+from atoll.store.event_parts import events_size
 from atoll.store.rundir import RunDir
 from atoll.store.segments import segment_path
 from atoll.store.writer_lease import Deposed, read_claim_token
@@ -142,8 +143,7 @@ def own_copy(bucket: Bucket, out: RunDir, place: LocalPlace) -> None:
     segment = segment_path(out.journal, last)
     if listing.journal_end(last) > (segment.stat().st_size if segment.exists() else 0):
         raise _went_on(bucket, term)
-    size = out.events.stat().st_size if out.events.exists() else 0
-    write_place(out.path, LocalPlace(place.url, place.id, first_term=term + 1, events=size))
+    write_place(out.path, LocalPlace(place.url, place.id, first_term=term + 1, events=events_size(out.events)))
 
 
 def refuse_copy(bucket: Bucket, folder: Path) -> ConfigError:

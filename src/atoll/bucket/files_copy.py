@@ -11,6 +11,7 @@ from pathlib import Path
 
 from atoll.bucket.client import Bucket, TakenKey
 from atoll.bucket.layout import EVENTS, CopyPiece, Listing, cut_pieces, file_key
+from atoll.store.event_parts import events_size, read_events
 from atoll.store.rundir import UNMERGED, RunDir
 
 SMALL = ("run.toml", "environment.json", "norms.json", "origin.bin", "summary.json")
@@ -63,11 +64,9 @@ class FilesCopy:
     def put_events(self) -> None:
         known = self.listing.events.setdefault(self.term, set())
         done = max((piece.end for piece in known), default=self.events_from)
-        size = self.out.events.stat().st_size if self.out.events.exists() else 0
+        size = events_size(self.out.events)
         for piece in cut_pieces(done, size, EVENTS_BYTES):
-            with self.out.events.open("rb") as file:
-                file.seek(piece.begin)
-                data = file.read(piece.end - piece.begin)
+            data = read_events(self.out.events, piece.begin, piece.end - piece.begin)
             with suppress(TakenKey):  # our own put, whose answer was lost
                 self.bucket.create(piece.key(f"{EVENTS}/{self.term:06d}"), data)
             known.add(CopyPiece(piece.begin, piece.end))

@@ -62,6 +62,7 @@ from atoll.store.cuts import (
     write_absent,
 )
 from atoll.store.disk import LocalDisk
+from atoll.store.event_parts import events_size
 from atoll.store.journal import read
 from atoll.store.rundir import RunDir
 from atoll.store.segments import HEAD_BYTES, follows
@@ -181,7 +182,7 @@ def fetch_run(
         claim(draft.shard(number).journal, max(takeover.term, 1) * SHARD_TERMS)
     if not takeover.term:
         return draft, restored
-    size = draft.events.stat().st_size if draft.events.exists() else 0
+    size = events_size(draft.events)
     write_place(draft.path, LocalPlace(bucket.url, identity.id, first_term=takeover.term, events=size))
     return draft, restored
 

@@ -15,6 +15,7 @@ from atoll.chaos.trouble import DISK, NAME
 from atoll.chaos.verdict import Finding, judge
 from atoll.launch.local import WORKLOAD, LocalRun
 from atoll.observe.tail import EventTail
+from atoll.store.event_parts import read_lines
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
 from atoll.telemetry.events import Event, parse
@@ -86,7 +87,7 @@ def judge_run(plan: FaultPlan, out: RunDir, calm: Sequence[RunDir]) -> list[Find
 
 
 def read_events(out: RunDir) -> list[Event]:
-    return sorted(parse(out.events.read_bytes().splitlines(keepends=True)), key=lambda event: float(event["at"]))
+    return sorted(parse(read_lines(out.events)), key=lambda event: float(event["at"]))
 
 
 def find_tracebacks(out: RunDir) -> list[str]:

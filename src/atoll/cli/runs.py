@@ -20,6 +20,7 @@ from atoll.observe.tail import EventTail
 from atoll.observe.timeline import find_closing
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.statistics import format_score
+from atoll.store.event_parts import events_size, read_lines
 from atoll.store.rundir import RUNS, RunDir, find_runs
 from atoll.store.writer_lease import is_alive
 from atoll.telemetry.events import parse
@@ -86,8 +87,8 @@ def _came_to_its_end(run: RunDir) -> bool:
 
 def _figures_of_events(run: RunDir) -> dict[str, Any]:
     """Of one that has no summary: what its events come to, or, where they are many, what their end tells."""
-    if run.events.exists() and run.events.stat().st_size <= WHOLE_BYTES:
-        return dict(summarise(list(parse(run.events.read_bytes().splitlines(keepends=True)))))
+    if 0 < events_size(run.events) <= WHOLE_BYTES:
+        return dict(summarise(list(parse(read_lines(run.events)))))
     found: dict[str, Any] = {}
     for event in EventTail(run.events, most_bytes=TAIL_BYTES).new_events():
         if event["kind"] == "round":

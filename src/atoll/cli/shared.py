@@ -24,6 +24,7 @@ from atoll.observe.story import find_shortfall, last_sample, print_closing, stor
 from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
+from atoll.store.event_parts import read_lines
 from atoll.store.head import read_account
 from atoll.store.keys import KeyDir, check_private, read_link
 from atoll.store.rundir import RunDir, find_runs
@@ -96,7 +97,7 @@ def compile_kernels(console: Console, waits: str = "") -> None:
 def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train", failure: str = "") -> str:
     """The summary, written down and shown. `failure`: why the run failed, where that is known. Returns it, or what the
     events tell of it; empty: it did not fail."""
-    events = list(parse(out.events.read_bytes().splitlines(keepends=True)))
+    events = list(parse(read_lines(out.events)))
     summary = summarise(events, read_account(out))
     failure = failure or find_shortfall(summary, events)
     summary["failure"] = failure or None

@@ -21,6 +21,7 @@ from atoll.observe.clusters import MeasuredRun, measure_run
 from atoll.protocol.errors import ConfigError
 from atoll.simulate import worker_pool
 from atoll.store.atomic import write_atomic
+from atoll.store.event_parts import read_lines
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import parse
 
@@ -211,9 +212,11 @@ def _document(best: Fit, constants: dict[str, float]) -> dict[str, Any]:
 def _from_run(folder: Path, seeds: int, json_: bool) -> Profile:
     events = RunDir(folder).events
     try:
-        lines = events.read_bytes().splitlines(keepends=True)
+        lines = read_lines(events)
     except OSError as error:
-        raise ConfigError(f"{folder} holds no run: {events} cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{events} cannot be read ({error.strerror})") from error
+    if not lines:
+        raise ConfigError(f"{folder} holds no run: there is no {events.name}")
     measured = measure_run(parse(lines), str(folder))
     job = Job(measured.profile, "decoupled", measured.learners, measured.learners, 0, measured.wall_s / 3600, rounds=0)
     predicted = run_all([job], seeds)[0]

@@ -46,6 +46,7 @@ from atoll.observe.summary import summarise
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import BegunRecord
+from atoll.store.event_parts import read_lines
 from atoll.store.journal import read_tape
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import check_not_alive
@@ -461,7 +462,7 @@ def _follow(
             bar.update(task, total=rounds, completed=outcome.through + 1, said="")
 
         told = TapeRun(tape.absolute(), config, run_dir, watch=watch).run()
-    summary = {**summarise(parse(run_dir.events.read_bytes().splitlines(keepends=True))), **told}
+    summary = {**summarise(parse(read_lines(run_dir.events))), **told}
     write_summary(run_dir, summary, as_json)
     if not as_json:
         Console(highlight=False, soft_wrap=True).print(

@@ -22,6 +22,7 @@ from atoll.fabric.transfer import post_drain, post_settings
 from atoll.launch.children import Child
 from atoll.launch.supervision import Supervision
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
+from atoll.store.event_parts import read_lines
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog, parse
 from atoll.telemetry.status import RunStatus
@@ -163,10 +164,8 @@ class Scaling:
 
 def read_planned(out: RunDir) -> int:
     """How many learners a plan had added when this run was last looked after."""
-    if not out.events.exists():
-        return 0
-    with out.events.open("rb") as lines:
-        return next((int(event["planned"]) for event in reversed(list(parse(lines))) if event["kind"] == PLANNED), 0)
+    events = reversed(list(parse(read_lines(out.events))))
+    return next((int(event["planned"]) for event in events if event["kind"] == PLANNED), 0)
 
 
 def _list(names: list[str]) -> str:

@@ -27,9 +27,9 @@ This stops broken numbers, not a determined insider.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Sequence
-from statistics import median, median_low
 from typing import NamedTuple
 
 import msgspec
@@ -105,6 +105,39 @@ def measure_part(
     return MeasuredPart(part.size, squares[~buffers], broken, *known)
 
 
+class RunningMedian:
+    """Of the newest figures. They are kept in order: their number grows with that of the learners."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._figures: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._figures)
+
+    def add(self, figure: float) -> None:
+        self._figures.append(figure)
+        insort(self._ordered, figure)
+        if len(self._figures) > self._most:
+            del self._ordered[bisect_left(self._ordered, self._figures.popleft())]
+
+    def list_figures(self) -> list[float]:
+        return list(self._figures)
+
+    @property
+    def median(self) -> float:
+        return (self.lower_median + self._ordered[len(self._ordered) // 2]) / 2
+
+    @property
+    def lower_median(self) -> float:
+        return self._ordered[(len(self._ordered) - 1) // 2]
+
+    @property
+    def highest(self) -> float:
+        return self._ordered[-1]
+
+
 class NormScreen:
     def __init__(
         self,
@@ -127,11 +160,10 @@ class NormScreen:
         """Per fragment, the values that its norm is of: all but buffers."""
         self.limit = limit
         self._least, self.most_steps = least, most_steps
-        self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
-        self._steps: list[deque[int]] = [deque(maxlen=window) for _ in self._sizes]
+        self._norms = [RunningMedian(window) for _ in self._sizes]
+        self._steps = [RunningMedian(window) for _ in self._sizes]
         """Per fragment, the steps of the contributions that had these norms."""
-        self._steps_held = max if feedback else median_low
-        """Function of these steps: how many a contribution with fewer of its own may hold."""
+        self._feedback = feedback
         self._highest = [0.0] * len(self._sizes)
         """Per fragment, the highest running median so far."""
         self._least_buffers = [math.inf] * len(self._sizes)
@@ -177,7 +209,7 @@ class NormScreen:
     def judge_measured(self, fragment: int, norm: float, steps: int, key: Hashable) -> str | None:
         """The same of a contribution without buffers that somebody else has measured (`measure_delta`)."""
         own = min(max(steps, 1), self.most_steps)
-        held = max(own, self._steps_held(self._steps[fragment])) if self._steps[fragment] else own
+        held = max(own, self._find_steps_held(self._steps[fragment]))
         refusal = self._judge_norm(fragment, norm / held, "norm" if held == 1 else "norm per step")
         if refusal is None:
             self._waiting[key] = (fragment, norm / own, own)
@@ -185,17 +217,24 @@ class NormScreen:
                 self.note_merged(key)
         return refusal
 
+    def _find_steps_held(self, merged: RunningMedian) -> int:
+        """How many steps a contribution with fewer of its own may hold."""
+        if not len(merged):
+            return 1
+        return int(merged.highest if self._feedback else merged.lower_median)
+
     def note_merged(self, key: Hashable) -> None:
         """The contribution of this key goes into a version."""
         if (found := self._waiting.pop(key, None)) is not None:
             fragment, norm, steps = found
-            self._norms[fragment].append(norm)
-            self._steps[fragment].append(steps)
+            self._norms[fragment].add(norm)
+            self._steps[fragment].add(steps)
             if len(self._norms[fragment]) >= self._least:
-                self._highest[fragment] = max(self._highest[fragment], median(self._norms[fragment]))
+                self._highest[fragment] = max(self._highest[fragment], self._norms[fragment].median)
 
     def usual_norms(self) -> UsualNorms:
-        return UsualNorms([*map(list, self._norms)], list(self._highest), [*map(list, self._steps)])
+        steps = [[int(count) for count in merged.list_figures()] for merged in self._steps]
+        return UsualNorms([merged.list_figures() for merged in self._norms], list(self._highest), steps)
 
     def restore_norms(self, known: UsualNorms) -> None:
         """Take over those of an earlier term; those of another plan, or broken ones, are ignored."""
@@ -204,9 +243,11 @@ class NormScreen:
         if len(known.recent) == len(known.highest) == len(self._norms) and sound:
             self._highest = list(known.highest)
             for kept, row in zip(self._norms, known.recent, strict=True):
-                kept.extend(row)
+                for norm in row:
+                    kept.add(norm)
             for held, steps in zip(self._steps, known.steps, strict=False):  # an earlier syncer kept none
-                held.extend(min(one, self.most_steps) for one in steps)
+                for count in steps:
+                    held.add(min(count, self.most_steps))
 
     def forget_norm(self, key: Hashable) -> None:
         """The contribution of this key is discarded, or merged already."""
@@ -243,12 +284,12 @@ class NormScreen:
         return f"{told}; if its learning rate rose: atoll set RUN norm_limit={higher}"
 
     def _find_usual(self, fragment: int) -> float:
-        own = median(self._norms[fragment])
+        own = self._norms[fragment].median
         if len(self._norms[fragment]) >= self._least:
             return own
         pairs = zip(self._norms, self._counts, strict=True)
         per_value = max(
-            median(norms) / math.sqrt(max(1, count)) for norms, count in pairs if len(norms) >= min(EARLY, self._least)
+            norms.median / math.sqrt(max(1, count)) for norms, count in pairs if len(norms) >= min(EARLY, self._least)
         )
         return max(own, per_value * math.sqrt(self._counts[fragment]))
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from atoll.observe.figures import NONE, clock, count, decimal, listing, percent, plain
 from atoll.protocol.statistics import format_score
+from atoll.store.event_parts import events_size, open_parts, read_chunks
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import AWAY, RunStatus
 
@@ -41,27 +42,24 @@ class EventTail:
 
     def skip_to_end(self) -> None:
         """Pass over all that is there by now."""
-        self._offset = self.path.stat().st_size if self.path.exists() else 0
+        self._offset = events_size(self.path)
 
     def read_new(self) -> list[Event]:
         return list(self.new_events())
 
     def new_events(self) -> Iterator[Event]:
         """The same, without holding all of them at once."""
-        try:
-            with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                self._skip_old(size)
-                near = size - self._near_bytes if self._near_bytes is not None else 0
-                file.seek(self._offset)
-                while chunk := file.read(_CHUNK):
-                    far = self._offset + len(chunk) < near
-                    self._offset += len(chunk)
-                    *lines, self._rest = (self._rest + chunk).split(b"\n")
-                    wanted = (line for line in lines if not (far and _ROUND in line[:64]))
-                    yield from (event for line in wanted if (event := _decode(line)) is not None)
-        except FileNotFoundError:
-            return
+        with open_parts(self.path, self._offset) as parts:
+            size = parts[-1].end if parts else 0
+            self._skip_old(size)
+            self._offset = max(self._offset, parts[0].begin if parts else 0)  # earlier parts may have been removed
+            near = size - self._near_bytes if self._near_bytes is not None else 0
+            for chunk in read_chunks(parts, self._offset):
+                far = self._offset + len(chunk) < near
+                self._offset += len(chunk)
+                *lines, self._rest = (self._rest + chunk).split(b"\n")
+                wanted = (line for line in lines if not (far and _ROUND in line[:64]))
+                yield from (event for line in wanted if (event := _decode(line)) is not None)
 
     def _skip_old(self, size: int) -> None:
         if self._most_bytes is not None and size - self._offset > self._most_bytes:

@@ -11,9 +11,10 @@ allows: a run's folder decides for all that is in it (rundir.py).
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -75,28 +76,67 @@ class Appender:
     """Appends whole lines to a file; to be handed to an EventLog as its sink.
 
     What finds no room is kept, and written with the next line that does: a full disk must not end a process that only
-    wanted to say so.
+    wanted to say so. Where another process has moved the file away (event_parts.py), it is made anew.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_bytes: int = 0, move_away: Callable[[Path], None] | None = None) -> None:
+        """`move_away`: called with the path once the file has `most_bytes`, while nobody writes to it."""
         self.path = path
+        self._most_bytes, self._move_away = most_bytes, move_away
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._torn = False
         """The end of the file is a part of a line, by us."""
+        self._descriptor: int | None = self._open()
+
+    def _open(self) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor: int | None = os.open(path, flags, mode_in(path.parent))
+        return os.open(self.path, flags, mode_in(self.path.parent))
 
     def __call__(self, line: bytes) -> None:
         assert line.endswith(b"\n") and line.count(b"\n") == 1, "one line at a time"
         assert self._descriptor is not None, f"{self.path} is closed"
         self._kept.append(line)
         try:
-            while self._kept:
-                self._write_all(self._descriptor, self._kept[0])
-                self._kept.popleft()
+            with self._locked(fcntl.LOCK_SH) as descriptor:
+                while self._kept:
+                    self._write_all(descriptor, self._kept[0])
+                    self._kept.popleft()
+                is_full = self._move_away is not None and os.fstat(descriptor).st_size >= self._most_bytes
+            if is_full:
+                self._move_file()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[int]:
+        """The file that has the name now."""
+        while True:
+            assert self._descriptor is not None
+            descriptor = self._descriptor
+            with suppress(OSError):  # a file system without locks has one writer at a time, or none that moves
+                fcntl.flock(descriptor, how)
+            try:
+                if self._has_name(descriptor):
+                    yield descriptor
+                    return
+            finally:
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+            self._descriptor = self._open()
+            os.close(descriptor)
+
+    def _has_name(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _move_file(self) -> None:
+        assert self._move_away is not None
+        with self._locked(fcntl.LOCK_EX) as descriptor:
+            if os.fstat(descriptor).st_size >= self._most_bytes:
+                self._move_away(self.path)
 
     def _write_all(self, descriptor: int, line: bytes) -> None:
         data = b"\n" + line if self._torn else line

@@ -3,6 +3,7 @@
     run.toml            what was asked for
     environment.json    where and with which variables its script was started (launch/environment.py); mode 600
     events.jsonl        what happened, one JSON object a line
+    events/             earlier parts of it, of a long run (event_parts.py)
     syncer.url          where its syncer listens
     last.url            where it listened before, while a supervisor starts it again
     secrets/            what is shown at its port, where it has no keys (syncer/credentials.py); mode 700

@@ -30,6 +30,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed, first_error
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import Disk, DiskFailed
+from atoll.store.event_parts import PART_BYTES, begin_part, events_size, open_parts, read_events
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
 from atoll.store.writer_lease import Deposed, StandbyTurn, WriterLease, acquire
 from atoll.syncer.run_store import RunStore
@@ -183,7 +184,7 @@ class StartOptions:
 async def _serve(
     config: Config, out: RunDir, run_store: RunStore, begin: StartOptions, evaluated: bool, supervised: bool
 ) -> None:
-    with Appender(out.events) as sink, closing(EventLog(sink)) as events:
+    with Appender(out.events, PART_BYTES, begin_part) as sink, closing(EventLog(sink)) as events:
         if begin.by_hand:
             events.say("started", "syncer started", {"process": "syncer", "pid": os.getpid()})
         run = ("" if run_store.found_on_disk else _announced(out)) or secrets.token_hex(4)
@@ -238,16 +239,16 @@ async def _serve(
 
 def _announced(out: RunDir) -> str:
     """The name of a run that was announced and has not begun: join links contain it. Later the journal knows it."""
-    with out.events.open("rb") as lines:
+    with open_parts(out.events) as parts:
+        lines = parts[0].file if parts else ()
         return next((str(event["run"]) for event in parse(lines) if event["kind"] == "run" and "run" in event), "")
 
 
 def _find_relays(out: RunDir, since: float) -> set[str]:
     """Return the relays that the newest events tell of."""
-    with out.events.open("rb") as file:
-        file.seek(max(0, out.events.stat().st_size - RECENT_BYTES))
-        told = parse(line for line in file if b'"kind":"relay"' in line)
-        return {event["relay"] for event in told if event["at"] > since}
+    recent = read_events(out.events, max(0, events_size(out.events) - RECENT_BYTES))
+    told = parse(line for line in recent.splitlines(keepends=True) if b'"kind":"relay"' in line)
+    return {event["relay"] for event in told if event["at"] > since}
 
 
 def _local_url(config: Config, service: SyncerService) -> str:

@@ -53,6 +53,7 @@ from atoll.launch.restoring import attach_store
 from atoll.launch.resume import plan_resume
 from atoll.launch.scaling import number_of
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
+from atoll.store.event_parts import read_events
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import hold_run
@@ -353,12 +354,8 @@ class Controller:
     def watch(self, offset: int) -> bytes:
         """How it stands, and the events from this byte on."""
         state = self._state  # first: what is written until then is in the events below
-        events = b""
-        if self._out.events.exists():
-            with self._out.events.open("rb") as file:
-                file.seek(offset)
-                whole, newline, _ = file.read(CHUNK_BYTES).rpartition(b"\n")
-                events = whole + newline
+        whole, newline, _ = read_events(self._out.events, offset, CHUNK_BYTES).rpartition(b"\n")
+        events = whole + newline
         told = Watched(
             state,
             str(self._error),

@@ -34,6 +34,7 @@ from atoll.fabric.control_channel import SendQueue
 from atoll.fabric.host import FileAnswer
 from atoll.observe.dashboard.history import DashboardHistory
 from atoll.observe.tail import EventTail
+from atoll.store.event_parts import read_events
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import parse
 from atoll.telemetry.status import RunStatus
@@ -166,8 +167,7 @@ def pages(out: RunDir) -> Dashboard:
 def beginning(events: Path) -> float | None:
     """When the first parameters were there, as the head of the events says."""
     try:
-        with events.open("rb") as file:
-            lines = parse(file.read(HEAD_BYTES).splitlines(keepends=True))
+        lines = parse(read_events(events, 0, HEAD_BYTES).splitlines(keepends=True))
     except OSError:
         return None
     return next((event["at"] for event in lines if event.get("kind") == "recovered"), None)

@@ -24,6 +24,7 @@ from atoll.observe.timeline import (
     remove_idle_time,
 )
 from atoll.protocol.errors import ConfigError
+from atoll.store.event_parts import read_lines
 from atoll.store.head import read_account
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
@@ -64,7 +65,7 @@ def read_run(folder: Path, now: float | None = None) -> ReportedRun:
     try:
         if not place.holds_run():
             raise ConfigError(f"{folder} holds no run: name the folder that --out made")
-        lines = place.events.read_bytes().splitlines(keepends=True) if place.events.exists() else []
+        lines = read_lines(place.events)
         told = _document(place.summary)
         settings = place.settings.read_text(errors="replace") if place.settings.exists() else ""
     except OSError as error:

@@ -94,26 +94,11 @@ class RoundClosing:
         rounds usually wait for has its time. Only one that reports and never answers uses all of it, once."""
         return max(self.deadline_s, self.state.settings.assemble_s)
 
-    def deadline_of(self, one: KnownLearner) -> float:
-        """The timeout of a pull from this learner:
-
-        max(answer, min(1.5 of its own steps, max(1, τ)·ξ_step)),   answer = min(deadline_s, max(floor, 4 ξ_answer))
-
-        So it may reach its next step boundary, within the overlap. A newcomer counts as the median learner until it has
-        answered or missed a pull. Its own ξ_answer keeps a fast learner that hangs from getting the time of a slow
-        link. One whose training loop has ended gives its last steps and has no boundary before it: it has the time of
-        its own answers, max(deadline_s, min(4 ξ_answer, limit_s))."""
-        usual_s, answer_s = self.state.members.step_s(), one.answer_s.value
-        if one.stopped and answer_s is not None:
-            limit_s = deadline_limit_s(self.state.settings, self.state.members.answer_s() or 0.0)
-            return max(self.deadline_s, min(DEADLINE_RATIO * answer_s, limit_s))
-        if answer_s is None:
-            answer_s = self.state.members.answer_s()
-        if self.state.settings.synchronous or one.stopped or usual_s is None or answer_s is None:
-            return self.deadline_s
-        step_s = usual_s if one.step_s.value is None else one.step_s.value
-        answer_by_s = min(self.deadline_s, max(self.state.settings.pull_floor_s, DEADLINE_RATIO * answer_s))
-        return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.state.settings.overlap) * usual_s))
+    @property
+    def deadlines(self) -> Deadlines:
+        """The timeouts of pulls whose copies are not ready yet."""
+        members = self.state.members
+        return Deadlines(self.state.settings, members.step_s(), members.answer_s(), self.deadline_s)
 
     def follow_members(self, now: float) -> bool:
         """Look which learners step now. Returns whether that changed."""
@@ -334,6 +319,37 @@ class RoundClosing:
                 one.late.discard(round_.fragment)
             else:
                 one.late.add(round_.fragment)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """The timeouts of pulls, by the medians of all learners as they are now."""
+
+    settings: Settings
+    step_s: float | None
+    answer_s: float | None
+    deadline_s: float
+
+    def of(self, one: KnownLearner) -> float:
+        """The timeout of a pull from this learner:
+
+        max(answer, min(1.5 of its own steps, max(1, τ)·ξ_step)),   answer = min(deadline_s, max(floor, 4 ξ_answer))
+
+        So it may reach its next step boundary, within the overlap. A newcomer counts as the median learner until it has
+        answered or missed a pull. Its own ξ_answer keeps a fast learner that hangs from getting the time of a slow
+        link. One whose training loop has ended gives its last steps and has no boundary before it: it has the time of
+        its own answers, max(deadline_s, min(4 ξ_answer, limit_s))."""
+        answer_s = one.answer_s.value
+        if one.stopped and answer_s is not None:
+            limit_s = deadline_limit_s(self.settings, self.answer_s or 0.0)
+            return max(self.deadline_s, min(DEADLINE_RATIO * answer_s, limit_s))
+        if answer_s is None:
+            answer_s = self.answer_s
+        if self.settings.synchronous or one.stopped or self.step_s is None or answer_s is None:
+            return self.deadline_s
+        step_s = self.step_s if one.step_s.value is None else one.step_s.value
+        answer_by_s = min(self.deadline_s, max(self.settings.pull_floor_s, DEADLINE_RATIO * answer_s))
+        return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.settings.overlap) * self.step_s))
 
 
 def _may_yet_copy(one: KnownLearner, round_: Round) -> bool:

@@ -68,6 +68,8 @@ class ShareWatch:
     def __init__(self, state: SyncerState) -> None:
         self.state = state
         self._windows: dict[str, Window] = {}
+        self._low: set[str] = set()
+        """Whose windows have an alarm."""
 
     def alarm(self, learner: KnownLearner) -> str:
         """What is wrong with its share; empty: nothing."""
@@ -91,6 +93,9 @@ class ShareWatch:
         window.next_t = learner.t + self._steps(1 / LOOKS_PER_H)
         computed = (account.total - account.origin) * len(account.merged)
         window.looks.append(Look(computed, sum(account.merged), sum(account.dropped)))
+        if not window.alarm and window.share is not None and window.share >= LOW:
+            window.low_looks = 0  # whatever the others' share is
+            return
         others = self._share_of_others(learner)
         if window.share is not None and others is not None:
             self._judge_share(now, learner, window, window.share, others)
@@ -102,9 +107,11 @@ class ShareWatch:
         shares = f"{_percent(share)} of {learner.name}'s last work was merged"
         if not window.alarm and window.low_looks >= LOW_LOOKS and now >= window.low_since + LOW_S:
             window.alarm = f"only {shares}, {_percent(others)} of the others'"
+            self._low.add(learner.name)
             self._tell(learner, f"{window.alarm}: {self._what_to_do()}", share, others, over=False)
         elif window.alarm and share >= RECOVERED * others:
             window.alarm = ""
+            self._low.discard(learner.name)
             self._tell(learner, f"{shares} again, {_percent(others)} of the others'", share, others, over=True)
 
     def _what_to_do(self) -> str:
@@ -125,12 +132,13 @@ class ShareWatch:
         return median(known) if known else None
 
     def _end_of_those_gone(self) -> None:
-        for name in [name for name, window in self._windows.items() if window.alarm]:
+        for name in sorted(self._low):
             learner = self.state.members.learners[name]
             if not learner.connected or not _is_of(self._windows[name], learner):
                 text = f"{name}, of whose work little was merged, is gone or has started over"
                 self.state.out.note("low_share", text, learner, over=True)
                 del self._windows[name]
+                self._low.discard(name)
 
     def _steps(self, of_h: float) -> int:
         return max(1, round(of_h * self.state.settings.sync_every))
@@ -161,6 +169,8 @@ class SameBatches:
     def __init__(self, state: SyncerState) -> None:
         self.state = state
         self._said: dict[str, deque[int]] = {}
+        self._who: dict[int, set[str]] = {}
+        """Per number, the learners that said it of late."""
         self._common: dict[tuple[str, str], int] = {}
 
     def note_batch(self, learner: KnownLearner, number: int) -> None:
@@ -168,10 +178,19 @@ class SameBatches:
         mine = self._said.setdefault(learner.name, deque(maxlen=KEPT))
         if number < 0 or number in mine:
             return
+        if len(mine) == KEPT:
+            self._forget(mine[0], learner.name)
         mine.append(number)
-        for other in self.state.members.connected_learners():
-            if other is not learner and number in self._said.get(other.name, ()):
+        who = self._who.setdefault(number, set())
+        for other in [self.state.members.learners[name] for name in sorted(who)]:
+            if other.connected:
                 self._count(*sorted((learner, other), key=lambda one: one.name))
+        who.add(learner.name)
+
+    def _forget(self, number: int, name: str) -> None:
+        self._who[number].discard(name)
+        if not self._who[number]:
+            del self._who[number]
 
     def _count(self, one: KnownLearner, other: KnownLearner) -> None:
         pair = (one.name, other.name)

@@ -30,8 +30,9 @@ class Liveness:
 
     def find_silent(self, now: float, wakes: list[float]) -> list[KnownLearner]:
         """Look at everyone; those that have been silent for too long."""
-        silent = []
-        for learner in self.state.members.connected_learners():
+        silent, connected = [], self.state.members.connected_learners()
+        deadline_s = self.rounds.closing.deadline_s if any(learner.muted for learner in connected) else 0.0
+        for learner in connected:
             limit = self.state.members.silence_limit(learner)
             if now >= limit:
                 silent.append(learner)
@@ -40,7 +41,7 @@ class Liveness:
             if learner.state == "training":
                 self._watch_steps(now, learner, wakes)
             if learner.muted:
-                self._probe_muted(now, learner, wakes)
+                self._probe_muted(now, learner, deadline_s, wakes)
         return silent
 
     def note_answer(self, learner: KnownLearner) -> None:
@@ -96,12 +97,11 @@ class Liveness:
 
     @property
     def probe_every_s(self) -> float:
-        """Time between two probes of a learner. The next voids the last one, so an answer has as long as to a pull:
-        where a body took longer, no answer would ever count, and the learner would stay muted."""
-        return max(PROBE_EVERY_S, self.rounds.closing.deadline_s)
+        return probe_every_s(self.rounds.closing.deadline_s)
 
-    def _probe_muted(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
-        if now >= learner.probed_at + self.probe_every_s:
+    def _probe_muted(self, now: float, learner: KnownLearner, deadline_s: float, wakes: list[float]) -> None:
+        every_s = probe_every_s(deadline_s)
+        if now >= learner.probed_at + every_s:
             learner.probed_at = inf  # until it has left
             # One that waits at a hold makes no new copy.
             copied = self.state.settings.synchronous and learner.offer >= 0
@@ -111,9 +111,15 @@ class Liveness:
                 attempt=0,
                 fragment=schedule.fragment_of(number, self.state.settings),
                 gathering=self.state.gathering_round,
-                deadline_s=self.rounds.closing.deadline_s,
+                deadline_s=deadline_s,
                 probe=True,
             )
             self.state.out.send(learner.name, pull)
             self.state.out.add_effect(ConfirmSent(number, 0, learner.name))
-        wakes.append(learner.probed_at + self.probe_every_s)
+        wakes.append(learner.probed_at + every_s)
+
+
+def probe_every_s(deadline_s: float) -> float:
+    """Time between two probes of a learner. The next voids the last one, so an answer has as long as to a pull: where a
+    body took longer, no answer would ever count, and the learner would stay muted."""
+    return max(PROBE_EVERY_S, deadline_s)

@@ -191,7 +191,7 @@ class Rounds:
         ahead = self.state.open_rounds.get(number)
         if ahead is None:
             ahead = self.state.open_rounds[number] = Round(number, fragment, now, stage="ahead")
-        deadline_s = max(self.closing.deadline_of(learner), DEADLINE_RATIO * self.interval.lead_s(learner))
+        deadline_s = max(self.closing.deadlines.of(learner), DEADLINE_RATIO * self.interval.lead_s(learner))
         ahead.add_seat(Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now))
         gathering = self.state.gathering_round
         pull = Pull(round=number, attempt=1, fragment=fragment, gathering=gathering, deadline_s=deadline_s)
@@ -280,10 +280,11 @@ class Rounds:
         alive = self.state.members.names_alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
         without_turn = {learner.name for learner in self.closing.without_turn(round_)}
         round_.alive = len((set(alive) - without_turn) | {learner.name for learner in ready})
+        deadlines, last_s = self.closing.deadlines, self.closing.last_deadline_s
         for seat in round_.asked:  # asked ahead, and late: from now on the round waits for the answer
-            seat.deadline_s = self.closing.deadline_of(self.state.members.learners[seat.learner])
+            seat.deadline_s = deadlines.of(self.state.members.learners[seat.learner])
         for learner in [learner for learner in ready if not round_.has_seat(learner.name)]:
-            deadline_s = self.closing.last_deadline_s if round_.last else self.closing.deadline_of(learner)
+            deadline_s = last_s if round_.last else deadlines.of(learner)
             round_.add_seat(Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now))
             pull = Pull(
                 round=round_.number,
