@@ -179,11 +179,13 @@ async def test_the_average_of_a_round_is_served_with_its_version(stage: Stage) -
     pulls = await asyncio.gather(*(next_pull(one.learner) for one in sharing))
     for one, pull in zip(sharing, pulls, strict=True):
         await one.learner.contribute(pull, 0.25)
-    announced = await sharing[0].learner.until(Announce)
+    told = [await one.learner.until(Announce) for one in sharing]
+    announced, members = told[0], [member for one in told for member in one.members]
     part = plan().fragments[announced.fragment]
     into = np.zeros(most_bytes(plan()), np.uint8)
     size = await sharing[0].learner.link.get_moments(part.index, 1, into.data, WAIT_S)
-    weights = [member.tokens for member in announced.members]
+    weights = [member.tokens for member in members]
+    assert [member.learner for member in members] == ["a", "b"], "each its own entry"
     due = average_moments(part, [moments_of(part, 1.0), moments_of(part, 2.0)], weights)
     assert (read_moments(part, into) == due).all() and size == due.size
     assert stage.service.figures().share == "moments"

@@ -191,9 +191,9 @@ async def test_bodies_of_names_that_are_asked_no_more_are_cut_off(stage: Stage) 
         async with asyncio.timeout(WAIT_S):
             for before in held:
                 assert await answer_of(*before) == b"", "it was not cut off"
-            while {owner for owner, _ in intake._taken.values()} != {learner.name}:  # noqa: ASYNC110 - nobody tells
+            while set(intake._under_way_of) != {learner.name}:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.01)
-        assert sum(size for _, size in intake._taken.values()) <= 4 * learner.plan.size
+        assert intake._under_way <= 4 * learner.plan.size
         held = bodies
         await learner.link.close()
     await stage.join("honest").begin()

@@ -20,21 +20,21 @@ PART_BYTES = 64 * 1024 * 1024
 _CHUNK = 1 << 20
 
 
-class Part(NamedTuple):
+class EventsPart(NamedTuple):
     begin: int
     """Its first byte, in the bytes of all parts."""
     path: Path
 
 
-def list_parts(events: Path) -> list[Part]:
+def list_parts(events: Path) -> list[EventsPart]:
     """In order; the last is events.jsonl, whether it is there or not."""
     folder = events.with_suffix("")
-    earlier: list[Part] = []
+    earlier: list[EventsPart] = []
     if folder.is_dir() and not folder.is_symlink():
         names = (path for path in folder.glob("*.jsonl") if path.stem.isdigit() and not path.is_symlink())
-        earlier = sorted(Part(int(path.stem), path) for path in names)
+        earlier = sorted(EventsPart(int(path.stem), path) for path in names)
     begin = earlier[-1].begin + earlier[-1].path.stat().st_size if earlier else 0
-    return [*earlier, Part(begin, events)]
+    return [*earlier, EventsPart(begin, events)]
 
 
 class OpenPart(NamedTuple):
