@@ -7,6 +7,9 @@ from tests.syncer.conftest import TENSORS
 
 from atoll.config import Config, convert
 from atoll.fabric.wire import ScoreReport
+from atoll.observe.dashboard.metrics import exposition
+from atoll.observe.tail import describe_presence
+from atoll.protocol.history import Life
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.syncer.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.syncer.machine import Syncer
@@ -210,10 +213,51 @@ def test_states_in_the_words_of_the_screen(machine: Syncer) -> None:
     assert states() == ["training", "training"]
     a.muted, b.stalled = True, True
     assert states() == ["muted", "stalled"]
+    a.stalled = True
+    assert states() == ["stalled", "stalled"], "one that hangs answers no pulls either: it is stalled all the same"
+    a.starting = a.excused = True
+    assert states() == ["muted", "stalled"], "a long first step is no stall"
     a.stopped, b.state = True, "gone"
     assert states() == ["stopped", "away"]
     b.closed = True
     assert states() == ["stopped", "gone"]
+
+
+def test_a_learner_that_hangs_is_stalled_though_it_was_muted_first(machine: Syncer) -> None:
+    """The event `stalled` came, and screen, status and metrics said "muted" to the end."""
+    a = machine.members.learners["a"]
+    machine.handle(1.0, Received("a", progress(4)))
+    machine.handle(1.0, Received("b", progress(4)))
+    a.muted = True
+    for second in range(2, 20):  # its courier reports, its script makes no step
+        machine.handle(float(second), Received("a", progress(4)))
+        machine.handle(float(second), Received("b", progress(4 + second)))
+    status = Meter(CONFIG).make_status(20.0, "r", machine)
+    assert {one.learner: one.state for one in status.learners} == {"a": "stalled", "b": "training"}
+    assert describe_presence(status) == "2 of 2 learners here, 1 stalled"
+    assert 'atoll_learners{state="stalled"} 1.0' in exposition(status).decode()
+
+
+def test_a_learner_is_missing_until_it_is_back_or_was_asked_to_leave(machine: Syncer) -> None:
+    a, b = machine.members.learners["a"], machine.members.learners["b"]
+
+    def missing() -> dict[str, bool]:
+        return {one.learner: one.missing for one in Meter(CONFIG).make_status(1.0, "r", machine).learners}
+
+    assert missing() == {"a": False, "b": False}
+    machine.handle(1.0, Lost("a", "cut off"))
+    machine.handle(1.0, Lost("b", "cut off"))
+    assert missing() == {"a": True, "b": True}
+    machine.handle(1.0 + machine.settings.abandon_s, Received("b", progress(1)))  # any event: the time is over
+    assert (a.closed, missing()["a"]) == (True, True), "it is gone by now, and nobody wanted that"
+    b.leaving = True
+    assert missing() == {"a": True, "b": False}
+
+
+def test_a_learner_whose_life_was_closed_in_an_earlier_term_is_not_missing(machine: Syncer) -> None:
+    machine.members.remember_life("drained", Life(1, "d", 0, [(-1, 0, 0), (-1, 0, 0)], open=False))
+    (drained,) = [one for one in Meter(CONFIG).make_status(1.0, "r", machine).learners if one.learner == "drained"]
+    assert (drained.state, drained.missing) == ("gone", False)
 
 
 def test_liveness_is_the_mean_share_of_the_learners_alive() -> None:

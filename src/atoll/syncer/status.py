@@ -262,6 +262,7 @@ class Meter:
         return LearnerStatus(
             learner=one.name,
             state=_state(one, machine.phase),
+            missing=_is_missing(one),
             incarnation=one.incarnation,
             step=one.t + (life.steps_before if life is not None else 0),
             tokens=one.tokens_before + one.tokens_total,
@@ -506,8 +507,15 @@ def _state(one: KnownLearner, phase: str) -> str:
         return "gone" if one.closed or one.left else "away"
     if one.stopped:
         return "stopped"
+    if one.stalled and not (one.excused and one.starting):
+        return "stalled"  # before "muted": a process that hangs answers no pulls either, and makes no steps
     if one.muted:
         return "muted"
-    if one.state == "training" and one.starting and (one.excused or not one.stalled):
-        return "starting"
-    return "stalled" if one.stalled else one.state
+    return "starting" if one.state == "training" and one.starting else one.state
+
+
+def _is_missing(one: KnownLearner) -> bool:
+    """Return whether a learner is not connected though it has not left and was not asked to. Of a life that was closed
+    in an earlier term this syncer does not know why, so such a learner is not missing."""
+    unknown = one.closed and not one.last_heard
+    return not (one.connected or one.left or one.was_asked_to_leave or unknown)
