@@ -475,6 +475,8 @@ def _carry(summary: Summary, missed: float) -> str:
 
 INTERRUPTED = "the operator asked for it"
 """The reason of a run that could go on."""
+INCOMPARABLE = "its scores cannot be compared"
+"""The reason of a run that `atoll compare` ended."""
 _SAMPLE = "what the trained model writes"
 
 
@@ -502,7 +504,7 @@ def print_closing(
         console.print()
         files = ", ".join(_files_in(out))
         print_command(console, f"All of it is in {out}: {files}. On one page:", f"atoll report {out}")
-        if summary["reason"] == INTERRUPTED:
+        if summary["reason"] in (INTERRUPTED, INCOMPARABLE):
             stopped = f"It stopped at {unspent}. " if unspent else ""
             print_command(console, f"{stopped}It goes on with:", f"{again} --resume {out}")
         elif unspent:
