@@ -222,11 +222,15 @@ def _merging(summary: Summary, events: Sequence[Event]) -> str:
     return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
 
 
+def _is_loss(event: Event) -> bool:
+    return event["kind"] in ("lost", "left") and not is_routine(event) and not event.get("moved")
+
+
 def _where_lost(summary: Summary, events: Sequence[Event]) -> str:
     """The ledger counts together what went with a process and what was thrown away in quarantine."""
     if not summary.get("quarantines"):
         return "with a process"
-    gone = any(event["kind"] in ("lost", "left") and not is_routine(event) for event in events)
+    gone = any(_is_loss(event) for event in events)
     return "with a process or in quarantine" if gone else "in quarantine"
 
 

@@ -18,7 +18,8 @@ data-parallel run |
 | recovered | syncer | learner, incarnation, seconds |
 | returned | syncer | learner, incarnation, away_s, t, steps (made meanwhile; merged, kept or dropped, as means over the
 fragments), weight_share (share of their weight that they get in the next rounds) |
-| lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens |
+| lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens, moved (it goes back to its
+relay) |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,
 step (of the run), rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |
 | passed | syncer | round, fragment: a round that was given up |
