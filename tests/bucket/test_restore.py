@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from tests.store.written import OUTER, WrittenRun, ended_run, whole
 
-from atoll.bucket.claims import claim_term, release_term
+from atoll.bucket.claims import StoredHead, claim_term, release_term
 from atoll.bucket.client import ObjectBucket, open_bucket
 from atoll.bucket.layout import CUTS, RELEASED, read_listing, released_key
 from atoll.cli.store import finish_upload, open_copy, restore
 from atoll.config import Config, Service
-from atoll.launch.restoring import attach_store
+from atoll.launch.restoring import _describe_loss, attach_store
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.disk import Corrupt
 from atoll.store.head import read_head
@@ -183,6 +183,20 @@ def test_a_torn_piece_of_the_journal_is_refused_where_no_cut_lies_before_it(
     with pytest.raises(ConfigError, match="holds no cut with them"):
         restore(url=url, out=tmp_path / "less", take_over=False, read_only=False)
     assert not (tmp_path / "less").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "known"),
+    [
+        (8, "all rounds that it had told of by 17:26:50 UTC are here; those"),
+        (9, "1 round that it had told of by 17:26:50 UTC is lost; those"),
+        (15, "7 rounds that it had told of by 17:26:50 UTC are lost; those"),
+    ],
+)
+def test_rounds_that_may_be_lost_are_not_told_as_none(told: int, known: str) -> None:
+    at = 1795109210.0
+    words = _describe_loss(8, StoredHead(told, told, at))
+    assert words.startswith(known) and "that it told of after that are lost" in words and "number is not known" in words
 
 
 def test_a_run_that_was_lost_before_its_first_cut_was_stored_begins_anew(
