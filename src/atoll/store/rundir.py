@@ -51,6 +51,10 @@ from atoll.store.writer_lease import hold_run
 
 RUNS = Path("atoll-runs")
 """Where runs without a name of their own are kept, below the current folder."""
+LEARNERS = Path("atoll-learners")
+"""Where learners and evaluators that were started by hand keep theirs as RUN/NAME, below the current folder."""
+EVALUATOR = "evaluator"
+"""The name of an evaluator there, unless it is given another."""
 UNMERGED = "unmerged.safetensors"
 """In the folder of the run's first learner: its frozen parameters and the buffers that are not merged, as it began."""
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
