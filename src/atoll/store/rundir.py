@@ -5,6 +5,7 @@
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
     last.url            where it listened before, while a supervisor starts it again
+    links.json          fingerprints that its join links name, where it has keys (cli/linked_pins.py)
     secrets/            what is shown at its port, where it has no keys (syncer/credentials.py); mode 700
     journal/            every decision and outer gradient, durable before it is told (journal.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
@@ -70,6 +71,7 @@ _OURS = (
         "report.html",
         "syncer.url",
         "last.url",
+        "links.json",
         "norms.json",
         "origin.bin",
         "standby.json",
@@ -183,6 +185,10 @@ class RunDir:
     @property
     def last_address(self) -> Path:
         return self.path / "last.url"
+
+    @property
+    def links(self) -> Path:
+        return self.path / "links.json"
 
     def withdraw_address(self) -> None:
         """Nothing listens there until the syncer says so again. What it was is kept: join links know the run by its
