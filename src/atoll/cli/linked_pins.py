@@ -26,7 +26,7 @@ class LinkedPins:
     """Of a run and the keys that a syncer is started with."""
 
     def __init__(self, out: RunDir, service: Service) -> None:
-        self._file, self._service = out.links, service
+        self._file, self._service = out.linked_pins, service
         self._noted: frozenset[str] = frozenset()
 
     def describe_foreign(self) -> str:

@@ -5,7 +5,7 @@
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
     last.url            where it listened before, while a supervisor starts it again
-    links.json          fingerprints that its join links name, where it has keys (cli/linked_pins.py)
+    linked-pins.json    fingerprints that its join links name, where it has keys (cli/linked_pins.py)
     secrets/            what is shown at its port, where it has no keys (syncer/credentials.py); mode 700
     journal/            every decision and outer gradient, durable before it is told (journal.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
@@ -71,7 +71,7 @@ _OURS = (
         "report.html",
         "syncer.url",
         "last.url",
-        "links.json",
+        "linked-pins.json",
         "norms.json",
         "origin.bin",
         "standby.json",
@@ -187,8 +187,8 @@ class RunDir:
         return self.path / "last.url"
 
     @property
-    def links(self) -> Path:
-        return self.path / "links.json"
+    def linked_pins(self) -> Path:
+        return self.path / "linked-pins.json"
 
     def withdraw_address(self) -> None:
         """Nothing listens there until the syncer says so again. What it was is kept: join links know the run by its
