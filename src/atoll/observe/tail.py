@@ -392,12 +392,13 @@ class Comings:
 
 
 def describe_presence(status: RunStatus) -> str:
-    """How many are connected, of those that the run is meant for."""
+    """How many are connected, of those that the run is meant for, and how many of these make no steps."""
     here = sum(learner.state not in AWAY for learner in status.learners)
     if status.data_parallel:
         return f"data-parallel, {status.data_parallel} processes{'' if here else ', none here'}"
     meant = max(status.expected, here)
-    return f"{here} of {meant} learner{'' if meant == 1 else 's'} here"
+    stalled = sum(learner.state == "stalled" for learner in status.learners)
+    return f"{here} of {meant} learner{'' if meant == 1 else 's'} here{f', {stalled} stalled' if stalled else ''}"
 
 
 def _has_parameters(status: RunStatus) -> bool:

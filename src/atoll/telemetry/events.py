@@ -15,7 +15,8 @@ data-parallel run |
 | fetching | syncer | learner, whole_bytes, lacking_bytes, left_s: on its way into the run |
 | initial | syncer | relative_error (of its rounding, with `initial_codec = "bf16"`): version 0 is here |
 | begun | syncer | seconds (since the first parameters): the learners hold version 0, and training begins |
-| recovered | syncer | learner, incarnation, seconds |
+| recovered | syncer | learner, incarnation, seconds; busy_before: seconds that its process had been stepping when this
+syncer first heard of it |
 | returned | syncer | learner, incarnation, away_s, t, steps (made meanwhile; merged, kept or dropped, as means over the
 fragments), weight_share (share of their weight that they get in the next rounds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens, moved (it goes back to its
