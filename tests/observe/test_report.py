@@ -314,7 +314,7 @@ def test_a_fault_takes_as_long_as_the_summary_says(events: list[Event]) -> None:
 
 
 def test_a_move_back_to_a_relay_is_no_fault(say: Say) -> None:
-    assert not faults([say(1.0, "lost", learner="a", incarnation=1, moved=True, text="a moves back to its relay")])
+    assert not told([say(1.0, "lost", learner="a", incarnation=1, moved=True, text="a moves back to its relay")])
 
 
 def test_a_process_that_ends_well_is_no_fault(say: Say) -> None:

@@ -195,10 +195,8 @@ async def test_without_the_relay_learners_go_on_directly_and_come_back_to_it(
     await step_until(trainings, before + 2)
     assert again.sums and again.service.sums
     assert {event["incarnation"] for event in run.said("joined")} == {1}, "in the same lives"
-    moves = [event for event in run.said("lost") if event.get("moved")]
-    assert {event["text"] for event in moves} == {
-        f"learner-{number} moves back to its relay" for number in range(len(trainings))
-    }
+    moves = {event["text"] for event in run.said("lost") if event.get("moved")}
+    assert moves == {f"learner-{number} moves back to its relay" for number in range(len(trainings))}
 
 
 async def test_a_relay_whose_line_breaks_does_not_say_that_the_syncer_closed_its_channel(region: Region) -> None:
