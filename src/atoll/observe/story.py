@@ -295,7 +295,9 @@ def _validation(summary: Summary, events: Sequence[Event]) -> str:
     if start is None:
         return ""
     best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-    kept = "kept where its evaluator runs, with --folder" if _is_by_hand(events) else "atoll export --best RUN FILE"
+    kept = "atoll export --best RUN FILE"
+    if _is_by_hand(events):
+        kept = f"kept where its evaluator runs, in atoll-learners/{plain(summary['run'])}/evaluator or its --folder"
     if end is None:
         return (
             f"Validation loss of the global model went from {format_score(start)} to one that is not finite; "
