@@ -28,7 +28,7 @@ step (of the run), rho and outer_step (docs/algorithm.md; null for the first of 
 | refused, quarantined, muted, probed | syncer | learner (refused: round; quarantined: times of late, wait_s until
 rounds take from it again) |
 | helping, helped, fresh | syncer | learner: who takes whose inner optimizer's state, or why nobody's |
-| reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
+| reigned | syncer | run, term, round, cut, replayed, learners, settings: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
 | changed | syncer | what: settings that the operator changed; learners, sync_every, … if these did |
 | scaled | supervisor | added, removed: learners, as `atoll scale` or a plan of hours asked |
