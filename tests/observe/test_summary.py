@@ -290,6 +290,22 @@ def test_a_restored_run_counts_no_step_of_the_run_before_it(say: Say) -> None:
     assert "those before this run included. This run took 10 s; 50 % of learner time" in story(summary, events)[0]
 
 
+def test_a_restored_run_knows_how_many_learners_it_is_meant_for(say: Say) -> None:
+    """A fourth learner was there by hand for two minutes and was drained: liveness was 75 % where it was 96 %."""
+    names = ("a", "b", "c")
+    events = [
+        say(0, "started", process="syncer"),
+        say(0, "reigned", run="new", term=1, round=40, learners=3, settings={"learners": 3, "sync_every": 24}),
+        *(say(0, "recovered", learner=name, incarnation=1, busy_before=500.0) for name in names),
+        say(10, "joined", learner="by-hand", incarnation=1, known_as=0),
+        say(10, "recovered", learner="by-hand", incarnation=1, busy_before=0.0),
+        say(20, "left", learner="by-hand", incarnation=1, t=9, tokens=9, busy_s=9.0, unmerged_tokens=0),
+        say(100, "ending"),
+    ]
+    summary = summarise(events)
+    assert (summary["liveness"], summary["run"], summary["settings"]["sync_every"]) == (1.0, "new", 24)
+
+
 def test_steps_made_while_the_syncer_was_down_are_no_busy_time_as_that_time_counts_nowhere(say: Say) -> None:
     """87.5 busy seconds in 76.9 of the run: learners train on, and the outage is left out."""
     events = [

@@ -232,11 +232,15 @@ def _merging(summary: Summary, events: Sequence[Event]) -> str:
     return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
 
 
+def _is_loss(event: Event) -> bool:
+    return event["kind"] in ("lost", "left") and not is_routine(event) and not event.get("moved")
+
+
 def _where_lost(summary: Summary, events: Sequence[Event]) -> str:
     """The ledger counts together what went with a process and what was thrown away in quarantine."""
     if not summary.get("quarantines"):
         return "with a process"
-    gone = any(event["kind"] in ("lost", "left") and not is_routine(event) for event in events)
+    gone = any(_is_loss(event) for event in events)
     return "with a process or in quarantine" if gone else "in quarantine"
 
 
@@ -295,7 +299,9 @@ def _validation(summary: Summary, events: Sequence[Event]) -> str:
     if start is None:
         return ""
     best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-    kept = "kept where its evaluator runs, with --folder" if _is_by_hand(events) else "atoll export --best RUN FILE"
+    kept = "atoll export --best RUN FILE"
+    if _is_by_hand(events):
+        kept = f"kept where its evaluator runs, in atoll-learners/{plain(summary['run'])}/evaluator or its --folder"
     if end is None:
         return (
             f"Validation loss of the global model went from {format_score(start)} to one that is not finite; "
@@ -485,6 +491,8 @@ def _carry(summary: Summary, missed: float) -> str:
 
 INTERRUPTED = "the operator asked for it"
 """The reason of a run that could go on."""
+INCOMPARABLE = "its scores cannot be compared"
+"""The reason of a run that `atoll compare` ended."""
 _SAMPLE = "what the trained model writes"
 
 
@@ -512,7 +520,7 @@ def print_closing(
         console.print()
         files = ", ".join(_files_in(out))
         print_command(console, f"All of it is in {out}: {files}. On one page:", f"atoll report {out}")
-        if summary["reason"] == INTERRUPTED:
+        if summary["reason"] in (INTERRUPTED, INCOMPARABLE):
             stopped = f"It stopped at {unspent}. " if unspent else ""
             print_command(console, f"{stopped}It goes on with:", f"{again} --resume {out}")
         elif unspent:

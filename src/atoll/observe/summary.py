@@ -105,7 +105,8 @@ def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None)
     """`account`: of a run that has not told its own at its end, as its journal has it."""
     # Several processes append to the file: nearly, but not always, in the order of time.
     timeline = remove_idle_time(sorted(events, key=lambda event: float(event["at"])))
-    header = first_of_kind(timeline, "run") or {}
+    # In the folder of a run that was made from another one no run begins: it goes on.
+    header = first_of_kind(timeline, "run") or first_of_kind(timeline, "reigned") or {}
     plan = first_of_kind(timeline, "plan") or {}
     changes = [event for event in select_kinds(timeline, "phase", "changed") if "sync_every" in event]
     phase = changes[-1] if changes else {"at": 0.0}

@@ -91,6 +91,7 @@ NOTABLE = {
     "killed": "bold red",
     "exited": "red",
     "lost": "red",
+    "moved": "dim",
     "refused": "yellow",
     "quarantined": "bold yellow",
     "muted": "yellow",
@@ -156,7 +157,7 @@ REPEATED = {"refused": 1, "quarantined": 1, "recovered": 2, "fresh": 1, "passed"
 learner, are printed …"""
 QUIET_S, MOST_QUIET_S = 30.0, 480.0
 """… and then one in so many seconds, which says how many were not. While they go on, that time doubles up to this."""
-FOLDED = REPEATED.keys() | {"left", "lost", "exited", "restarted", "joined"}
+FOLDED = REPEATED.keys() | {"left", "lost", "moved", "exited", "restarted", "joined"}
 """Kinds of which the screen shows one line, once more of them come …"""
 APART = 2
 """… than so many, each within QUIET_S of the one before."""
@@ -227,6 +228,8 @@ class NotableEvents:
                 self._origin = event["at"]
             if event["kind"] not in NOTABLE or is_routine(event):
                 continue
+            if event.get("moved"):
+                event = {**event, "kind": "moved"}
             self._note_line(event)
             if event["kind"] in REPEATED:
                 key = (str(event["kind"]), str(event.get("learner", "")))

@@ -411,6 +411,8 @@ def describe_shortage(machine: Syncer) -> str:
     codecs, asked_s = (settings.codec, settings.version_codec), schedule.interval(settings) * step_s
     if smaller := _name_smaller_codecs(interval, narrowest.ways_s, codecs, asked_s):
         fits = f"{smaller} would hold H = {settings.sync_every}"
+        if narrowest.is_small:
+            fits = f"a narrow link or a busy processor, which atoll doctor tells apart; for a narrow link {fits}"
     return f"{used}: H is {carried_h:.3g} instead of {settings.sync_every}; {fits}"
 
 

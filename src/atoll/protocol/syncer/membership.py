@@ -144,6 +144,8 @@ class KnownLearner:
     """Bytes per second that its way down carries, and that of its relay; 0: not measured."""
     share: float = 1.0
     """Share of the rounds that it takes part in (interval.py)."""
+    rising: int = 0
+    """Number of commits in a row that found its ways carry a larger share (interval.py)."""
     download: Download = field(default_factory=Download)
     """Download of the parameters, while it joins."""
 
@@ -300,6 +302,7 @@ class Membership:
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
         learner.stalled = learner.excused = learner.starting = False
+        learner.rising = 0
         learner.share = 1.0  # it may have another link now, and its welcome told it of no share
         # It may come without its relay now; a relay tells its rates again.
         learner.up_rates, learner.down_rates = (learner.up_rates[0], 0.0), (learner.down_rates[0], 0.0)
