@@ -82,8 +82,8 @@ def test_the_average_of_a_model_with_batchnorm_scores_as_with_statistics_made_fo
     inputs = torch.randn(2048, 8) * 3 + 1
     labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
     train, held_out = slice(0, 1536), slice(1536, 2048)
-    layers = [[nn.Linear(wide, 32), nn.BatchNorm1d(32), nn.ReLU()] for wide in (8, 32, 32)]
-    net = nn.Sequential(*sum(layers, []), nn.Linear(32, 2))
+    layers = [nn.Sequential(nn.Linear(wide, 32), nn.BatchNorm1d(32), nn.ReLU()) for wide in (8, 32, 32)]
+    net = nn.Sequential(*layers, nn.Linear(32, 2))
     optimizer, plan = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9), make_plan(describe(net), 2)
     average = AveragedModel(0.9)
     for step in range(1, 121):

@@ -281,6 +281,11 @@ class Feed:
         """Leased samples whose steps are done; −1: nothing is leased."""
         return -1 if self._leased is None else self._leased.position
 
+    @property
+    def waiting(self) -> int:
+        """Leased batches that were drawn and not stepped on."""
+        return 0 if self._leased is None else self._leased.waiting
+
     def stepped(self) -> None:
         used = self._used() if self._used is not None else None
         if self._stream is not None:

@@ -61,7 +61,7 @@ the first, by the names of their logs; fresh: these ranks have no snapshot to go
 since it had made no step; unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
-| courier, warning | learner | |
+| courier, warning | learner; warning: supervisor too | about: "after the end" where a script goes on after its run |
 
 `live` of a round: learners alive and recovered when it was frozen, without those whose links carry only a share of
 the rounds and that had no turn in it (`share`). A member of a round has learner, incarnation, t,
@@ -90,6 +90,9 @@ LEARNER_BYTES = 256 * 1024
 """Events about one learner at once: a thousand or so …"""
 LEARNER_RATE = 4096
 """… and bytes a second after that. Whoever makes more of them is not written about any more."""
+
+AFTER_END = "after the end"
+"""What a warning is about where a script goes on after its run is over."""
 
 Sink = Callable[[bytes], None]
 Event = dict[str, Any]
