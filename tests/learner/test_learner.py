@@ -15,7 +15,7 @@ from torch import nn
 
 import atoll
 from atoll.learner import joining, saved_state, script
-from atoll.learner.data import LeasedSamples
+from atoll.learner.data import NO_STEP, LeasedSamples
 from atoll.learner.learner import Learner
 from atoll.learner.saved_state import read_lives, read_run
 from atoll.learner.script import FILE
@@ -35,6 +35,7 @@ from atoll.mailbox.channel import (
     RunProgress,
     SettingsTold,
     Start,
+    StepMissing,
     StepReport,
     StopOrder,
     ToCourier,
@@ -437,6 +438,22 @@ class TestInARun:
                     joined.courier.waiting.append(StopOrder("1,000 steps are done", final=False))
                 learner.step(tokens=2)
         assert seen == 7 and learner.done
+
+    @pytest.mark.parametrize("stepped", [False, True])
+    def test_batches_without_a_step_are_asked_about(
+        self, joined: Joined, capsys: pytest.CaptureFixture[str], stepped: bool
+    ) -> None:
+        """After a step it may be accumulation."""
+        answers, supply = joined.courier.answers, fx.Supply((Range(0, 0, 0, 0, 8),), False, "")
+        joined.courier.answers = lambda frame: [supply] if isinstance(frame, fx.Registered) else answers(frame)
+        with joined.learner as learner:
+            for seen, _ in enumerate(learner.batches(torch.zeros(8, 2), batch_size=2), 1):
+                if stepped and seen == 1:
+                    learner.step(tokens=2)
+                if seen == 2 * NO_STEP:
+                    break
+            asked = capsys.readouterr().err.count(f"{NO_STEP} batches were handed out and no step was made: does the")
+            assert asked == len(joined.courier.of(StepMissing)) == (0 if stepped else 1)
 
     def test_a_loop_that_goes_on_after_the_end_gives_its_last_steps_and_its_later_steps_count_for_nothing(
         self, joined: Joined, capsys: pytest.CaptureFixture[str]

@@ -82,6 +82,33 @@ def test_a_script_that_never_calls_step_is_asked_about_it_and_does_not_hold_up_t
     assert "learner-0 was killed at the end: it had made no step" in run.stdout
 
 
+DRAWS_ON = """
+import time
+import torch
+import atoll
+
+model = torch.nn.Linear(2, 2)
+with atoll.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
+    for batch in learner.batches(torch.randn(1024, 2), batch_size=4):
+        model(batch).sum().backward()
+        ends_at = time.monotonic() + 0.01
+        while time.monotonic() < ends_at:
+            pass
+"""
+
+
+def test_a_script_that_draws_batches_and_never_steps_is_asked_about_it_at_once(run: Run) -> None:
+    words = ("--learners", "1", "--steps", "20", "--set", "evaluate_every=0", "--set", "stalled_after_s=1")
+    run.train(write_script(run, DRAWS_ON), *words)
+    asked = "does its script call learner.step() after every optimizer step?"
+    run.until(lambda events: any(event["kind"] == "stalled" for event in events))
+    assert [event["text"] for event in run.events("stalled")] == [f"learner-0 has made no step yet; {asked}"]
+    run.interrupt()
+    run.ended(code=1)
+    log = (run.out / "logs" / "learner-0.log").read_text()
+    assert log.count("300 batches were handed out and no step was made: does the script call learner.step()") == 1
+
+
 UNENDING = """
 import time
 import torch

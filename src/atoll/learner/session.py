@@ -41,6 +41,7 @@ from atoll.mailbox.channel import (
     RunProgress,
     SettingsTold,
     Start,
+    StepMissing,
     StepReport,
     StopOrder,
     ToTraining,
@@ -84,6 +85,7 @@ class RunSession:
         self._own = OwnState(trained, extras)
         kept = (self._unmerged, rest, self._own.room)
         self._peers = PeerStates(trained, shared, courier, self._tape, *kept)
+        feed.note_no_step = self._tell_no_step
         self._inputs = trained.watch_inputs(wanted=lambda: feed.position < 0)
         self._restored = False
         """Its inner optimizer comes from what this learner saved, and is put back once it has joined."""
@@ -314,6 +316,12 @@ class RunSession:
         seed = boundary.settings.seed if boundary is not None else self._joining.seed
         size = batch_size * self.data_share.parts
         self._courier.send(self._feed.ask(found, size, epochs, seed, drop_last=drop_last))
+
+    def _tell_no_step(self, batches: int) -> None:
+        if self._leads and not self._courier.replays:
+            asked = "does the script call learner.step() after every optimizer step?"
+            say(f"{batches} batches were handed out and no step was made: {asked}")
+            self._courier.send(StepMissing(batches))
 
     # ---- between two steps --------------------------------------------------------------------------------------
 
