@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from atoll.baselines.compare import as_synchronous, comparable, product_outcome,
 from atoll.baselines.faults import RankFault
 from atoll.chaos.plan import FaultPlan, load_plan, parse_plan
 from atoll.protocol.errors import ConfigError
+from atoll.store.rundir import RunDir
 
 
 def plan(**document: Any) -> FaultPlan:
@@ -139,6 +141,28 @@ def test_what_cannot_be_compared_is_one_line(
     assert atoll(monkeypatch, *arguments.split()) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_run_whose_scores_cannot_be_compared_is_refused_before_the_second_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    trained: list[str] = []
+
+    def train_here(config: Any, place: RunDir, *rest: Any, find_reason_to_end: Any, **options: Any) -> None:
+        trained.append(place.path.name)
+        begun = {"kind": "run", "run": "1234", "settings": {"learners": 1, "fragments": 2}}
+        score = {"kind": "score", "round": 1, "loss": None, "metrics": {"nll": 1.0}}
+        events: list[dict[str, Any]] = [{"at": 1.0, "text": "", **event} for event in (begun, score)]
+        place.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+        assert find_reason_to_end(events) == "its scores cannot be compared"
+
+    monkeypatch.setattr("atoll.cli.compare.train_here", train_here)
+    assert atoll(monkeypatch, "mine.py", "--steps", "9", "--out", "both") == 2
+    assert trained == ["decoupled"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "decoupled cannot be compared: its scorer gives nll, and says of none whether more or less" in said
 
 
 def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

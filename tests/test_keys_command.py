@@ -24,7 +24,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import hold_run
-from atoll.syncer.credentials import read_tokens
+from atoll.syncer.credentials import read_tokens, write_tokens
 
 from .test_cli import atoll
 
@@ -177,6 +177,10 @@ def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsy
     assert atoll(monkeypatch, "tokens", "revoke", "eu") == 0
     assert read_tokens(keys).named("eu").revoked and not read_tokens(keys).named("join").revoked
     capsys.readouterr()
+    refused = (
+        "token 'eu' was revoked, and nobody can join by its link: make another: atoll tokens add NAME --role learner"
+    )
+    assert refused in failed(monkeypatch, capsys, "tokens link eu")
     assert atoll(monkeypatch, "tokens") == 0
     shown = capsys.readouterr().out
     assert re.search(r"eu .* revoked", shown) and re.search(r"join .* until 2", shown)
@@ -186,6 +190,15 @@ def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsy
     rows = json.loads(capsys.readouterr().out)
     assert {row["id"]: row["role"] for row in rows} == {"join": "learner", "operator": "operator", "eu": "learner"}
     assert not any("secret" in row for row in rows)
+
+
+def test_a_link_of_a_token_that_has_expired_is_refused_with_what_to_do(
+    keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys.write(keys.path / LAST, msgspec.json.encode(Last(("syncer.example.org:7077",), "r1", "ab" * 32)))
+    write_tokens(keys, read_tokens(keys).with_changed("join", expires=1.0))
+    told = failed(monkeypatch, capsys, "tokens link join")
+    assert "expired on 1970-01-01" in told and "atoll tokens change join --hours HOURS" in told
 
 
 def test_a_token_may_bring_more_names_and_its_link_stays(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.observe.conftest import a_status
 
 from atoll.cli import serve
 from atoll.cli.advertised import find_own_hosts, find_place, own_host
+from atoll.cli.linked_pins import LinkedPins
 from atoll.cli.shared import without_own_shards
 from atoll.config import Config, Service, load
 from atoll.numerics import kernels
@@ -201,6 +203,68 @@ def test_a_run_that_goes_on_without_its_keys_is_told_to_bring_them(
         assert atoll(monkeypatch, "syncer", how, str(run.path)) == 2
         said = capsys.readouterr().err
         assert "copy the keys of the run there, or name them with --keys DIR" in said and "atoll cert" not in said
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    for name in ("keys", "other"):
+        assert atoll(monkeypatch, "cert", "--out", str(tmp_path / name)) == 0
+    capsys.readouterr()
+    return tmp_path / "keys"
+
+
+def test_a_standby_whose_certificate_no_link_names_is_refused_when_it_starts(
+    tmp_path: Path,
+    port: int,
+    keys: Path,
+    served: list[Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run(tmp_path, port=port, keys=str(keys))
+    LinkedPins(run, Service(keys=str(keys))).note()
+    assert atoll(monkeypatch, "syncer", "--standby", str(run.path), "--keys", str(tmp_path / "other")) == 2
+    out, said = capsys.readouterr()
+    assert not served and not out and len(said.splitlines()) == 1
+    assert "is none that the links of this run name: every learner would be locked out" in said
+    assert "Copy the keys of the run to this machine, and name them with --keys DIR" in said
+    shutil.copytree(keys, tmp_path / "copy")
+    assert atoll(monkeypatch, "syncer", "--standby", str(run.path), "--keys", str(tmp_path / "copy")) == 0
+    assert len(served) == 1
+
+
+def test_a_certificate_that_was_renewed_while_the_run_went_on_is_one_of_the_links(
+    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, service = make_run(tmp_path), Service(keys=str(keys))
+    pins = LinkedPins(run, service)
+    pins.note()
+    for option in ("--next", "--renew"):
+        assert atoll(monkeypatch, "cert", "--out", str(keys), option) == 0
+        pins.note()
+    assert LinkedPins(run, service).describe_foreign() == ""
+    assert LinkedPins(run, Service(keys=str(tmp_path / "other"))).describe_foreign()
+    assert LinkedPins(make_run(tmp_path / "new"), Service(keys=str(keys))).describe_foreign() == "", "nothing was noted"
+
+
+def test_a_syncer_that_goes_on_with_keys_that_no_link_names_says_so(
+    tmp_path: Path, port: int, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = make_run(tmp_path, port=port, keys=str(keys)), str(tmp_path / "other")
+    LinkedPins(run, Service(keys=str(keys))).note()
+
+    def start(settings: Config, *words: Any, ready: Callable[[str, str, str], None], **more: Any) -> int:
+        ready(f"https://127.0.0.1:{port}", "r1", f"https://127.0.0.1:{port}/")
+        return 0
+
+    monkeypatch.setattr(serve, "serve", start)
+    monkeypatch.setattr(serve, "close", lambda *words, **more: None)
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path), "--keys", other) == 0
+    said = capsys.readouterr().out
+    assert "is none that the links of this run name: no learner that has one can join" in said
+    assert "go on with a copy of the run's keys (--keys DIR), or hand out new links" in said
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 0
+    assert "none that the links" not in capsys.readouterr().out, "the new links name it"
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tests.store.written import OUTER, WrittenRun, ended_run, whole
 
-from atoll.bucket.claims import claim_term, release_term
-from atoll.bucket.client import open_bucket
+from atoll.bucket.claims import StoredHead, claim_term, release_term
+from atoll.bucket.client import ObjectBucket, open_bucket
 from atoll.bucket.layout import CUTS, RELEASED, read_listing, released_key
 from atoll.cli.store import finish_upload, open_copy, restore
 from atoll.config import Config, Service
-from atoll.launch.restoring import attach_store
-from atoll.protocol.errors import ConfigError
+from atoll.launch.restoring import _describe_loss, attach_store
+from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.store.disk import Corrupt
 from atoll.store.head import read_head
+from atoll.store.rebuild import NotKept, load_newest
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
 from atoll.store.writer_lease import acquire
@@ -47,6 +50,56 @@ def test_a_run_is_verified_from_its_bucket_and_no_copy_is_left(stored: WrittenRu
     with open_copy(url, Console(quiet=True)) as folder:
         assert verify_run(folder).ok
     assert not folder.exists() and read_listing(open_bucket(url).list_objects()).terms == {1, 2}, "nothing is claimed"
+
+
+class FirstListings:
+    """Lists a bucket as a live run's would be listed: the first whole listings differ from what is there a moment
+    later."""
+
+    def __init__(self, *changes: Callable[[dict[str, int]], dict[str, int]]) -> None:
+        self._changes, self._list = list(changes), ObjectBucket.list_objects
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def list_objects(bucket: ObjectBucket, prefix: str = "") -> dict[str, int]:
+            found = self._list(bucket, prefix)
+            return found if prefix or not self._changes else self._changes.pop(0)(found)
+
+        monkeypatch.setattr(ObjectBucket, "list_objects", list_objects)
+
+
+def without_newest_payload(objects: dict[str, int]) -> dict[str, int]:
+    """A listing of many pages comes to payloads before it comes to the segments that name them."""
+    newest = max(key for key in objects if key.startswith("journal/payload-"))
+    return {key: size for key, size in objects.items() if key != newest}
+
+
+def with_joined_piece(end: int) -> Callable[[dict[str, int]], dict[str, int]]:
+    """A piece of a segment that the syncer deletes before it is fetched."""
+    return lambda objects: {**objects, f"journal/segment-000001/{0:012d}-{end:012d}": end}
+
+
+@pytest.mark.parametrize("change", [without_newest_payload, with_joined_piece(10**6)])
+def test_what_a_live_run_changed_behind_the_listing_is_no_damage_of_its_copy(
+    stored: WrittenRun, url: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, int]], dict[str, int]]
+) -> None:
+    FirstListings(change).install(monkeypatch)
+    with open_copy(url, Console(quiet=True)) as folder:
+        assert verify_run(folder).ok and load_newest(RunDir(folder)).round == load_newest(stored.dir).round
+
+
+def test_a_payload_that_is_lacking_in_every_listing_is_damage(stored: WrittenRun, url: str) -> None:
+    bucket = open_bucket(url)
+    bucket.delete([max(key for key in bucket.list_objects("journal") if "payload" in key)])
+    with open_copy(url, Console(quiet=True)) as folder, pytest.raises((Corrupt, NotKept)):
+        load_newest(RunDir(folder))
+
+
+def test_a_bucket_that_changes_at_every_try_is_not_called_damaged(
+    stored: WrittenRun, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FirstListings(*(with_joined_piece(10**6 + number) for number in range(20))).install(monkeypatch)
+    with pytest.raises(RunFailed, match="the run goes on; try again"), open_copy(url, Console(quiet=True)):
+        pass
 
 
 def test_a_bucket_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
@@ -130,6 +183,20 @@ def test_a_torn_piece_of_the_journal_is_refused_where_no_cut_lies_before_it(
     with pytest.raises(ConfigError, match="holds no cut with them"):
         restore(url=url, out=tmp_path / "less", take_over=False, read_only=False)
     assert not (tmp_path / "less").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "known"),
+    [
+        (8, "all rounds that it had told of by 17:26:50 UTC are here; those"),
+        (9, "1 round that it had told of by 17:26:50 UTC is lost; those"),
+        (15, "7 rounds that it had told of by 17:26:50 UTC are lost; those"),
+    ],
+)
+def test_rounds_that_may_be_lost_are_not_told_as_none(told: int, known: str) -> None:
+    at = 1795109210.0
+    words = _describe_loss(8, StoredHead(told, told, at))
+    assert words.startswith(known) and "that it told of after that are lost" in words and "number is not known" in words
 
 
 def test_a_run_that_was_lost_before_its_first_cut_was_stored_begins_anew(

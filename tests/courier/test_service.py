@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,6 +85,23 @@ async def test_a_training_process_that_reads_nothing_is_told_the_newest_only(sta
         frames += new
     told = [frame for frame in map(decode_to_training, frames) if isinstance(frame, RunProgress)]
     assert told == [RunProgress(999, 0.999, 1998)]
+    near.close()
+    courier._channel.close()
+
+
+async def test_each_reason_why_no_syncer_answers_is_said_once_and_then_a_line_in_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two dead addresses made 125 lines in a minute: each line differed from the one before it."""
+    near, theirs = CourierChannel.pair()
+    courier, said, now = Courier(CourierChannel(theirs)), list[str](), [0.0]
+    monkeypatch.setattr("atoll.courier.service.say", said.append)
+    monkeypatch.setattr(courier, "_loop", SimpleNamespace(time=lambda: now[0]))
+    for dial in range(120):
+        now[0] = dial / 2
+        courier._lost(f"address {dial % 2} cannot be reached")
+    assert said[:2] == [f"the syncer is out of reach (address {n} cannot be reached); dialling again" for n in (0, 1)]
+    assert len(said) == 5, "and one line every 15 s"
     near.close()
     courier._channel.close()
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from torch import nn
 
 import atoll
 from atoll.fabric.wire import METRICS, ScoreReport, decode_score
 from atoll.launch.script import is_wrong_return, remove_own_frames
 from atoll.learner.evaluate import ScoredModule
-from atoll.learner.evaluator import Evaluator, ScoreFigures, read_figures
+from atoll.learner.evaluator import Evaluator, FetchedModel, ScoreFigures, read_figures
 from atoll.learner.model import describe
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.errors import Unreachable
+from atoll.protocol.errors import ConfigError, Unreachable
 from atoll.telemetry.status import RunStatus
 
 
@@ -107,6 +111,69 @@ async def test_an_evaluator_says_which_run_it_joined_and_what_it_scored(
     assert capsys.readouterr().err == (
         "atoll: joined run r1 as its evaluator\natoll: scored round 7: loss 0.25, accuracy 0.9996, depth not finite\n"
     )
+
+
+UNSAID = {
+    **{field.name: 0 for field in msgspec.structs.fields(RunStatus) if field.required},
+    "members": (),
+    "learners": (),
+    "reason": "",
+    "synchronous": False,
+    "run": "r1",
+    "phase": "finished",
+    "round": 7,
+}
+
+
+def test_an_evaluator_by_hand_keeps_its_models_below_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 1)
+    plan = make_plan(describe(model), 1, "balanced")
+    values = [np.ones(part.size, np.float32) for part in plan.fragments]
+
+    async def answer(url: str, path: str) -> object:
+        return UNSAID if path == "/v1/status" else {"plan": msgspec.to_builtins(plan), "run": "r1", "evaluate_steps": 1}
+
+    async def fetch(*_: object) -> FetchedModel:
+        return FetchedModel("r1", 7, plan, values, [1])
+
+    async def post(url: str, score: ScoreReport) -> None:
+        pass
+
+    monkeypatch.setattr("atoll.learner.evaluator.get_json", answer)
+    monkeypatch.setattr("atoll.learner.evaluator.post_score", post)
+    monkeypatch.setattr(Evaluator, "_fetch", fetch)
+    for name, value in (("ATOLL_ROLE", "evaluator"), ("ATOLL_SYNCER", "http://127.0.0.1:9")):
+        monkeypatch.setenv(name, value)
+    for name in ("ATOLL_MODELS", "ATOLL_LEARNER", "ATOLL_JOIN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        atoll.evaluate(model, lambda scored: 0.5, ema=0.9)
+    folder = tmp_path / "atoll-learners" / "r1" / "evaluator"
+    assert end.value.code == 0 and (folder / "model-best.safetensors").exists()
+    assert (folder / "model-ema.safetensors").exists()
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == f"atoll: joined run r1 as its evaluator; the best model and the average are kept in {folder}"
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/v1/scores"])
+async def test_an_evaluator_whose_token_is_for_another_role_is_refused_before_it_joins(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(request: web.Request) -> web.Response:
+        if request.path == path:
+            return web.json_response({"error": "the token 'us' is for a learner"}, status=403)
+        return web.Response(body=msgspec.json.encode(UNSAID))
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", serve)
+    async with TestServer(app, host="127.0.0.1") as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with pytest.raises(ConfigError, match="the token 'us' is for a learner"):
+            await Evaluator(url, ScoredModule(nn.Linear(2, 1)), float, None, {}, "").run()
+    assert "joined" not in capsys.readouterr().err
 
 
 async def test_an_evaluator_that_has_joined_waits_for_its_syncer(

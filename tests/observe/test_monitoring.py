@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from atoll.observe.dashboard.metrics import exposition
+from atoll.observe.dashboard.metrics import STATES, exposition
 from atoll.protocol.errors import ConfigError
 from atoll.store.writer_lease import Deposed
-from atoll.telemetry.status import RunStatus
+from atoll.telemetry.status import STEPPING, RunStatus
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "examples" / "deploy" / "monitoring"
 UNIT = ROOT / "examples" / "deploy" / "systemd" / "atoll-syncer.service"
 WANTED = (
+    "NobodyTrains",
+    "LearnerAway",
     "Stalled",
     "LowShare",
     "PaceBehind",
@@ -61,6 +63,20 @@ def test_the_rules_parse_and_each_says_when_and_what() -> None:
 def test_the_alerts_are_in_the_page_also_where_no_yaml_is_installed() -> None:
     named = re.findall(r"- alert: (\w+)", (FILES / "atoll-alerts.yml").read_text())
     assert re.findall(r"^\| (Atoll\w+) \|", (ROOT / "docs" / "monitoring.md").read_text(), re.MULTILINE) == named
+
+
+def test_the_rules_name_states_of_learners_that_exist() -> None:
+    rules = (FILES / "atoll-alerts.yml").read_text()
+    named = re.findall(r'atoll_learners\{state=~?"([a-z|]+)"\}', rules)
+    assert named and {state for states in named for state in states.split("|")} <= set(STATES)
+    assert "|".join(STEPPING) in named, "nobody trains where no learner is in one of these"
+
+
+def test_each_section_of_the_runbook_that_a_rule_names_exists() -> None:
+    sections = re.findall(r'docs/runbook\.md, \\?"([^"\\]+)\\?"', (FILES / "atoll-alerts.yml").read_text())
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    assert len(sections) >= 5 and all(f"\n## {section}\n" in runbook for section in sections)
+    assert all(f"Atoll{name}" in runbook for name in ("NobodyTrains", "LearnerAway", "LearnerStalled"))
 
 
 def test_the_boards_panels_do_not_overlap() -> None:

@@ -40,6 +40,11 @@ def test_what_somebody_may_have_to_see_to_has_one(kind: str, fields: dict[str, A
     assert len(history.notes) == 1 and list(NotableEvents().take_events([event])) == [event]
 
 
+def test_a_move_back_to_a_relay_is_no_loss() -> None:
+    event = said(1.0, "lost", learner="a", incarnation=1, reason="its relay is there", moved=True)
+    assert [one["kind"] for one in NotableEvents().take_events([event])] == ["moved"]
+
+
 def test_what_repeats_itself_by_the_hundred_has_few_lines_and_a_count() -> None:
     notes = NotableEvents()
     refused = [said(0.1 * place, "refused", learner="a", incarnation=1, text="not finite") for place in range(290)]

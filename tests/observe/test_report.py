@@ -313,6 +313,10 @@ def test_a_fault_takes_as_long_as_the_summary_says(events: list[Event]) -> None:
     assert [seconds for kind, _, seconds in told(timeline) if kind == "killed"] == recovery
 
 
+def test_a_move_back_to_a_relay_is_no_fault(say: Say) -> None:
+    assert not told([say(1.0, "lost", learner="a", incarnation=1, moved=True, text="a moves back to its relay")])
+
+
 def test_a_process_that_ends_well_is_no_fault(say: Say) -> None:
     unjoined = say(1, "exited", process="c", code=143, unjoined=True)
     assert told([say(1, "exited", process="a", code=0), unjoined, say(2, "exited", process="b", code=1)]) == [

@@ -415,6 +415,12 @@ def test_the_closing_says_how_much_was_made_where_the_scripts_ended_first(tmp_pa
     assert "It goes on with" not in written(out)
 
 
+def test_the_closing_of_a_run_that_compare_ended_blames_no_script(tmp_path: Path) -> None:
+    summary = summarise([]) | {"reason": "its scores cannot be compared"}
+    print_closing(out := console(200, terminal=False), summary, [], out=tmp_path, unspent="step 4 of 400")
+    assert "It stopped at step 4 of 400. It goes on with:" in written(out) and "learner.done" not in written(out)
+
+
 def test_the_closing_of_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
     """The run's step, apart from the steps that the learners made together."""
     summary = summarise([]) | {"reason": "the operator asked for it"}

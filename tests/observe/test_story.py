@@ -309,7 +309,8 @@ def test_the_best_model_is_not_offered_where_an_evaluator_by_hand_keeps_it(event
     summary = summarise(events) | {"validation_loss_end": 3.0}
     assert "round 7 (atoll export --best RUN FILE)." in " ".join(story(summary, events))
     by_hand = [event for event in events if event["kind"] != "started"]
-    assert "round 7 (kept where its evaluator runs, with --folder)." in " ".join(story(summary, by_hand))
+    place = f"atoll-learners/{summary['run']}/evaluator or its --folder"
+    assert f"round 7 (kept where its evaluator runs, in {place})." in " ".join(story(summary, by_hand))
 
 
 def test_what_carry_drops_is_not_called_an_adoption(events: list[Event]) -> None:

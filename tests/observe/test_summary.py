@@ -12,6 +12,7 @@ import pytest
 from atoll.config import convert
 from atoll.observe.story import story
 from atoll.observe.summary import summarise
+from atoll.protocol.messages import PROTOCOL, Hello
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.syncer.status import Meter
@@ -231,7 +232,11 @@ def test_live_figures_and_summary_agree_where_a_learner_joins_by_hand(say: Say) 
     summary, meter = summarise(events), Meter(convert({"protocol": {"learners": 2}}, "a test"))
     for event in events:
         meter.note_event(event["at"], event["kind"], event)
-    live = meter.make_status(events[-1]["at"] + 3, "r", Syncer.fresh(Settings().resolved(2), run="r", fingerprint="f"))
+    syncer = Syncer.fresh(Settings().resolved(2), run="r", fingerprint="f")
+    for name, busy_s in (("a", 9.0), ("b", 8.0), ("by-hand", 3.0)):
+        learner, _ = syncer.members.find_or_begin_life(0.0, Hello(protocol=PROTOCOL, learner=name, session=name), "r")
+        learner.busy_before, learner.busy_s = 0.0, busy_s
+    live = meter.make_status(events[-1]["at"] + 3, "r", syncer)
     assert live.goodput == pytest.approx(20 / (2 * 10 + 4)) and summary["goodput"] == round(live.goodput, 6)
     assert summary["liveness"] == live.liveness == 1.0
 
@@ -266,6 +271,72 @@ def test_a_run_that_was_killed_whole_and_goes_on_counts_all_its_work_and_no_time
     assert summary["wall_s"] == 18.0 and summary["longest_gap_s"] == 9.0
     assert summary["goodput"] == summary["uptime"] == summary["liveness"] == 1.0
     assert summary["resumes"] == [{"at_s": 8.0, "after": "killed"}]
+
+
+def test_a_restored_run_counts_no_step_of_the_run_before_it(say: Say) -> None:
+    """eu-0 had 1,349 busy seconds in a run of 825 s, and its goodput was 100 %."""
+    events = [
+        say(0, "started", process="syncer"),
+        say(0, "reigned", run="new", term=1, round=40),
+        say(1, "joined", learner="a", incarnation=1, known_as=0),
+        say(2, "recovered", learner="a", incarnation=1, seconds=1.0, busy_before=500.0),
+        in_round(say, 6, 40, 1, 502.0),
+        say(12, "left", learner="a", incarnation=1, t=505, tokens=5050, busy_s=505.0, unmerged_tokens=0),
+        say(12, "ending"),
+    ]
+    summary = summarise(events, {"rounds": 41, "round": 41, "fates": {"a": {"steps": 505}}, "tokens": None})
+    assert (summary["per_learner"]["a"]["busy_s"], summary["wall_s"], summary["goodput"]) == (5.0, 10.0, 0.5)
+    assert story(summary, events)[0].startswith("1 learner made 505 steps on ")
+    assert "those before this run included. This run took 10 s; 50 % of learner time" in story(summary, events)[0]
+
+
+def test_a_restored_run_knows_how_many_learners_it_is_meant_for(say: Say) -> None:
+    """A fourth learner was there by hand for two minutes and was drained: liveness was 75 % where it was 96 %."""
+    names = ("a", "b", "c")
+    events = [
+        say(0, "started", process="syncer"),
+        say(0, "reigned", run="new", term=1, round=40, learners=3, settings={"learners": 3, "sync_every": 24}),
+        *(say(0, "recovered", learner=name, incarnation=1, busy_before=500.0) for name in names),
+        say(10, "joined", learner="by-hand", incarnation=1, known_as=0),
+        say(10, "recovered", learner="by-hand", incarnation=1, busy_before=0.0),
+        say(20, "left", learner="by-hand", incarnation=1, t=9, tokens=9, busy_s=9.0, unmerged_tokens=0),
+        say(100, "ending"),
+    ]
+    summary = summarise(events)
+    assert (summary["liveness"], summary["run"], summary["settings"]["sync_every"]) == (1.0, "new", 24)
+
+
+def test_steps_made_while_the_syncer_was_down_are_no_busy_time_as_that_time_counts_nowhere(say: Say) -> None:
+    """87.5 busy seconds in 76.9 of the run: learners train on, and the outage is left out."""
+    events = [
+        say(0, "started", process="syncer"),
+        say(0, "run", learners=1, settings={"fragments": 1}),
+        say(0, "recovered", learner="a", incarnation=1, busy_before=0.0),
+        in_round(say, 8, 0, 1, 4.0),
+        say(30, "started", process="syncer"),
+        say(31, "reigned"),
+        say(32, "joined", learner="a", incarnation=1, known_as=1),
+        say(32, "recovered", learner="a", incarnation=1, busy_before=28.0),
+        in_round(say, 40, 1, 1, 32.0),
+        say(40, "ending"),
+    ]
+    summary = summarise(events)
+    assert (summary["wall_s"], summary["per_learner"]["a"]["busy_s"], summary["goodput"]) == (16.0, 8.0, 0.5)
+
+
+def test_steps_made_while_a_standby_takes_over_count_as_that_time_does(say: Say) -> None:
+    events = [
+        say(0, "started", process="syncer"),
+        say(0, "run", learners=1, settings={"fragments": 1}),
+        say(0, "recovered", learner="a", incarnation=1, busy_before=0.0),
+        in_round(say, 8, 0, 1, 4.0),
+        say(14, "reigned"),
+        say(15, "recovered", learner="a", incarnation=1, busy_before=8.0),
+        in_round(say, 20, 1, 1, 12.0),
+        say(20, "ending"),
+    ]
+    summary = summarise(events)
+    assert (summary["wall_s"], summary["per_learner"]["a"]["busy_s"], summary["goodput"]) == (20.0, 12.0, 0.6)
 
 
 def test_the_first_start_of_a_run_that_an_earlier_version_began_by_hand_was_not_told(say: Say) -> None:

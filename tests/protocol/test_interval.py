@@ -18,7 +18,7 @@ from atoll.protocol.phases import TrainingPhase
 from atoll.protocol.records import BegunRecord, ChangedRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.effects import Send
-from atoll.protocol.syncer.interval import HEADROOM, NEAR, RoundInterval
+from atoll.protocol.syncer.interval import HEADROOM, NEAR, RISES_AFTER, RoundInterval
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
@@ -344,11 +344,39 @@ def test_a_share_rises_only_once_its_ways_carry_clearly_more() -> None:
         committing.commit()
     assert learner.share == 3 / 8 and len(committing.shares_told()) == 2
     learner.up_rates = learner.down_rates = (0.53 * 2e6, 0.0)
-    committing.commit()
+    committing.commit(times=RISES_AFTER * 24 - 1)
+    assert learner.share == 3 / 8
+    committing.commit(times=1)
     assert learner.share == 4 / 8
     learner.up_rates = learner.down_rates = (2e6, 0.0)
-    committing.commit()
+    committing.commit(times=RISES_AFTER * 24)
     assert learner.share == 1.0 and committing.shares_told()[-1] == ("learner-3", 1.0)
+
+
+def test_a_rate_that_moves_about_changes_no_share_again_and_again() -> None:
+    """On a busy machine two learners were told of another share about 180 times, often twice in a second."""
+    committing = Committing([2e6] * 4)
+    learner = committing.learner(3)
+    for number in range(200):
+        learner.down_rates = (2e6 if number % 10 else 1.2e6, 0.0)
+        committing.commit(times=3)
+    assert committing.shares_told() == [("learner-3", 4 / 8)]
+    learner.down_rates = (2e6, 0.0)
+    committing.commit(times=RISES_AFTER * 24)
+    assert committing.shares_told()[1:] == [("learner-3", 1.0)]
+
+
+def test_a_share_of_small_bodies_names_their_time_and_no_width() -> None:
+    committing = Committing([2e6] * 3 + [1e6])
+    committing.interval.up_bytes = committing.interval.down_bytes = 67_600
+    committing.learner(3).up_rates = committing.learner(3).down_rates = (67_600 / 0.39, 0.0)
+    committing.commit()
+    [note] = committing.notes("share")
+    assert note.text == (
+        "learner-3: way down of learner-3: a body of 67.6 kB takes 0.39 s, a round begins every 0.2 s: "
+        "it takes part in 38 % of the rounds"
+    )
+    assert committing.interval.describe_way(committing.learner(3)) == "way down: a body of 67.6 kB takes 0.39 s"
 
 
 def test_equal_learners_all_take_part_in_every_round_whatever_is_measured() -> None:

@@ -195,6 +195,24 @@ async def test_without_the_relay_learners_go_on_directly_and_come_back_to_it(
     await step_until(trainings, before + 2)
     assert again.sums and again.service.sums
     assert {event["incarnation"] for event in run.said("joined")} == {1}, "in the same lives"
+    moves = {event["text"] for event in run.said("lost") if event.get("moved")}
+    assert moves == {f"learner-{number} moves back to its relay" for number in range(len(trainings))}
+
+
+async def test_a_relay_whose_line_breaks_does_not_say_that_the_syncer_closed_its_channel(region: Region) -> None:
+    run = await region.run()
+    line = TcpRelay("127.0.0.1", run.service.server.port)
+    await line.start()
+    region.stack.push_async_callback(line.stop)
+    publish_secrets("127.0.0.1", line.port, published_secrets("127.0.0.1", run.service.server.port))
+    region.stack.callback(withdraw_secrets, "127.0.0.1", line.port)
+    relay = await region.relay(run, where=line.url)
+    await line.stop()
+    async with asyncio.timeout(WAIT_S):
+        while not any("out of reach" in words for words in relay.said):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+    [first, *_] = [words for words in relay.said if "out of reach" in words]
+    assert first == "the syncer is out of reach (the connection to it broke); dialling again"
 
 
 async def test_a_learner_that_found_no_relay_when_it_came_goes_to_it_once_it_is_there(

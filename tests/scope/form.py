@@ -42,6 +42,8 @@ CLOCKS = {
         "answered_at",
         "grace_s",
         "busy_s",
+        "busy_before",
+        "busy_earlier",
         "merge_s",
     ),
     *("asked_at", "missed_at", "deadline_s", "_short_since", "said_at", "_started_at", "_idle_since", "_back_by"),

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 from tests.store.written import WrittenRun, well, with_rounds, wrong
 
+from atoll.config import Config
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import TensorSpec
 from atoll.store.export import export_kept, export_run
@@ -69,8 +70,10 @@ def test_of_version_0_the_journal_has_no_digest(tmp_path: Path) -> None:
 def test_it_is_exported_as_it_was_kept(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
     run.cut()
-    with pytest.raises(ConfigError, match=r"holds no model-best\.safetensors: a script with a scorer"):
+    run.dir.settings.write_bytes(Config(by_hand=True).toml())
+    with pytest.raises(ConfigError, match=r"holds no model-best\.safetensors: a script with a scorer") as no:
         export_kept(run.dir.path, tmp_path / "best.safetensors", "best")
+    assert "in atoll-learners/small/evaluator or its --folder: copy it into the run's folder" in str(no.value)
     keep_best(run)
     best = export_kept(run.dir.path, tmp_path / "best.safetensors", "best")
     file, facts = best.file, best.facts

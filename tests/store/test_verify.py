@@ -137,6 +137,20 @@ def test_a_run_that_goes_on_is_well(tmp_path: Path, rounds: int) -> None:
     assert report.facts["rebuilt_rounds"] == report.facts["rounds"] == rounds and not report.facts["finished"]
 
 
+def test_what_was_dropped_is_by_overlap_or_missed_only_once_its_account_is_closed(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    for island in run.islands.values():
+        island.total += 48
+        island.dropped = [48 for _ in island.dropped]
+    for _ in island.dropped:  # a contribution tells what was dropped before it, and not why
+        run.round()
+    report = well(run)
+    assert report.facts["dropped_by_cause"] == {"overlap": 0, "missed": 0, "crash": 0, "untold": 96}
+    assert "96 by overlap or in missed rounds (told apart when" in dict(verification_rows(report))["not merged"]
+    run.gone("learner-0", missed=(16,) * len(island.dropped))
+    assert well(run).facts["dropped_by_cause"] == {"overlap": 32, "missed": 16, "crash": 16, "untold": 48}
+
+
 def test_a_run_without_parameters_is_well(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.join("learner-0")

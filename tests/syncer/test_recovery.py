@@ -46,6 +46,14 @@ def found_in(run: WrittenRun, disk: LocalDisk | None = None) -> Recovered:
     return found
 
 
+def test_a_term_that_goes_on_tells_the_runs_settings(tmp_path: Path) -> None:
+    """In a folder whose run was made from another one nothing else does."""
+    run = with_rounds(tmp_path, 3)
+    _, data = found_in(run).describe()
+    assert data["learners"] == run.history.settings.learners
+    assert data["settings"] == msgspec.to_builtins(run.history.settings)
+
+
 def the_same(found: Recovered, run: WrittenRun, *, reports: bool = True) -> None:
     """Θ, momentum, versions and the history are those of the run, to the bit.
 

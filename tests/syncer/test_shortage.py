@@ -43,6 +43,23 @@ def test_a_way_down_that_carries_less_is_named_with_what_it_carries_and_what_wou
     )
 
 
+def test_bodies_that_are_small_blame_no_link() -> None:
+    """67.6 kB that came in 0.39 s between busy processes were told as a link of 1.4 Mbit/s, where one of 375 was."""
+    world = usual_world()
+    interval, small = world.syncer.rounds.interval, 67_600
+    interval.bodies = {"fp32": small, "bf16": small // 2, "int8": small // 4, "int4": small // 8}
+    interval.up_bytes, interval.down_bytes = small / 2, small
+    for name in world.learners:
+        world.network.links[name] = SimulatedLink(100 * MBIT, 0.8 * MBIT, small / 2, small)
+    world.run_until(seconds=150)
+    used = "way down of learner-1: a body of 67.6 kB takes 0.676 s of every 0.703 s"
+    assert describe_narrowest(world.syncer) == used
+    assert describe_shortage(world.syncer) == (
+        f"{used}: H is 33.7 instead of 24; a narrow link or a busy processor, which atoll doctor tells apart; "
+        "for a narrow link version_codec = bf16 would hold H = 24"
+    )
+
+
 def test_a_way_up_is_named_with_the_codec_of_contributions() -> None:
     world = usual_world()
     give_links(world, 20, 100)  # 2 MB every 0.5 s are 32 Mbit/s

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 from tests.syncer.conftest import TENSORS
 
 from atoll.config import Config, convert
 from atoll.fabric.wire import ScoreReport
+from atoll.observe.dashboard.metrics import exposition
+from atoll.observe.tail import describe_presence
+from atoll.protocol.history import History, Life
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.syncer.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.syncer.machine import Syncer
@@ -126,27 +132,67 @@ def test_the_outer_step_is_the_mean_over_the_last_rounds_of_each_fragment() -> N
     assert meter.make_status(4.0, "r", None).outer_step is None, "nothing is measured in the new phase yet"
 
 
+def hello(name: str, session: str = "", **told: Any) -> Greeted:
+    return Greeted(Hello(protocol=PROTOCOL, learner=name, session=session or name, tensors=TENSORS, **told))
+
+
 def test_goodput_counts_those_who_are_gone(machine: Syncer) -> None:
     meter = Meter(CONFIG)
     meter.note_event(100.0, "recovered", {})
     machine.handle(1.0, Received("a", progress(4)))  # 2 s of steps
     machine.handle(1.0, Received("b", progress(2)))  # 1 s
-    meter.note_event(104.0, "lost", {"learner": "c", "incarnation": 1, "busy_s": 3.0})
+    machine.handle(1.0, hello("c"))
+    machine.handle(1.0, Received("c", progress(0)))
+    machine.handle(2.0, Received("c", progress(6)))  # 3 s
+    machine.handle(2.0, Lost("c", "gone"))
     assert meter.make_status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
-    meter.note_event(105.0, "lost", {"learner": "a", "incarnation": 1, "busy_s": 2.0})  # and comes back: it counts once
-    assert meter.make_status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
+    machine.handle(2.0, Lost("a", "gone"))  # and comes back: it counts once
+    machine.handle(2.0, hello("a", run="r", versions=(0, 0), incarnation=1, t=4))
+    machine.handle(2.0, Received("a", progress(5)))
+    assert meter.make_status(110.0, "r", machine).goodput == pytest.approx((2.5 + 1 + 3) / (2 * 10))
     meter.note_event(112.0, "ending", {})
     assert meter.make_status(150.0, "r", machine).elapsed_s == 12.0, "the training part ends with `ending`"
 
 
-def test_many_lives_of_one_learner_are_added_up_and_not_kept(machine: Syncer) -> None:
+def test_the_processes_of_one_name_are_added_up(machine: Syncer) -> None:
     meter = Meter(CONFIG)
-    meter.note_event(100.0, "recovered", {})
+    meter.note_event(0.0, "recovered", {})
     for incarnation in range(1, 101):
-        for busy_s in (0.001, 0.01):  # lost, back in the same life, and lost again
-            meter.note_event(101.0, "lost", {"learner": "c", "incarnation": incarnation, "busy_s": busy_s})
-    assert meter.make_status(110.0, "r", machine).goodput == pytest.approx(100 * 0.01 / (2 * 10))
-    assert len(meter._busy) == 1
+        machine.handle(1.0, hello("c", str(incarnation)))
+        for t in (0, 1, 2):
+            machine.handle(1.0, Received("c", replace(progress(t), incarnation=incarnation)))
+        machine.handle(1.0, Lost("c", "gone"))
+    assert machine.members.learners["c"].busy_in_term == 100.0
+    assert meter.make_status(200.0, "r", machine).goodput == pytest.approx(100 / (2 * 200))
+
+
+def test_a_process_in_its_second_life_counts_its_steps_once(machine: Syncer) -> None:
+    """A learner that was lost, came back and went into quarantine was counted with both lives' clocks."""
+    members, a = machine.members, machine.members.learners["a"]
+    machine.handle(1.0, Received("a", progress(4)))
+    machine.handle(1.0, Lost("a", "gone"))
+    machine.handle(1.0, hello("a", run="r", versions=(0, 0), incarnation=1, t=4))
+    machine.strikes.quarantine_learner(2.0, a, "now", "NaN")
+    machine.handle(3.0, Received("a", replace(progress(6), incarnation=2)))
+    assert a.busy_in_term == 3.0
+    machine.handle(4.0, Lost("a", "gone"))
+    machine.handle(4.0 + machine.settings.abandon_s, Received("b", progress(1)))  # its life is closed by now
+    machine.handle(400.0, hello("a", run="r", versions=(0, 0), incarnation=2, t=8))
+    machine.handle(400.0, Received("a", replace(progress(8), incarnation=3)))
+    assert (members.learners["a"].incarnation, members.learners["a"].busy_in_term) == (3, 4.0)
+
+
+def test_a_new_term_counts_the_steps_since_it_first_heard_of_a_learner(machine: Syncer) -> None:
+    """Goodput was 100 % after every takeover: hours of steps were divided by the seconds of the new term."""
+    machine.handle(1.0, Received("a", progress(4000)))
+    later = Syncer(History.restore(machine.history.state()))
+    meter = Meter(CONFIG)
+    for at, t in ((0.0, 4002), (10.0, 4012)):  # 5 s of steps
+        if not at:
+            later.handle(at, hello("a", run="r", versions=(0, 0), incarnation=1, t=t))
+            meter.note_event(100.0, "recovered", {})
+        later.handle(at, Received("a", progress(t)))
+    assert meter.make_status(110.0, "r", later).goodput == pytest.approx(5 / (2 * 10))
 
 
 def test_a_learners_last_adopted_round_is_that_of_the_versions_it_holds(machine: Syncer) -> None:
@@ -210,10 +256,51 @@ def test_states_in_the_words_of_the_screen(machine: Syncer) -> None:
     assert states() == ["training", "training"]
     a.muted, b.stalled = True, True
     assert states() == ["muted", "stalled"]
+    a.stalled = True
+    assert states() == ["stalled", "stalled"], "one that hangs answers no pulls either: it is stalled all the same"
+    a.starting = a.excused = True
+    assert states() == ["muted", "stalled"], "a long first step is no stall"
     a.stopped, b.state = True, "gone"
     assert states() == ["stopped", "away"]
     b.closed = True
     assert states() == ["stopped", "gone"]
+
+
+def test_a_learner_that_hangs_is_stalled_though_it_was_muted_first(machine: Syncer) -> None:
+    """The event `stalled` came, and screen, status and metrics said "muted" to the end."""
+    a = machine.members.learners["a"]
+    machine.handle(1.0, Received("a", progress(4)))
+    machine.handle(1.0, Received("b", progress(4)))
+    a.muted = True
+    for second in range(2, 20):  # its courier reports, its script makes no step
+        machine.handle(float(second), Received("a", progress(4)))
+        machine.handle(float(second), Received("b", progress(4 + second)))
+    status = Meter(CONFIG).make_status(20.0, "r", machine)
+    assert {one.learner: one.state for one in status.learners} == {"a": "stalled", "b": "training"}
+    assert describe_presence(status) == "2 of 2 learners here, 1 stalled"
+    assert 'atoll_learners{state="stalled"} 1.0' in exposition(status).decode()
+
+
+def test_a_learner_is_missing_until_it_is_back_or_was_asked_to_leave(machine: Syncer) -> None:
+    a, b = machine.members.learners["a"], machine.members.learners["b"]
+
+    def missing() -> dict[str, bool]:
+        return {one.learner: one.missing for one in Meter(CONFIG).make_status(1.0, "r", machine).learners}
+
+    assert missing() == {"a": False, "b": False}
+    machine.handle(1.0, Lost("a", "cut off"))
+    machine.handle(1.0, Lost("b", "cut off"))
+    assert missing() == {"a": True, "b": True}
+    machine.handle(1.0 + machine.settings.abandon_s, Received("b", progress(1)))  # any event: the time is over
+    assert (a.closed, missing()["a"]) == (True, True), "it is gone by now, and nobody wanted that"
+    b.leaving = True
+    assert missing() == {"a": True, "b": False}
+
+
+def test_a_learner_whose_life_was_closed_in_an_earlier_term_is_not_missing(machine: Syncer) -> None:
+    machine.members.remember_life("drained", Life(1, "d", 0, [(-1, 0, 0), (-1, 0, 0)], open=False))
+    (drained,) = [one for one in Meter(CONFIG).make_status(1.0, "r", machine).learners if one.learner == "drained"]
+    assert (drained.state, drained.missing) == ("gone", False)
 
 
 def test_liveness_is_the_mean_share_of_the_learners_alive() -> None:

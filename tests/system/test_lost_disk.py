@@ -65,6 +65,10 @@ def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_s
     after.interrupt()
     after.ended()
     assert [one.wait(60) for one in learners] == [0, 0], (run.folder / "beside.log").read_text()
+    summary = after.summary
+    assert (summary["run"], summary["settings"]["learners"], summary["settings"]["sync_every"]) == (new, 2, 4)
+    spent = {name: one["busy_s"] for name, one in summary["per_learner"].items()}
+    assert all(busy_s <= summary["wall_s"] + 1 for busy_s in spent.values()), "the lost run's steps are not this one's"
     report = verify_run(again)
     assert report.ok, report.problem
     assert (again / "origin.bin").exists() and report.facts["unjudged"] == 0

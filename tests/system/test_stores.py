@@ -77,7 +77,7 @@ def test_with_durability_round_a_lost_disk_needs_the_operators_word_and_begins_a
     restored = run.command("restore", URL, again, "--take-over")
     assert restored.returncode == 0, restored.stderr
     assert f"run {old} was not released" in restored.stdout
-    assert "lost, and those that it told of after" in restored.stdout
+    assert "those that it told of after that are lost" in restored.stdout
     after = go_on(run, again, "--steps", "80")
     (back,) = after.events("reigned")[-1:]
     assert back["run"] != old and told - 30 < back["round"] <= told, "a second's rounds may be lost, not a cut's"

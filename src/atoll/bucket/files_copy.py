@@ -13,7 +13,7 @@ from atoll.bucket.client import Bucket, TakenKey
 from atoll.bucket.layout import EVENTS, CopyPiece, Listing, cut_pieces, file_key
 from atoll.store.rundir import UNMERGED, RunDir
 
-SMALL = ("run.toml", "environment.json", "norms.json", "origin.bin", "summary.json")
+SMALL = ("run.toml", "environment.json", "linked-pins.json", "norms.json", "origin.bin", "summary.json")
 MODELS = ("model-best.safetensors", "model-ema.safetensors", "model-tail.safetensors")
 MODELS_S = 300.0
 """Between two uploads of a model that changes: what scored best may do so often."""

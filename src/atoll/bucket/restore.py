@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +49,7 @@ from atoll.bucket.layout import (
 )
 from atoll.config import Config, load, parse
 from atoll.protocol.errors import ConfigError, RunFailed
-from atoll.protocol.records import CutDoneRecord
+from atoll.protocol.records import CutDoneRecord, MergedRecord, PayloadPlace, RestoredRecord
 from atoll.store.atomic import make_folder, sync_path, write_atomic
 from atoll.store.cuts import (
     BadCut,
@@ -62,7 +62,7 @@ from atoll.store.cuts import (
     write_absent,
 )
 from atoll.store.disk import LocalDisk
-from atoll.store.journal import read
+from atoll.store.journal import payload_path, read
 from atoll.store.rundir import RunDir
 from atoll.store.segments import HEAD_BYTES, follows
 from atoll.store.shards import ShardCut
@@ -98,6 +98,8 @@ class Restored:
     shards: int = 1
     """Of its syncer."""
     remarks: list[str] = field(default_factory=list)
+    gap: str = ""
+    """Part of the journal or cuts that the listing names and the copy lacks; empty: none."""
 
 
 CLAIM = "claim.json"
@@ -159,8 +161,35 @@ def fetch_run(
     """The run in a folder beside `out`, checked; `finish_restore` gives it its name."""
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty: choose another folder, or remove it")
+    if takeover.term:
+        return _fetch_listed(bucket, out, takeover, _try_again(bucket.list_objects), tell)
+    # Nothing is claimed, so the run may go on: its syncer puts, joins and deletes objects while they are fetched. What
+    # the copy lacks then is no damage, and a newer listing has it. What is lacking twice in the same way is not there.
+    objects: dict[str, int] = {}
+    gap = ""
+    for _ in range(TRIES):
+        before, objects = objects, _try_again(bucket.list_objects)
+        try:
+            draft, restored = _fetch_listed(bucket, out, takeover, objects, tell)
+        except (MissingKey, RunFailed) as error:
+            if str(error) == gap or objects == before:
+                raise
+            gap = str(error)
+        else:
+            if restored.gap in ("", gap) or objects == before:
+                return draft, restored
+            gap = restored.gap
+        clear_draft(out)
+        tell("the run goes on meanwhile: reading it again")
+    raise RunFailed(f"{bucket.url} changed at each of {TRIES} tries to copy it ({gap}): the run goes on; try again")
+
+
+def _fetch_listed(
+    bucket: Bucket, out: Path, takeover: Takeover, objects: Mapping[str, int], tell: Callable[[str], None]
+) -> tuple[RunDir, Restored]:
+    """Fetch what is among these objects."""
     identity = read_identity(bucket)
-    listing = read_listing(_try_again(bucket.list_objects))
+    listing = read_listing(objects)
     draft = RunDir(_draft_of(out))
     draft.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for folder in (draft.journal / "terms", draft.cuts, draft.learners, draft.logs):
@@ -263,6 +292,10 @@ class _Fetch:
                     "follows: the run cannot be resumed from there"
                 )
             term, end = before.term, before.offset
+        # A payload is put before the record that names it, but a listing of many pages, in the order of keys, comes to
+        # payloads before it comes to segments. Listed after the segments, all that these name are there.
+        now = read_listing(_try_again(lambda: self.bucket.list_objects(JOURNAL))).journal
+        self.listing.journal |= {name: pieces for name, pieces in now.items() if payload_place(name) is not None}
         return way
 
     def fetch_newest_cut(self, way: dict[int, int], restored: Restored, shards: Sequence[_Fetch] = ()) -> None:
@@ -280,6 +313,7 @@ class _Fetch:
                 manifest = check_cut(self.draft.cuts, self.draft.learners, key.cut).manifest
                 parts = [fetch.fetch_part(key.cut, mark) for fetch, mark in zip(shards, manifest.shards, strict=True)]
             except (BadCut, MissingKey) as error:
+                restored.gap = restored.gap or str(error)
                 restored.remarks.append(f"cut {key.cut} of the bucket is passed over: {error}")
                 for root in (self.draft.cuts, *(fetch.draft.cuts for fetch in shards)):
                     shutil.rmtree(folder_of(root, key.cut), ignore_errors=True)
@@ -288,10 +322,21 @@ class _Fetch:
             for fetch, first in zip(shards, parts, strict=True):
                 fetch._fetch_payloads(first)
             restored.cut = key.cut
-            since = read(self.draft.journal, start=state.position, disk=LocalDisk())
-            done = {record.cut for _, record in since if isinstance(record, CutDoneRecord)}
+            restored.gap = ""
+            done: set[int] = set()
+            for position, record in read(self.draft.journal, start=state.position, disk=LocalDisk()):
+                if isinstance(record, CutDoneRecord):
+                    done.add(record.cut)
+                elif isinstance(record, MergedRecord | RestoredRecord) and record.payload is not None:
+                    restored.gap = restored.gap or self._find_gap(position.term, record.payload)
             write_absent(self.draft.cuts, done - {key.cut})
             return
+
+    def _find_gap(self, term: int, place: PayloadPlace) -> str:
+        """Say that a payload is not here whole; empty: it is."""
+        path = payload_path(self.draft.journal, term, place.file)
+        size = path.stat().st_size if path.exists() else 0
+        return "" if size >= place.offset + place.length else f"{JOURNAL}/{path.name} ends at byte {size}"
 
     def fetch_part(self, cut: int, digest: str) -> tuple[int, int]:
         """Of a shard, its part of a cut, which the lead's manifest names by this digest; the first payload file behind

@@ -1,13 +1,13 @@
 """`atoll compare`: several methods side by side, in one table.
 
-A script is trained by each for the same steps or tokens, and its losses are shown over tokens; runs that are over are
+A script is trained by each for the same steps or tokens, and its scores are shown over tokens; runs that are over are
 only read. A plan of faults is for the built-in GPT: what is left of each method.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,14 @@ from atoll.baselines.compare import (
     comparable,
     run_method,
 )
-from atoll.baselines.curves import LossCurve, choose_tokens, read_curve
+from atoll.baselines.curves import (
+    LOSS,
+    NEEDED,
+    ScoreCurve,
+    choose_tokens,
+    find_reason_not_to_compare,
+    read_curves,
+)
 from atoll.chaos import plan as plans
 from atoll.chaos.performance import read_events
 from atoll.chaos.plan import FaultPlan
@@ -33,11 +40,13 @@ from atoll.cli.train import LaunchOptions, check_at_home, check_for_script, trai
 from atoll.config import Config, convert
 from atoll.launch.data_parallel import as_data_parallel
 from atoll.launch.local import script_arguments
-from atoll.observe.figures import span, table
+from atoll.observe.figures import plain, span, table
+from atoll.observe.story import INCOMPARABLE
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.statistics import format_score
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir, unused_path
+from atoll.telemetry.events import Event
 
 NAMES = {
     "decoupled": "Decoupled DiLoCo",
@@ -81,7 +90,7 @@ def compare(
     if all(path.is_dir() for path in paths):
         if methods is not None or out is not None:
             raise ConfigError("runs that are over are only read: leave --methods and --out out")
-        _show_curves([read_curve(path) for path in paths], json_)
+        _show_curves(read_curves(paths), json_)
     elif len(paths) == 1:
         _compare_plan(paths[0], out, methods or ",".join(METHODS), checkpoint_every, force=force, as_json=json_)
     else:
@@ -121,31 +130,41 @@ def _compare_script(
         console.rule(NAMES[method])
         settings = OF_SCRIPTS[method](config)
         command, options = script_arguments(script, arguments), LaunchOptions().assign_devices(settings)
-        train_here(settings, place, console, command, (), as_json=False, options=options)
-        check_not_stopped(read_events(place))
-    curves = [read_curve(place.path) for place in places.values()]
+        # A run whose scores cannot be compared is ended at its first score: the others would be trained for nothing.
+        check = _find_reason_to_end
+        train_here(settings, place, console, command, (), as_json=False, options=options, find_reason_to_end=check)
+        events = read_events(place)
+        check_not_stopped(events)
+        if reason := find_reason_not_to_compare(events):
+            raise ConfigError(f"{method} cannot be compared: {reason}. The script has to call {NEEDED}")
+        read_curves([place.path])  # refuses a run without scores before the next method begins
+    curves = read_curves([place.path for place in places.values()])
     write_atomic(folder / "compare.json", _encode(curves))
     _show_curves(curves, as_json)
 
 
-def _show_curves(curves: list[LossCurve], as_json: bool) -> None:
+def _find_reason_to_end(events: Sequence[Event]) -> str:
+    return INCOMPARABLE if find_reason_not_to_compare(events) else ""
+
+
+def _show_curves(curves: list[ScoreCurve], as_json: bool) -> None:
     tokens = choose_tokens(curves)
     if as_json:
         print(_encode(curves).decode(), end="")
         return
-    made = table(
-        "validation loss over tokens", "tokens merged", *(f"{one.run.name}\n({one.algorithm})" for one in curves)
-    )
+    figure, better = curves[0].figure, {"min": "less", "max": "more"}[curves[0].direction]
+    title = "validation loss over tokens" if figure == LOSS else f"{plain(figure)} over tokens ({better} is better)"
+    made = table(title, "tokens merged", *(f"{one.run.name}\n({one.algorithm})" for one in curves))
     for place in tokens:
-        made.add_row(f"{place:,.0f}", *(format_score(one.loss_at(place)) for one in curves))
+        made.add_row(f"{place:,.0f}", *(format_score(one.score_at(place)) for one in curves))
     made.add_section()
     made.add_row("took", *(span(one.wall_s) for one in curves))
     console = Console()
     console.print(made)
-    console.print("Between two scores the loss is that on the line from one to the other.", highlight=False)
+    console.print("Between two scores the figure is that on the line from one to the other.", highlight=False)
 
 
-def _encode(curves: list[LossCurve]) -> bytes:
+def _encode(curves: list[ScoreCurve]) -> bytes:
     return msgspec.json.format(msgspec.json.encode({"runs": [one.describe() for one in curves]})) + b"\n"
 
 

@@ -105,9 +105,18 @@ def link(keys: Path, name: str, ca: bool, run: Path | None) -> None:
         return
     folder = KeyDir.open(keys)
     token = read_tokens(folder).named(name)
+    _check_counts(token)
     if not (folder.path / LAST).is_file():
         raise ConfigError(f"there is no link yet: no syncer was started with {short(folder.path)} (--keys)")
     _print_link(folder, token, by_authority=ca)
+
+
+def _check_counts(token: JoinToken) -> None:
+    """ConfigError: every syncer refuses a link with this token."""
+    if token.refuses(time.time()):
+        add = f"atoll tokens add NAME --role {token.role}"
+        mend = f"make another: {add}" if token.revoked else f"atoll tokens change {token.id} --hours HOURS, or {add}"
+        raise ConfigError(f"{token.refuses(time.time()).partition(':')[0]}, and nobody can join by its link: {mend}")
 
 
 def join_link(last: Last, token: JoinToken) -> str:
@@ -129,6 +138,7 @@ def local_link(run: RunDir, name: str) -> str:
             f"with --keys the link is that of atoll tokens --keys {keys or 'DIR'} link {name}"
         )
     token = local_tokens(run.secrets).named(name)
+    _check_counts(token)
     return SyncerAddress(urls=(run.address.read_text(),), token=token.secret).link()
 
 

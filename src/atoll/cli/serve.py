@@ -14,6 +14,7 @@ from rich.console import Console
 
 from atoll.cli.advertised import Place, complete_ports, find_own_hosts, find_place, known_hosts, name_hosts
 from atoll.cli.keys import Last, join_link, remember
+from atoll.cli.linked_pins import LinkedPins
 from atoll.cli.shared import (
     check_store,
     close,
@@ -46,6 +47,7 @@ from atoll.syncer.changes import check_changeable
 from atoll.syncer.credentials import make_port_access, read_tokens
 from atoll.syncer.process import serve
 from atoll.syncer.shard_process import serve_shard
+from atoll.telemetry.status import RunStatus
 
 PORT = 7077
 NO_RULES = ("store", "durability")
@@ -219,6 +221,11 @@ def _stand_by(folder: Path, service: dict[str, Any], words: list[str]) -> None:
             f"the run in {run_dir.path} is over ({head.ended}), so there is nothing to stand by for: "
             f"go on with it by atoll syncer --resume {short(run_dir.path)}"
         )
+    if foreign := LinkedPins(run_dir, settings.service).describe_foreign():
+        raise ConfigError(
+            f"{foreign}: every learner would be locked out. Copy the keys of the run to this machine, and name them "
+            "with --keys DIR"
+        )
     _serve(settings, run_dir, stands_by=True, goes_on=service["advertise"] is None)
 
 
@@ -235,6 +242,7 @@ def _serve(
     console, service = Console(), settings.service
     compile_kernels(console, "; then it stands by" if stands_by else "")
     comings = Comings(run_dir.events, console, takes_over=stands_by)
+    pins = LinkedPins(run_dir, service)
 
     def list_hosts(port: int) -> tuple[str, ...]:
         return known_hosts(service, port) if goes_on else name_hosts(service, port)[0]
@@ -260,11 +268,20 @@ def _serve(
         shown = f"https://{place.shown}" if place.shown else url
         console.print(f"syncer at [bold]{shown}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
         say_remark(place)
+        if foreign := pins.describe_foreign():
+            locked = f"{foreign}: no learner that has one can join. End this syncer and go on with a copy of the run's "
+            remark = f"{locked}keys (--keys DIR), or hand out new links"
+            console.print(remark, style="bold yellow", soft_wrap=True, highlight=False, markup=False)
+        pins.note()
         console.print(f"dashboard: {shown}{look.removeprefix(url)}", soft_wrap=True, highlight=False)
         own = invitation(service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty())
         for line in (describe_disk_loss(settings), *invite_shards(service, url), *own):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
         comings.start()
+
+    def watch(status: RunStatus) -> None:
+        comings.note_status(status)
+        pins.note()  # certificates are renewed while a run goes on
 
     try:
         code = serve(
@@ -276,7 +293,7 @@ def _serve(
             standby=wait if stands_by else None,
             ready=ready,
             pages=dashboard.pages,
-            watch=comings.note_status,
+            watch=watch,
         )
     finally:
         comings.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import check_not_alive
 from atoll.syncer.changes import check_changeable
 from atoll.syncer.process import serve
-from atoll.telemetry.events import parse
+from atoll.telemetry.events import Event, parse
 from atoll.telemetry.status import RunStatus
 from atoll.workloads.settings import WorkloadSettings
 
@@ -377,7 +378,9 @@ def train_here(
     targets: Targets = NO_TARGETS,
     *,
     options: LaunchOptions,
+    find_reason_to_end: Callable[[Sequence[Event]], str] = lambda events: "",
 ) -> None:
+    """`find_reason_to_end` is asked about new events; the run ends in good order with the first reason it gives."""
     compile_kernels(console)
     if config.service.store:
         console.print(describe_disk_loss(config), style="dim", soft_wrap=True, highlight=False)
@@ -394,6 +397,8 @@ def train_here(
             events = tail.read_new()
             if standby is not None:
                 standby.take_status(status, {event["kind"] for event in events})
+            if (reason := find_reason_to_end(events)) and not run.processes.is_ending:
+                run.request_end(reason)
             tracking.update(status, events)
             view.update(status, events)
 

@@ -58,6 +58,7 @@ from atoll.numerics.codec import make_codec
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.learner import effects as fx
+from atoll.protocol.learner.connection import REASONS
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.ways import Ways
 from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, SettingsChanged, Welcome
@@ -70,6 +71,8 @@ FIRST_STEP_LOOK_S = 2.0
 """Time between two looks at whether the training process uses the processor, until its first step."""
 SAY_S = 10.0
 """Between two lines that say the same."""
+SAY_LOST_S = 15.0
+"""Between two lines while no syncer answers, once each reason was said."""
 
 
 class Courier:
@@ -100,6 +103,8 @@ class Courier:
         self._kernels: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
         self._said, self._said_at = "", -SAY_S
+        self._lost_for: set[str] = set()
+        """Lines on why no syncer answered that were printed before this learner joined."""
         self._ranks: RankLeader | None = None
         """The other ranks, where there are several and this is the first."""
         self._follower: RankFollower | None = None
@@ -357,6 +362,7 @@ class Courier:
 
     def _message(self, message: FromSyncer) -> None:
         if isinstance(message, Welcome):
+            self._lost_for.clear()
             known = (
                 message.fingerprint,
                 message.incarnation,
@@ -412,7 +418,7 @@ class Courier:
             return
         self._channel.send(DialFailed(reason, met_another=self._link is not None and self._link.met_another))
         peer = "its relay" if self._link is not None and self._link.lost == "relay" else "the syncer"
-        self._say_note(f"{peer} is out of reach ({reason}); dialling again")
+        self._say_lost(f"{peer} is out of reach ({reason}); dialling again")
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
@@ -457,6 +463,16 @@ class Courier:
             case _:
                 if self._serving is not None:
                     self._serving.carry_out(effect)
+
+    def _say_lost(self, text: str) -> None:
+        """Say each reason once, and then one line in a while. Of several addresses, dialled in turn ten times in a
+        minute, each has a reason of its own."""
+        now = self._loop.time()
+        is_new = text not in self._lost_for and len(self._lost_for) < REASONS
+        if is_new or now - self._said_at >= SAY_LOST_S:
+            self._lost_for.add(text)
+            self._said, self._said_at = text, now
+            say(text)
 
     def _say_note(self, text: str) -> None:
         """The same words, such as those of a syncer that lets nobody in yet, once in a while."""

@@ -43,10 +43,10 @@ from atoll.fabric.wire import (
 )
 from atoll.protocol.errors import PeerError, Unreachable, WrongCertificate
 from atoll.protocol.messages import Ending, Finish, FromLearner, FromSyncer, Hello, Refused
+from atoll.protocol.relay import RELAY_BACK
 
 RELAY_S = 8.0
 """Between two looks whether a relay is there again, on average."""
-RELAY_BACK = "it goes to its relay, which is there now"
 LostPeer = Literal["syncer", "relay", ""]
 
 
@@ -263,7 +263,7 @@ class SyncerConnection(BodyConnection):
     async def _write(self, socket: aiohttp.ClientWebSocketResponse, outbox: SendQueue) -> None:
         with suppress(Unreachable, TimeoutError):  # closing it tells the reader
             await outbox.drain(lambda data: send_frame(socket, data), self._limits.send_s)
-        await close_socket(socket)
+        await close_socket(socket, RELAY_BACK.encode() if self._back_to else b"")
 
 
 def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage, peer: str) -> str:
@@ -271,6 +271,8 @@ def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage, p
         return one_line(f"the control channel failed: {socket.exception() or frame.data}")
     if frame.type is aiohttp.WSMsgType.TEXT:
         return f"the {peer} sent text on the control channel"
+    if frame.type is not aiohttp.WSMsgType.CLOSE:  # the link or the peer died, or this end gave it up
+        return f"the connection to the {peer} broke"
     why = one_line(frame.extra or "")
     return f"the {peer} closed the control channel{': ' + why if why else ''}"
 

@@ -45,6 +45,7 @@ from atoll.fabric.wire import (
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import Budget, Budgets, SharedBytes
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
+from atoll.protocol.relay import RELAY_BACK
 from atoll.protocol.succession import SUCCEEDED, Holder, Predecessors, judge_claim, tell_taken
 
 BURST_S = 5.0
@@ -290,6 +291,8 @@ class ControlServer:
         if frame.type is WSMsgType.ERROR:
             self.bad_frames += socket.exception() is not None
             raise _Gone(one_line(f"the channel failed: {socket.exception() or frame.data}"))
+        if frame.type is not WSMsgType.CLOSE:  # the link or the learner died, or this end gave it up
+            raise _Gone("the connection broke")
         raise _Gone(f"the learner closed the channel ({one_line(frame.extra or 'no reason given')})", frame.extra or "")
 
     async def _pong(self, socket: web.WebSocketResponse, data: bytes) -> None:
@@ -367,7 +370,7 @@ class _Gone(Exception):
 def _explain_end(channel: ControlChannel, gone: _Gone) -> str:
     """Return why a channel ended. A learner behind a relay that dies has not closed it."""
     if not channel.relay:
-        return str(gone)
+        return RELAY_BACK if gone.said == RELAY_BACK else str(gone)
     return (
         f"relay {channel.relay_name}: {gone.said}" if gone.said else f"its way through relay {channel.relay_name} broke"
     )

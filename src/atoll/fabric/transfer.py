@@ -41,7 +41,7 @@ from atoll.fabric.wire import (
     digest_aside,
     one_line,
 )
-from atoll.protocol.errors import PeerError, Unreachable, WrongCertificate
+from atoll.protocol.errors import NotAdmitted, PeerError, Unreachable, WrongCertificate
 
 _ANSWER_BYTES = 64 * MIB
 """Largest JSON answer that is read."""
@@ -468,7 +468,7 @@ async def _complain(response: aiohttp.ClientResponse) -> None:
     text = await reason_of(response)
     if response.status in (408, 429) or response.status >= 500:
         raise Unreachable(text)
-    raise PeerError(text)
+    raise NotAdmitted(text) if response.status in (401, 403) else PeerError(text)
 
 
 async def _bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -125,8 +125,12 @@ def _describe_loss(round: int, head: StoredHead | None) -> str:
     if head is None:
         return f"what it told of behind round {round} is lost"
     lost, when = max(0, head.told - round), time.strftime("%H:%M:%S UTC", time.gmtime(head.at))
-    known = f"{lost} round{'' if lost == 1 else 's'} that it had told of {'is' if lost == 1 else 'are'} lost"
-    return f"{known}, and those that it told of after {when}, when it was last heard of"
+    # The head is some seconds old, so that it never knows all: the sentence must not read as the whole loss.
+    after = "those that it told of after that are lost, and their number is not known"
+    if not lost:
+        return f"all rounds that it had told of by {when} are here; {after}"
+    known = f"{lost} round{'' if lost == 1 else 's'} that it had told of by {when} {'is' if lost == 1 else 'are'} lost"
+    return f"{known}; {after.replace('are lost', 'are lost too')}"
 
 
 def _leave_to_old_run(draft: RunDir) -> None:

@@ -315,7 +315,8 @@ class Supervision:
             return
         if code != 0:
             lost = "the model is not scored any more" if self._scored else "the model is not scored"
-            self._log_warning(child, f"{lost}: {self.read_last_words(child)}; the run goes on")
+            text = f"{lost}: {self.read_last_words(child)}; the run goes on"
+            self._events.say("warning", text, {"process": child.name, "unscored": not self._scored})
         self.send_order("unscored")
 
     def find_failure(self) -> AtollError | None:

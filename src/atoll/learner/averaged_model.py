@@ -31,8 +31,8 @@ from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 
 class AveragedModel:
     def __init__(self, decay: float, path: Path | None = None) -> None:
+        self._decay, self.path = decay, path
         """`path`: the file that it is kept in; None: it lasts as long as this process."""
-        self._decay, self._path = decay, path
         self._run = ""
         self._versions: tuple[int, ...] = ()
         """Of the newest model in it."""
@@ -67,13 +67,13 @@ class AveragedModel:
 
     def save(self, round: int) -> None:
         """Replace the file. A disk that fails costs the file, not the scores."""
-        if self._path is None or not self.models:
+        if self.path is None or not self.models:
             return
         facts = facts_of_model(self._run, round, self._versions)
         facts |= {"decay": repr(self._decay), "models": str(self.models)}
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            save_model(self._path, self.tensors, facts)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            save_model(self.path, self.tensors, facts)
         except (OSError, AtollError) as error:
             if not self._complained:
                 print(f"atoll: the average is not kept: {error}", file=sys.stderr, flush=True)
@@ -82,12 +82,12 @@ class AveragedModel:
     def _begin(self, run: str) -> None:
         """With what an earlier evaluator of the run left, if it has the same decay; otherwise anew."""
         self._run, self._versions, self.models, self.tensors = run, (), 0, {}
-        facts = read_model_facts(self._path) if self._path is not None else {}
-        if self._path is None or facts.get("run") != run:
+        facts = read_model_facts(self.path) if self.path is not None else {}
+        if self.path is None or facts.get("run") != run:
             return
         if facts.get("decay") != repr(self._decay):
             print(f"atoll: the average begins anew: its decay was {facts.get('decay')}", file=sys.stderr, flush=True)
             return
-        self.tensors = safetensors.numpy.load_file(self._path)
+        self.tensors = safetensors.numpy.load_file(self.path)
         self._versions = tuple(map(int, facts["versions"].split(",")))
         self.models = int(facts["models"])

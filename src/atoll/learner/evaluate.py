@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -104,15 +105,35 @@ def score_run(
     # These bring the network along, which a learner should not wait for.
     from atoll.learner.averaged_model import AveragedModel
     from atoll.learner.evaluator import BestModel, Evaluator
-    from atoll.store.rundir import RunDir
+    from atoll.store.rundir import EVALUATOR, LEARNERS, RunDir, checked_name
 
-    folder = RunDir(Path(os.environ["ATOLL_MODELS"])) if os.environ.get("ATOLL_MODELS") else None
-    best = BestModel(folder.best_model) if folder else None
-    average = AveragedModel(ema, folder.ema_model if folder else None) if ema else None
+    average = AveragedModel(ema) if ema else None
     if not (syncer := find_syncer(os.environ)):
         sys.exit("atoll: which run is to be scored? Name it by ATOLL_JOIN, as its syncer printed it")
+    root = LEARNERS.absolute()  # the script may change the current folder
+
+    def find_folder(run: str) -> RunDir:
+        """The run's own folder or --folder, where one of them is named."""
+        if named := os.environ.get("ATOLL_MODELS"):
+            return RunDir(Path(named))
+        with suppress(OSError):
+            root.mkdir(mode=0o700, exist_ok=True)
+        return RunDir(root / checked_name(run) / checked_name(os.environ.get("ATOLL_LEARNER") or EVALUATOR))
+
     try:
-        asyncio.run(Evaluator(syncer, scored, score, sample, directions, unit, best, average).run())
+        asyncio.run(
+            Evaluator(
+                syncer,
+                scored,
+                score,
+                sample,
+                directions,
+                unit,
+                average=average,
+                best=BestModel(),
+                find_folder=find_folder,
+            ).run()
+        )
     except AtollError as error:
         end_script(str(error), error.exit_code, error)
     sys.exit(0)

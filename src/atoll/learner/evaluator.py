@@ -37,9 +37,9 @@ from atoll.learner.script import say
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.shard_plan import PartPlace, make_shard_plan
-from atoll.protocol.errors import AtollError, PeerError, Unreachable
+from atoll.protocol.errors import AtollError, ConfigError, NotAdmitted, PeerError, Unreachable
 from atoll.protocol.limits import LONGEST, Direction, near
-from atoll.store.rundir import facts_of_model, read_model_facts, save_model
+from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
 from atoll.telemetry.status import RunStatus
 
 LOSS = "loss"
@@ -95,13 +95,14 @@ def deciding_figure(
 
 
 class BestModel:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self.path = path
+        """None: it is kept nowhere."""
         self._complained = False
 
     def keep(self, figure: DecidingFigure, model: FetchedModel) -> bool:
         """Write it down if it is better than what lies there; a disk that fails costs the file, not the scores."""
-        if not self._is_better(figure, model.run):
+        if self.path is None or not self._is_better(self.path, figure, model.run):
             return False
         facts = facts_of_model(model.run, model.round, model.versions)
         facts |= {"figure": figure.name, "score": repr(figure.value)}
@@ -115,9 +116,9 @@ class BestModel:
             return False
         return True
 
-    def _is_better(self, figure: DecidingFigure, run: str) -> bool:
+    def _is_better(self, path: Path, figure: DecidingFigure, run: str) -> bool:
         """What another evaluator of the same run has left counts; of another run, or by another figure, it does not."""
-        known = read_model_facts(self.path)
+        known = read_model_facts(path)
         if known.get("run") != run or known.get("figure") != figure.name:
             return True
         try:
@@ -236,11 +237,12 @@ class Evaluator:
         unit: str,
         best: BestModel | None = None,
         average: AveragedModel | None = None,
+        find_folder: Callable[[str], RunDir] | None = None,
     ) -> None:
+        """`find_folder`: where the models of a run are kept; None: nowhere."""
         self._url, self._scored, self._score, self._sample = url, scored, score, sample
         self._directions, self._unit = dict(directions), unit
-        self._best = best
-        """Where the best model is kept; None: nowhere."""
+        self._best, self._find_folder = best, find_folder
         self._average = average
         """None: there is none."""
         if average is not None:
@@ -264,6 +266,8 @@ class Evaluator:
             try:
                 status = msgspec.convert(await get_json(self._url, "/v1/status"), RunStatus)
             except (PeerError, Unreachable) as error:
+                if isinstance(error, NotAdmitted) and not run:
+                    raise ConfigError(str(error)) from None
                 if time.monotonic() - heard_at > patience_s:
                     raise Unreachable(f"no syncer answers for {patience_s:g} s: is the run over? ({error})") from None
                 if run and not complaint:
@@ -275,8 +279,10 @@ class Evaluator:
                 say("a syncer answers again")
             heard_at, complaint = time.monotonic(), ""
             if status.run != run:
+                if not run:
+                    await self._check_admitted()
                 clock, run = ScoreClock(), status.run
-                say(f"joined run {run} as its evaluator")
+                say(f"joined run {run} as its evaluator{self._enter_folder(run)}")
                 self._tell_presence()
             final = status.phase == "finished"
             progress = status.progress if status.budgeted else 0.0
@@ -291,6 +297,27 @@ class Evaluator:
             if final:
                 return
             await asyncio.sleep(POLL_S)
+
+    async def _check_admitted(self) -> None:
+        """ConfigError: the token is for another role. With it the status may be read, and no score be sent."""
+        try:
+            await tell_presence(self._url)
+        except NotAdmitted as error:
+            raise ConfigError(str(error)) from None
+        except (PeerError, Unreachable):
+            return  # it is told again every few seconds
+
+    def _enter_folder(self, run: str) -> str:
+        """Keep the models of this run in its folder, and return what the operator is told of that."""
+        if self._find_folder is None:
+            return ""
+        folder = self._find_folder(run)
+        if self._best is not None:
+            self._best.path = folder.best_model
+        if self._average is not None:
+            self._average.path = folder.ema_model
+        kept = "the best model is" if self._average is None else "the best model and the average are"
+        return f"; {kept} kept in {folder.path}"
 
     def _tell_presence(self) -> None:
         """From a thread of its own, since the scorer holds up the event loop."""

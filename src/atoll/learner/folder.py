@@ -48,9 +48,8 @@ from atoll.protocol.limits import LONGEST, is_name
 from atoll.protocol.succession import tell_taken
 from atoll.store.atomic import make_folder, mode_in, write_atomic
 from atoll.store.keys import kept_secret
-from atoll.store.rundir import checked_name
+from atoll.store.rundir import LEARNERS, checked_name
 
-ROOT = Path("atoll-learners")
 RUN, SUCCESSOR = "run", "successor"
 STATUS = "/v1/status"
 INDEXES = (
@@ -119,9 +118,9 @@ def claim_folder(syncer: str, name: str = "", env: Mapping[str, str] = os.enviro
         path = Path(named).absolute()
         name = name or (path.name if is_name(path.name) else next(default_names(env)))
         return _claim(path, name) or _refuse(path, name)
-    root = ROOT.absolute() / run_or_address(syncer)
+    root = LEARNERS.absolute() / run_or_address(syncer)
     with suppress(OSError):
-        ROOT.mkdir(mode=0o700, exist_ok=True)
+        LEARNERS.mkdir(mode=0o700, exist_ok=True)
     for one in [name] if name else islice(default_names(env), MAX_DEFAULT_NAMES):
         if (found := _claim(root / one, one)) is not None:
             found.runs = root.parent

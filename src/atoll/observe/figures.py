@@ -12,7 +12,13 @@ from atoll.protocol.statistics import UNKNOWN
 NONE = UNKNOWN
 """Shown where there is no figure yet."""
 
-CAUSES = {"overlap": "by overlap", "missed": "in missed rounds", "crash": "lost", "filtered": "by the outlier filter"}
+CAUSES = {
+    "overlap": "by overlap",
+    "missed": "in missed rounds",
+    "untold": "by overlap or in missed rounds (told apart when their learners leave)",
+    "crash": "lost",
+    "filtered": "by the outlier filter",
+}
 """Why tokens are in no version."""
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -42,7 +48,8 @@ def causes_of(dropped_by_cause: dict[str, int], computed: int) -> list[str]:
     return [
         f"{percent(dropped_by_cause.get(cause, 0) / max(1, computed))} {words}"
         for cause, words in CAUSES.items()
-        if cause in dropped_by_cause or cause != "filtered"  # only with --robust
+        if cause in dropped_by_cause
+        or cause not in ("filtered", "untold")  # with --robust; of a journal (atoll verify)
     ]
 
 

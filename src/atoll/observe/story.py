@@ -37,7 +37,13 @@ ADVICE = "Advice: "
 
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
-    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _returns(events)]
+    told = [
+        _work(summary, is_sequel=_is_sequel(events)),
+        _resumes(summary),
+        *_kills(summary),
+        _deaths(events),
+        _returns(events),
+    ]
     told += [_gaps(summary), _phases(summary), _shares(summary, events), _relays(summary)]
     told += [_merging(summary, events), _training(summary), _validation(summary, events), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
@@ -51,17 +57,21 @@ def last_sample(events: Iterable[Event]) -> str | None:
     return samples[-1] if samples else None
 
 
-def _work(summary: Summary) -> str:
+def _is_sequel(events: Iterable[Event]) -> bool:
+    """Return whether the run was made from another one: its steps are of both, its time is its own."""
+    return next((event["kind"] for event in events if event["kind"] in ("run", "reigned")), "") == "reigned"
+
+
+def _work(summary: Summary, *, is_sequel: bool) -> str:
     learners: dict[str, Any] = summary["per_learner"]
     steps = sum(learner["steps"] for learner in learners.values())
     together = " together" if len(learners) > 1 else ""
     processes = summary.get("data_parallel")
     who = f"{processes} data-parallel processes" if processes else _number(len(learners), "learner")
-    return (
-        f"{who} made {_number(steps, 'step')}{together} "
-        f"on {count(summary['tokens']['computed'])} tokens in {span(summary['wall_s'])}; "
-        f"{percent(summary['goodput'])} of learner time went into steps."
-    )
+    work = f"{who} made {_number(steps, 'step')}{together} on {count(summary['tokens']['computed'])} tokens"
+    took = span(summary["wall_s"])
+    here = f", those before this run included. This run took {took}" if is_sequel else f" in {took}"
+    return f"{work}{here}; {percent(summary['goodput'])} of learner time went into steps."
 
 
 def _resumes(summary: Summary) -> str:
@@ -222,10 +232,14 @@ def _merging(summary: Summary, events: Sequence[Event]) -> str:
     return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
 
 
+def _is_loss(event: Event) -> bool:
+    return event["kind"] in ("lost", "left") and not is_routine(event) and not event.get("moved")
+
+
 def _where_lost(summary: Summary, events: Sequence[Event]) -> str:
     """The ledger counts together what went with a process, what was thrown away in quarantine, and what a learner that
     did not stop in time made behind the last rounds."""
-    gone = any(event["kind"] in ("lost", "left") and not is_routine(event) for event in events)
+    gone = any(_is_loss(event) for event in events)
     if not summary.get("quarantines"):
         return "with a process" if gone else "at the run's end, made too late to be collected"
     return "with a process or in quarantine" if gone else "in quarantine"
@@ -286,7 +300,9 @@ def _validation(summary: Summary, events: Sequence[Event]) -> str:
     if start is None:
         return ""
     best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-    kept = "kept where its evaluator runs, with --folder" if _is_by_hand(events) else "atoll export --best RUN FILE"
+    kept = "atoll export --best RUN FILE"
+    if _is_by_hand(events):
+        kept = f"kept where its evaluator runs, in atoll-learners/{plain(summary['run'])}/evaluator or its --folder"
     if end is None:
         return (
             f"Validation loss of the global model went from {format_score(start)} to one that is not finite; "
@@ -478,6 +494,8 @@ def _carry(summary: Summary, missed: float) -> str:
 
 INTERRUPTED = "the operator asked for it"
 """The reason of a run that could go on."""
+INCOMPARABLE = "its scores cannot be compared"
+"""The reason of a run that `atoll compare` ended."""
 _SAMPLE = "what the trained model writes"
 
 
@@ -505,7 +523,7 @@ def print_closing(
         console.print()
         files = ", ".join(_files_in(out))
         print_command(console, f"All of it is in {out}: {files}. On one page:", f"atoll report {out}")
-        if summary["reason"] == INTERRUPTED:
+        if summary["reason"] in (INTERRUPTED, INCOMPARABLE):
             stopped = f"It stopped at {unspent}. " if unspent else ""
             print_command(console, f"{stopped}It goes on with:", f"{again} --resume {out}")
         elif unspent:

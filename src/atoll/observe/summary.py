@@ -46,7 +46,8 @@ is null where the last one was not finite |
 | per_learner | over all its incarnations; steps, rounds, merged_share and tokens_by_fate from the account; share: of
 all committed rounds, those that it contributed to; participation: share of the rounds made while it was there
 (recovered, and not gone) that it was in; round_share: share of these rounds that its link let it take part in, on
-average; muted_s; longest_absence_s also counts the time before its first round |
+average; muted_s; busy_s: seconds spent stepping, here and since the syncer first heard of the process;
+longest_absence_s also counts the time before its first round |
 
 Learner-seconds are allocated for as many as the run is meant for at a moment, or as are alive where more joined
 (protocol/statistics.py). Where no event tells how many it is meant for, it is the most that were alive at once. Figures
@@ -58,7 +59,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from statistics import fmean, median
@@ -96,13 +97,15 @@ class LearnerWork:
     steps: int = 0
     tokens: int = 0
     busy_s: float = 0.0
+    """Seconds spent stepping, in the time of these events alone."""
 
 
 def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None) -> Summary:
     """`account`: of a run that has not told its own at its end, as its journal has it."""
     # Several processes append to the file: nearly, but not always, in the order of time.
     timeline = remove_idle_time(sorted(events, key=lambda event: float(event["at"])))
-    header = first_of_kind(timeline, "run") or {}
+    # In the folder of a run that was made from another one no run begins: it goes on.
+    header = first_of_kind(timeline, "run") or first_of_kind(timeline, "reigned") or {}
     plan = first_of_kind(timeline, "plan") or {}
     changes = [event for event in select_kinds(timeline, "phase", "changed") if "sync_every" in event]
     phase = changes[-1] if changes else {"at": 0.0}
@@ -231,6 +234,11 @@ class WorkCounter:
         self._merged: dict[Incarnation, LearnerWork] = {}
         self._heard: dict[Incarnation, LearnerWork] = {}
         self._told: dict[Incarnation, LearnerWork] = {}
+        self._met: set[Incarnation] = set()
+        """Processes that took the parameters since everything was started."""
+        self._uncounted_s: dict[Incarnation, float] = defaultdict(float)
+        """Seconds that a process was stepping in time that the timeline does not have: in the run that this one was
+        made from, or while the syncer was away until somebody went on with the run."""
 
     def add(self, event: Event) -> None:
         if event["kind"] == "joined" and event.get("known_as", 0) not in (0, event["incarnation"]):
@@ -240,6 +248,10 @@ class WorkCounter:
             self._newest[life[0]] = max(life[1], self._newest.get(life[0], life[1]))
             self._merged.setdefault(self._process(life), LearnerWork())
         match event["kind"]:
+            case "started" if starts_everything(event):
+                self._met.clear()
+            case "recovered":
+                self._leave_out_earlier(event)
             case "quarantined":
                 life = (event["learner"], event["incarnation"])
                 self._first[life[0], life[1] + 1] = self._process(life)
@@ -263,12 +275,22 @@ class WorkCounter:
             self._heard[process] = LearnerWork(after.steps, member["total"], member["busy_s"])
             self._told.pop(process, None)  # it was only its connection that was lost
 
+    def _leave_out_earlier(self, recovered: Event) -> None:
+        process = self._process((recovered["learner"], recovered["incarnation"]))
+        if process not in self._met and recovered.get("busy_before") is not None:
+            known = self._told.get(process) or self._heard.get(process) or LearnerWork()
+            self._uncounted_s[process] += max(0.0, recovered["busy_before"] - known.busy_s)
+        self._met.add(process)
+
     def _process(self, life: Incarnation) -> Incarnation:
         return self._first.get(life, life)
 
     def work(self, fragments: int) -> dict[Incarnation, LearnerWork]:
         merged = {life: LearnerWork(w.steps, round(w.tokens / fragments)) for life, w in self._merged.items()}
-        return merged | self._heard | self._told
+        return {life: self._without_earlier(life, work) for life, work in (merged | self._heard | self._told).items()}
+
+    def _without_earlier(self, life: Incarnation, work: LearnerWork) -> LearnerWork:
+        return replace(work, busy_s=max(0.0, work.busy_s - self._uncounted_s.get(life, 0.0)))
 
 
 def tokens_by_fate(

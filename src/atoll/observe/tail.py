@@ -93,6 +93,7 @@ NOTABLE = {
     "killed": "bold red",
     "exited": "red",
     "lost": "red",
+    "moved": "dim",
     "refused": "yellow",
     "quarantined": "bold yellow",
     "muted": "yellow",
@@ -158,7 +159,7 @@ REPEATED = {"refused": 1, "quarantined": 1, "recovered": 2, "fresh": 1, "passed"
 learner, are printed …"""
 QUIET_S, MOST_QUIET_S = 30.0, 480.0
 """… and then one in so many seconds, which says how many were not. While they go on, that time doubles up to this."""
-FOLDED = REPEATED.keys() | {"left", "lost", "exited", "restarted", "joined"}
+FOLDED = REPEATED.keys() | {"left", "lost", "moved", "exited", "restarted", "joined"}
 """Kinds of which the screen shows one line, once more of them come …"""
 APART = 2
 """… than so many, each within QUIET_S of the one before."""
@@ -229,6 +230,8 @@ class NotableEvents:
                 self._origin = event["at"]
             if event["kind"] not in NOTABLE or is_routine(event):
                 continue
+            if event.get("moved"):
+                event = {**event, "kind": "moved"}
             self._note_line(event)
             if event["kind"] in REPEATED:
                 key = (str(event["kind"]), str(event.get("learner", "")))
@@ -389,12 +392,13 @@ class Comings:
 
 
 def describe_presence(status: RunStatus) -> str:
-    """How many are connected, of those that the run is meant for."""
+    """How many are connected, of those that the run is meant for, and how many of these make no steps."""
     here = sum(learner.state not in AWAY for learner in status.learners)
     if status.data_parallel:
         return f"data-parallel, {status.data_parallel} processes{'' if here else ', none here'}"
     meant = max(status.expected, here)
-    return f"{here} of {meant} learner{'' if meant == 1 else 's'} here"
+    stalled = sum(learner.state == "stalled" for learner in status.learners)
+    return f"{here} of {meant} learner{'' if meant == 1 else 's'} here{f', {stalled} stalled' if stalled else ''}"
 
 
 def _has_parameters(status: RunStatus) -> bool:

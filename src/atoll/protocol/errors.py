@@ -5,6 +5,7 @@
     │   └── MissingPackage   it needs a package that is not installed: the text has the command; also an ImportError
     ├── PlanError        a model does not fit the run, or cannot be cut into the fragments asked for
     ├── PeerError        the other side sent something that may not be: wrong size, version, type or order
+    │   └── NotAdmitted      the syncer refuses the token, or its role
     ├── Unreachable      the other side cannot be reached now; trying again later may help
     │   └── WrongCertificate somebody else answers there: another address or link is needed
     └── RunFailed        the run cannot go on; the text says why and what to do next
@@ -35,6 +36,10 @@ class PlanError(AtollError):
 
 
 class PeerError(AtollError):
+    pass
+
+
+class NotAdmitted(PeerError):
     pass
 
 

@@ -34,6 +34,9 @@ from msgspec import Meta
 from atoll.protocol.limits import MANY, Count, Line, Name, Number, Real, Row, Words
 from atoll.protocol.messages import ContributionKey
 
+RELAY_BACK = "it goes to its relay, which is there now"
+"""Why a learner leaves the syncer's channel for that of its relay. Both ends know it by these words."""
+
 MOST_HELD = 256
 """Bodies of one learner that a relay expects or holds; rounds under way are far fewer."""
 

@@ -58,8 +58,8 @@ class LearnerTime:
         self._alive.discard(name)
 
     def goodput(self, busy_s: float, now: float) -> float | None:
-        """None: nothing is allocated yet. A learner counts its steps from its first, the run its time from the first
-        learner that took the parameters: never more than all of it."""
+        """None: nothing is allocated yet. `busy_s`: of the time counted here, so of a learner from when it was first
+        heard of in it. That may be a report early, hence never more than all of it."""
         _, allocated_s = self._totals(now)
         return min(1.0, busy_s / allocated_s) if allocated_s > 0 else None
 

@@ -170,7 +170,8 @@ class RelayService:
         finally:
             with suppress(Unreachable, TimeoutError):
                 await close_socket(channel)
-        return "it closed the channel"
+        # Without a closing frame the link or the syncer died: it has closed nothing.
+        return "it closed the channel" if frame.type is WSMsgType.CLOSE else "the connection to it broke"
 
     async def _note_lost(self, reason: str) -> None:
         up, down = self._told_before

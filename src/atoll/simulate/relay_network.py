@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from atoll.fabric.client import RELAY_BACK, RELAY_S
+from atoll.fabric.client import RELAY_S
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import ContributionKey, Ending, Finish
-from atoll.protocol.relay import HeldBody
+from atoll.protocol.relay import RELAY_BACK, HeldBody
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.simulate.links import SimulatedLink
 from atoll.simulate.network import DIAL_S, NOTICE_S, STUCK_S, Network, NetworkWorld

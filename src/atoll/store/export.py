@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from atoll.config import load
 from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import BegunRecord
@@ -31,7 +32,7 @@ from atoll.store.cuts import complete_cuts, read_manifest
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 from atoll.store.rebuild import load_at_cut, load_newest
-from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
+from atoll.store.rundir import EVALUATOR, LEARNERS, UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.tail import average_tail
 
 MODEL = "model.safetensors"
@@ -121,7 +122,8 @@ def export_kept(
     source = {"best": run.best_model, "ema": run.ema_model}[kept]
     if not source.exists():
         raise ConfigError(
-            f"{path} holds no {source.name}: {KEPT[kept]}. Without --{kept} the newest version is written"
+            f"{path} holds no {source.name}: {KEPT[kept]}{_describe_evaluator(run)}. "
+            f"Without --{kept} the newest version is written"
         )
     newest = max(complete_cuts(run.cuts), default=0)
     rest = find_unmerged(run, newest, merged=merged, parameter_names=parameter_names)
@@ -137,6 +139,19 @@ def export_kept(
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
     return KeptExport(file, read_model_facts(file), rest.remarks)
+
+
+def _describe_evaluator(run: RunDir) -> str:
+    """Say where an evaluator that was started by hand keeps its models; empty: `atoll train` started this run's."""
+    if run.settings.exists() and not load(run.settings).by_hand:
+        return ""
+    _, begun = next(read(run.journal, disk=LocalDisk()), (None, None))
+    name = begun.run if isinstance(begun, BegunRecord) else "RUN"
+    place = LEARNERS / name / EVALUATOR
+    return (
+        f"; an evaluator that was started by hand keeps it where it runs, in {place} or its --folder: "
+        "copy it into the run's folder"
+    )
 
 
 def _check_out(run: RunDir, out: Path, force: bool) -> None:

@@ -5,6 +5,7 @@
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
     last.url            where it listened before, while a supervisor starts it again
+    linked-pins.json    fingerprints that its join links name, where it has keys (cli/linked_pins.py)
     secrets/            what is shown at its port, where it has no keys (syncer/credentials.py); mode 700
     journal/            every decision and outer gradient, durable before it is told (journal.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
@@ -51,6 +52,10 @@ from atoll.store.writer_lease import hold_run
 
 RUNS = Path("atoll-runs")
 """Where runs without a name of their own are kept, below the current folder."""
+LEARNERS = Path("atoll-learners")
+"""Where learners and evaluators that were started by hand keep theirs as RUN/NAME, below the current folder."""
+EVALUATOR = "evaluator"
+"""The name of an evaluator there, unless it is given another."""
 UNMERGED = "unmerged.safetensors"
 """In the folder of the run's first learner: its frozen parameters and the buffers that are not merged, as it began."""
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
@@ -66,6 +71,7 @@ _OURS = (
         "report.html",
         "syncer.url",
         "last.url",
+        "linked-pins.json",
         "norms.json",
         "origin.bin",
         "standby.json",
@@ -179,6 +185,10 @@ class RunDir:
     @property
     def last_address(self) -> Path:
         return self.path / "last.url"
+
+    @property
+    def linked_pins(self) -> Path:
+        return self.path / "linked-pins.json"
 
     def withdraw_address(self) -> None:
         """Nothing listens there until the syncer says so again. What it was is kept: join links know the run by its

@@ -54,7 +54,10 @@ class Recovered:
         run, term, round = self.history.run, self.history.term, self.history.committed
         cut = "no cut" if self.cut is None else f"cut {self.cut}"
         text = f"run {run} goes on in term {term} at round {round}: {cut} and {self.rounds} rounds of the journal"
-        return text, {"run": run, "term": term, "round": round, "cut": self.cut, "replayed": self.rounds}
+        data: dict[str, object] = {"run": run, "term": term, "round": round, "cut": self.cut, "replayed": self.rounds}
+        # A folder that begins with this event has no event `run`, which tells these.
+        settings = self.history.settings
+        return text, data | {"learners": settings.learners, "settings": msgspec.to_builtins(settings)}
 
 
 def outer_of(history: History) -> Outer:

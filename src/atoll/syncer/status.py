@@ -58,10 +58,6 @@ class Meter:
         """Per fragment, ρ and the effective outer step of its newest rounds."""
         self._versions: dict[int, deque[tuple[int, int]]] = {}
         """Per fragment, its newest (version, round): enough for learners that are not far behind."""
-        self._busy: dict[str, tuple[int, float]] = {}
-        """By name, the last incarnation that was lost or left, and its seconds spent stepping …"""
-        self._busy_before = 0.0
-        """… and the sum over all earlier ones: what is kept does not grow with every incarnation."""
         self._first_seen: tuple[float, float] | None = None
         """When the status was first made of a run under way, and its progress then."""
         self._joined = False
@@ -114,8 +110,6 @@ class Meter:
         elif kind == "changed" and "learners" in data:
             self._time.change_meant(at, data["learners"])
             self._learners = data["learners"]
-        elif kind in ("lost", "left"):
-            self._count_busy(data["learner"], data["incarnation"], data["busy_s"])
         elif kind == "ending":
             self._ended = at
             self._time.end_part(at)
@@ -126,12 +120,6 @@ class Meter:
 
     def note_score(self, score: ScoreReport) -> None:
         self._score = score
-
-    def _count_busy(self, learner: str, incarnation: int, busy_s: float) -> None:
-        before, spent_s = self._busy.get(learner, (incarnation, 0.0))
-        if before != incarnation:
-            self._busy_before += spent_s
-        self._busy[learner] = (incarnation, busy_s)
 
     def make_status(self, now: float, run: str, machine: Syncer | None, traffic: tuple[int, int] = (0, 0)) -> RunStatus:
         """`traffic`: bytes received and sent so far."""
@@ -247,14 +235,9 @@ class Meter:
 
     def _goodput(self, now: float, machine: Syncer | None) -> float | None:
         """Return the goodput; None before the first step."""
-        busy_s = self._busy_s(machine) if machine else 0.0
+        # Of this term alone, as the time is: what learners did before it may be hours.
+        busy_s = sum(one.busy_in_term for one in machine.members.learners.values()) if machine else 0.0
         return self._time.goodput(busy_s, now) if busy_s else None
-
-    def _busy_s(self, machine: Syncer) -> float:
-        """Seconds that learners spent stepping, those that are gone included."""
-        now = {(one.name, one.incarnation): one.busy_s for one in machine.members.learners.values()}
-        past = {(name, incarnation): busy_s for name, (incarnation, busy_s) in self._busy.items()}
-        return self._busy_before + sum({**past, **now}.values())
 
     def _learner(self, now: float, one: KnownLearner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
         assert machine is not None
@@ -262,6 +245,7 @@ class Meter:
         return LearnerStatus(
             learner=one.name,
             state=_state(one, machine.phase),
+            missing=_is_missing(one),
             incarnation=one.incarnation,
             step=one.t + (life.steps_before if life is not None else 0),
             tokens=one.tokens_before + one.tokens_total,
@@ -427,6 +411,8 @@ def describe_shortage(machine: Syncer) -> str:
     codecs, asked_s = (settings.codec, settings.version_codec), schedule.interval(settings) * step_s
     if smaller := _name_smaller_codecs(interval, narrowest.ways_s, codecs, asked_s):
         fits = f"{smaller} would hold H = {settings.sync_every}"
+        if narrowest.is_small:
+            fits = f"a narrow link or a busy processor, which atoll doctor tells apart; for a narrow link {fits}"
     return f"{used}: H is {carried_h:.3g} instead of {settings.sync_every}; {fits}"
 
 
@@ -506,8 +492,15 @@ def _state(one: KnownLearner, phase: str) -> str:
         return "gone" if one.closed or one.left else "away"
     if one.stopped:
         return "stopped"
+    if one.stalled and not (one.excused and one.starting):
+        return "stalled"  # before "muted": a process that hangs answers no pulls either, and makes no steps
     if one.muted:
         return "muted"
-    if one.state == "training" and one.starting and (one.excused or not one.stalled):
-        return "starting"
-    return "stalled" if one.stalled else one.state
+    return "starting" if one.state == "training" and one.starting else one.state
+
+
+def _is_missing(one: KnownLearner) -> bool:
+    """Return whether a learner is not connected though it has not left and was not asked to. Of a life that was closed
+    in an earlier term this syncer does not know why, so such a learner is not missing."""
+    unknown = one.closed and not one.last_heard
+    return not (one.connected or one.left or one.was_asked_to_leave or unknown)

@@ -15,10 +15,12 @@ data-parallel run |
 | fetching | syncer | learner, whole_bytes, lacking_bytes, left_s: on its way into the run |
 | initial | syncer | relative_error (of its rounding, with `initial_codec = "bf16"`): version 0 is here |
 | begun | syncer | seconds (since the first parameters): the learners hold version 0, and training begins |
-| recovered | syncer | learner, incarnation, seconds |
+| recovered | syncer | learner, incarnation, seconds; busy_before: seconds that its process had been stepping when this
+syncer first heard of it |
 | returned | syncer | learner, incarnation, away_s, t, steps (made meanwhile; merged, kept or dropped, as means over the
 fragments), weight_share (share of their weight that they get in the next rounds) |
-| lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens |
+| lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens, moved (it goes back to its
+relay) |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h,
 step (of the run), rho and outer_step (docs/algorithm.md; null for the first of a fragment in a term) |
 | passed | syncer | round, fragment: a round that was given up |
@@ -26,7 +28,7 @@ step (of the run), rho and outer_step (docs/algorithm.md; null for the first of 
 | refused, quarantined, muted, probed | syncer | learner (refused: round; quarantined: times of late, wait_s until
 rounds take from it again) |
 | helping, helped, fresh | syncer | learner: who takes whose inner optimizer's state, or why nobody's |
-| reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
+| reigned | syncer | run, term, round, cut, replayed, learners, settings: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
 | changed | syncer | what: settings that the operator changed; learners, sync_every, … if these did |
 | scaled | supervisor | added, removed: learners, as `atoll scale` or a plan of hours asked |

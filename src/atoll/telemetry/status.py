@@ -24,6 +24,8 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     version_round: int
     """The newest round whose version it has adopted; −1 for none."""
     in_last_round: bool
+    missing: bool = False
+    """It is not connected, though it has not left and was not asked to; also once it counts as gone."""
     merged_share: float | None = None
     """Fragment-tokens merged over those computed, of all its lives; what is in flight counts for nothing yet."""
     alarm: str = ""

@@ -272,11 +272,11 @@ RUNS = (
             ),
             option(
                 "--folder",
-                "Where it saves its part of cuts; default: atoll-learners/RUN/NAME.",
+                "Where it saves its part of cuts, or an evaluator the best model; default: atoll-learners/RUN/NAME.",
                 Path,
                 env="ATOLL_FOLDER",
             ),
-            flag("--evaluator", "Score the global model instead (atoll.evaluate)."),
+            flag("--evaluator", "Score the global model instead (atoll.evaluate), and keep the best in --folder."),
             option("--ca", "The authority of the syncer's certificate.", Path, metavar="FILE", env="ATOLL_CA"),
             option("--cert", "Our own certificate (mutual TLS).", Path, metavar="FILE", env="ATOLL_CERT"),
             option("--key", "And its key.", Path, metavar="FILE", env="ATOLL_KEY"),

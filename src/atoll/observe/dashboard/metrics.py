@@ -114,6 +114,8 @@ def _of_learners(status: RunStatus) -> Iterator[Metric]:
 
     all_of_them = status.learners
     yield each("up", "1 while it is connected.", ((one, one.state not in AWAY) for one in all_of_them))
+    missing = ((one, float(one.missing)) for one in all_of_them)
+    yield each("missing", "1 while it is not connected, and nobody asked it to leave.", missing)
     yield each("step", "Its own step.", ((one, one.step) for one in all_of_them))
     yield each("incarnation", "Which life of it this is.", ((one, one.incarnation) for one in all_of_them))
     yield each("tokens_per_second", "Its speed.", ((one, one.tokens_per_s) for one in all_of_them))

@@ -186,7 +186,7 @@ def find_faults(timeline: Sequence[Event]) -> list[ReportedFault]:
         elif kind == "fault":
             injected[event.get("number", 0)] = whom
             found.append(_fault(timeline, place, str(event.get("what") or kind)))
-        elif kind in DEATHS and not is_good_end(event):
+        elif kind in DEATHS and not is_good_end(event) and not event.get("moved"):
             if not dead.issuperset(whom) and not any(set(whom) <= set(hit) for hit in injected.values()):
                 found.append(_fault(timeline, place, kind))
             dead.update(whom)

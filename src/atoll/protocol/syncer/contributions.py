@@ -116,7 +116,8 @@ class Contributions:
     def _mark_recovered(self, now: float, learner: KnownLearner) -> None:
         learner.state, learner.last_step_at, learner.recovered = "training", now, True
         text = f"{learner.name} took the run's parameters and may contribute"
-        self.state.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
+        figures = {"seconds": round(now - learner.joined_at, 3), "busy_before": learner.busy_before}
+        self.state.out.note("recovered", text, learner, **figures)
 
     def _keep_tape(self, learner: KnownLearner, said: Progress | Contribution) -> bool:
         """Keep what it says of its tape for the next record. False: no learner says that, and it is gone."""

@@ -47,6 +47,12 @@ EIGHTHS = 8
 rounds in which the learner has a turn."""
 RISES_AT = 1.05
 """Ratio of what a learner's ways carry to what a larger share takes, from which on it gets the larger share."""
+RISES_AFTER = 4
+"""Cycles of P commits in which a learner's ways have to carry a larger share before it gets it. A rate that moves about
+with the load of a machine would else change the share, and tell so, several times in a second."""
+SMALL_BYTES = 2**18
+"""Size of a body that fits into the buffers of its sockets. The time that a smaller one takes is as much that of busy
+processes at both ends as that of the link, so a message names the time, and no width of the link."""
 WORTH_TELLING = 0.2
 """Least relative change of H that is worth an event."""
 COMMITS = 24
@@ -78,8 +84,18 @@ class Narrowest:
         """Say how much of the part is used: "way down of site-2: 58 of 60 Mbit/s"."""
         if not self.nbytes:
             return f"{self.part}: {self.seconds:.3g} of every {interval_s:.3g} s"
+        if self.is_small:
+            return f"{self.part}: {self.describe_body()} of every {interval_s:.3g} s"
         used, carried = self.nbytes / interval_s / MBIT, self.nbytes / self.seconds / MBIT
         return f"{self.part}: {used:.3g} of {carried:.3g} Mbit/s"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its bodies are too small to tell a narrow link from busy processes."""
+        return 0 < self.nbytes < SMALL_BYTES
+
+    def describe_body(self) -> str:
+        return f"a body of {self.nbytes / 1000:.3g} kB takes {self.seconds:.3g} s"
 
 
 class RoundInterval:
@@ -234,7 +250,10 @@ class RoundInterval:
         way = self._narrower_way(learner)
         if not way.seconds:
             return ""
-        return f"{way.part.removesuffix(f' of {learner.name}')} {way.nbytes / way.seconds / MBIT:.3g} Mbit/s"
+        name = way.part.removesuffix(f" of {learner.name}")
+        if way.is_small:
+            return f"{name}: {way.describe_body()}"
+        return f"{name} {way.nbytes / way.seconds / MBIT:.3g} Mbit/s"
 
     def _set_shares(self, interval_s: float) -> None:
         """Give each learner the share of the rounds that its ways carry, and tell those whose share changes."""
@@ -245,7 +264,12 @@ class RoundInterval:
             share = 1.0 if way.seconds <= self._near_s else _round_share(carried, least)
             if share > learner.share and way.seconds > self._near_s:
                 share = max(learner.share, _round_share(carried / RISES_AT, least))
+            # A smaller share holds at once, or bodies queue. A larger one has to last: the queue is gone either way.
+            learner.rising = learner.rising + 1 if share > learner.share else 0
+            if 0 < learner.rising < RISES_AFTER * self._state.settings.fragments:
+                continue
             if share != learner.share:
+                learner.rising = 0
                 learner.share = share
                 reason = _describe_share(share, way, interval_s)
                 self._state.out.send(learner.name, RoundShare(share=share, reason=reason))
@@ -273,7 +297,10 @@ def _round_share(carried: float, least: float) -> float:
 
 def _describe_share(share: float, way: Narrowest, interval_s: float) -> str:
     if share == 1.0:
-        return "its link carries every round again"
+        return "its bodies pass in time again: it takes part in every round"
+    if way.is_small:
+        share_of = f"it takes part in {100 * share:.0f} % of the rounds"
+        return f"{way.part}: {way.describe_body()}, a round begins every {interval_s:.3g} s: {share_of}"
     return f"{way.part} carries {way.nbytes / way.seconds / MBIT:.3g} Mbit/s, every round takes " + (
         f"{way.nbytes / interval_s / MBIT:.3g}: it takes part in {100 * share:.0f} % of the rounds"
     )

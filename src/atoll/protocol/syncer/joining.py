@@ -18,6 +18,7 @@ from operator import gt
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.messages import PROTOCOL, Drain, Ending, Finish, Hello, Refused, Started, Welcome
 from atoll.protocol.records import StartedRecord
+from atoll.protocol.relay import RELAY_BACK
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.beginning import Beginning
 from atoll.protocol.syncer.cuts import Cuts
@@ -177,7 +178,10 @@ class Joining:
 
     def _tell_gone(self, kind: str, learner: KnownLearner, reason: str, unmerged: int) -> None:
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s, "reason": reason}
-        self.state.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
+        text = f"{learner.name} is gone: {reason}"
+        if reason == RELAY_BACK:  # it is back at once by another way, and no one has to look after it
+            known["moved"], text = True, f"{learner.name} moves back to its relay"
+        self.state.out.note(kind, text, learner, **known, unmerged_tokens=unmerged)
         if (next_uploader := self.run_start.replace_lost_uploader(learner)) is not None:
             self._send_welcome(next_uploader)
 

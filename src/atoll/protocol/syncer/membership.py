@@ -76,6 +76,11 @@ class KnownLearner:
     budgeted: Counted = field(default_factory=Counted)
     """What of `tokens_total` counts towards the run's budget."""
     busy_s: float = 0.0
+    """Seconds that its process has been stepping, as it last said."""
+    busy_before: float | None = None
+    """The same as it first said to this term of the syncer; None: it has said nothing yet."""
+    busy_earlier: float = 0.0
+    """Seconds that earlier processes of the name were stepping in this term."""
     loss: float | None = None
     agreement: float | None = None
     """How far its last contribution agreed with the others'."""
@@ -139,6 +144,8 @@ class KnownLearner:
     """Bytes per second that its way down carries, and that of its relay; 0: not measured."""
     share: float = 1.0
     """Share of the rounds that it takes part in (interval.py)."""
+    rising: int = 0
+    """Number of commits in a row that found its ways carry a larger share (interval.py)."""
     download: Download = field(default_factory=Download)
     """Download of the parameters, while it joins."""
 
@@ -149,6 +156,12 @@ class KnownLearner:
     @property
     def live(self) -> bool:
         return self.state == "training" and not self.muted and not self.stalled
+
+    @property
+    def busy_in_term(self) -> float:
+        """Seconds that all processes of the name were stepping since this term of the syncer first heard of each."""
+        spent_s = 0.0 if self.busy_before is None else max(0.0, self.busy_s - self.busy_before)
+        return self.busy_earlier + spent_s
 
     @property
     def was_asked_to_leave(self) -> bool:
@@ -226,6 +239,14 @@ class Membership:
             declared=hello.tokens_per_step,
             may_return=known is not None and known.may_return,
         )
+        if known is not None and again:
+            learner.busy_s, learner.busy_before, learner.busy_earlier = (
+                known.busy_s,
+                known.busy_before,
+                known.busy_earlier,
+            )
+        elif known is not None:
+            learner.busy_earlier = known.busy_in_term
         learner.budgeted.begin(now)
         self._add(learner)
         return learner, True
@@ -278,6 +299,7 @@ class Membership:
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
         learner.stalled = learner.excused = learner.starting = False
+        learner.rising = 0
         learner.share = 1.0  # it may have another link now, and its welcome told it of no share
         # It may come without its relay now; a relay tells its rates again.
         learner.up_rates, learner.down_rates = (learner.up_rates[0], 0.0), (learner.down_rates[0], 0.0)
@@ -317,6 +339,8 @@ class Membership:
         learner.t, learner.steps, learner.tokens = progress.t, progress.steps, progress.tokens
         learner.versions, learner.offer, learner.aims = progress.versions, offer, aims
         learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
+        if learner.busy_before is None:
+            learner.busy_before = progress.busy_s
         learner.loss, learner.stopped, learner.leaving = progress.loss, progress.stopped, progress.leaving
         learner.reset, learner.starting = False, progress.starting
         learner.dropped, learner.position = progress.dropped, progress.position
