@@ -27,7 +27,7 @@ def test_the_story_of_a_run_with_a_kill(events: list[Event]) -> None:
 
 def test_tokens_that_no_death_explains_were_too_late_for_the_end(events: list[Event]) -> None:
     alive = [event for event in events if event["kind"] not in ("lost", "left")]
-    told = " ".join(story(summarise(alive), alive))
+    told = " ".join(story(summarise(events), alive))
     assert "% were lost at the run's end, made too late to be collected" in told and "with a process" not in told
 
 

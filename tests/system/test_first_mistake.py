@@ -100,13 +100,17 @@ with atoll.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learne
 def test_a_script_that_draws_batches_and_never_steps_is_asked_about_it_at_once(run: Run) -> None:
     words = ("--learners", "1", "--steps", "20", "--set", "evaluate_every=0", "--set", "stalled_after_s=1")
     run.train(write_script(run, DRAWS_ON), *words)
+    log = run.out / "logs" / "learner-0.log"
+    line = "300 batches were handed out and no step was made: does the script call learner.step() after every"
+    run.until(lambda events: log.exists() and line in log.read_text())
+    run.until(
+        lambda events: [one["kind"] for one in events if one["kind"] in ("starting", "stalled")][-1:] == ["stalled"]
+    )
     asked = "does its script call learner.step() after every optimizer step?"
-    run.until(lambda events: any(event["kind"] == "stalled" for event in events))
-    assert [event["text"] for event in run.events("stalled")] == [f"learner-0 has made no step yet; {asked}"]
+    assert run.events("stalled")[-1]["text"] == f"learner-0 has made no step yet; {asked}"
     run.interrupt()
     run.ended(code=1)
-    log = (run.out / "logs" / "learner-0.log").read_text()
-    assert log.count("300 batches were handed out and no step was made: does the script call learner.step()") == 1
+    assert log.read_text().count(line) == 1
 
 
 UNENDING = """
