@@ -132,6 +132,25 @@ async def test_a_link_outlives_its_syncer_and_joins_again_by_itself(place: Serve
     assert [entry[2] for entry in place.handlers.told("opened")] == ["s0", "s0"]
 
 
+async def test_an_address_that_fails_is_named_as_one_of_several() -> None:
+    """A learner that was cut off from the syncer named its standby alone, as if the standby were the syncer."""
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    link = SyncerConnection(
+        "http://127.0.0.1:9,http://127.0.0.1:11",
+        hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
+        on_open=lambda: None,
+        on_message=lambda message: None,
+        on_lost=lost.put_nowait,
+    )
+    running = asyncio.ensure_future(link.run())
+    async with asyncio.timeout(10):
+        told = [await lost.get(), await lost.get()]
+    await link.close()
+    await running
+    for reason, port in zip(told, (9, 11), strict=True):
+        assert reason.startswith(f"http://127.0.0.1:{port} (one of 2 addresses) cannot be reached: ")
+
+
 async def test_waits_between_dials_double_up_to_their_cap_and_a_good_message_sets_them_back(
     place: ServedFabric,
 ) -> None:

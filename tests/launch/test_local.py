@@ -25,6 +25,7 @@ from atoll.launch.local import LocalRun, script_arguments
 from atoll.launch.ranks import RankProcesses
 from atoll.launch.resume import Resume
 from atoll.launch.supervision import Supervision
+from atoll.learner.script import TRAINS_ON
 from atoll.observe.screen import LiveScreen
 from atoll.observe.story import story
 from atoll.observe.summary import summarise
@@ -269,7 +270,36 @@ async def test_the_screen_says_whose_scripts_the_end_waits_for(tmp_path: Path) -
     run = local(tmp_path, code, listens=lambda link: run.request_end("a test asked for it"), watch=watch)
     await run.run()
     [told] = events(run, "closing")
-    assert told["text"] == "waiting for the scripts of learner-0, learner-1 to end" and seen.exists()
+    assert told["text"] == "waiting up to 30 s for the scripts of learner-0, learner-1 to end" and seen.exists()
+
+
+async def test_a_script_that_trains_on_after_the_end_is_named_and_killed_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_run, "TRAINS_ON_S", 0.2)
+    monkeypatch.setattr(local_run, "LAST_S", 1.0)
+    code = (
+        f"import sys, time\nsys.stderr.write({f'atoll: {TRAINS_ON}'!r} + chr(10))\nsys.stderr.flush()\ntime.sleep(60)"
+    )
+    asked: list[LocalRun] = []
+
+    def watch(status: RunStatus | None) -> None:
+        """The end is asked for once both scripts have printed it."""
+        logs = [run.out.log(f"learner-{index}") for index in range(2)]
+        if not asked and all(log.exists() and TRAINS_ON in log.read_text() for log in logs):
+            asked.append(run)
+            run.request_end("a test asked for it")
+
+    run = local(tmp_path, code, watch=watch)
+    await run.run()
+    names = "learner-0, learner-1: "
+    due = [
+        f"{names}the script trains on after the run's end: break its loop at learner.done",
+        f"{names}killed, as the script had not ended 1 s after the run",
+    ]
+    assert [event["text"] for event in events(run, "warning")] == due
+    told = story(summarise(events(run)), events(run))
+    assert [f"Warning: {text}." for text in due] == [one for one in told if names in one]
 
 
 def test_a_script_that_never_makes_a_step_is_killed_at_the_end_and_the_reason_told(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 import atoll
 from atoll.learner import joining, saved_state, script
+from atoll.learner.data import NO_STEP, LeasedSamples
 from atoll.learner.learner import Learner
 from atoll.learner.saved_state import read_lives, read_run
 from atoll.learner.script import FILE
@@ -34,6 +35,7 @@ from atoll.mailbox.channel import (
     RunProgress,
     SettingsTold,
     Start,
+    StepMissing,
     StepReport,
     StopOrder,
     ToCourier,
@@ -44,6 +46,7 @@ from atoll.mailbox.channel import (
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.learner import effects as fx
+from atoll.protocol.messages import Range
 from atoll.protocol.settings import Settings
 
 
@@ -435,6 +438,57 @@ class TestInARun:
                     joined.courier.waiting.append(StopOrder("1,000 steps are done", final=False))
                 learner.step(tokens=2)
         assert seen == 7 and learner.done
+
+    @pytest.mark.parametrize("stepped", [False, True])
+    def test_batches_without_a_step_are_asked_about(
+        self, joined: Joined, capsys: pytest.CaptureFixture[str], stepped: bool
+    ) -> None:
+        """After a step it may be accumulation."""
+        answers, supply = joined.courier.answers, fx.Supply((Range(0, 0, 0, 0, 8),), False, "")
+        joined.courier.answers = lambda frame: [supply] if isinstance(frame, fx.Registered) else answers(frame)
+        with joined.learner as learner:
+            for seen, _ in enumerate(learner.batches(torch.zeros(8, 2), batch_size=2), 1):
+                if stepped and seen == 1:
+                    learner.step(tokens=2)
+                if seen == 2 * NO_STEP:
+                    break
+            asked = capsys.readouterr().err.count(f"{NO_STEP} batches were handed out and no step was made: does the")
+            assert asked == len(joined.courier.of(StepMissing)) == (0 if stepped else 1)
+
+    def test_a_loop_that_goes_on_after_the_end_gives_its_last_steps_and_its_later_steps_count_for_nothing(
+        self, joined: Joined, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with joined.learner as learner:
+            learner.step(tokens=2)
+            joined.courier.waiting.append(StopOrder("2 steps are done", final=False))
+            learner.step(tokens=2)
+            assert learner.done and not joined.courier.of(StepReport)[-1].stepped.stopped, "its loop may end by itself"
+            assert "trains on" not in capsys.readouterr().err
+            learner.step(tokens=2)
+            last = joined.courier.of(StepReport)[-1].stepped
+            assert (last.stopped, last.t, last.tokens_total) == (True, 3, 6), "its model holds this step too"
+            for _ in range(5):
+                learner.step(tokens=2)
+            assert joined.courier.of(StepReport)[-1].stepped is last and joined.box.tokens.tolist() == [6, 6]
+            assert learner.steps == 8, "a loop may count by it"
+        assert learner.finished
+        said = capsys.readouterr().err
+        assert said.count("the script trains on after the run's end: break its loop at learner.done") == 1
+        assert "5 steps were made after the run's end: they are in no model and no figure" in said
+
+    def test_batches_that_a_loader_drew_before_the_end_are_trained_on(
+        self, joined: Joined, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with joined.learner as learner:
+            joined.stay._feed._leased = leased = LeasedSamples([8], 2, 0)
+            leased.add_leases([Range(0, 0, 0, 0, 8)], over=False)
+            joined.stay._feed.count_by(lambda: 1)
+            drawn = [leased.draw_batch() for _ in range(4)]
+            joined.courier.waiting.append(StopOrder("1 step is done", final=False))
+            for _ in drawn:
+                learner.step(tokens=2)
+            assert [frame.stepped.tokens_total for frame in joined.courier.of(StepReport)][-1] == 8
+        assert "after the run's end: they" not in capsys.readouterr().err
 
     def test_a_new_version_is_in_the_model_after_the_step(self, joined: Joined) -> None:
         with joined.learner as learner:

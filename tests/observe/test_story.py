@@ -25,6 +25,12 @@ def test_the_story_of_a_run_with_a_kill(events: list[Event]) -> None:
     ]
 
 
+def test_tokens_that_no_death_explains_were_too_late_for_the_end(events: list[Event]) -> None:
+    alive = [event for event in events if event["kind"] not in ("lost", "left")]
+    told = " ".join(story(summarise(events), alive))
+    assert "% were lost at the run's end, made too late to be collected" in told and "with a process" not in told
+
+
 def test_losses_and_metrics_are_told_in_the_words_of_the_script(events: list[Event]) -> None:
     summary = summarise(events)
     accuracy = {"direction": "max", "start": 0.1, "end": 0.91, "best": 0.925, "best_round": 1300}

@@ -444,6 +444,20 @@ def test_one_that_goes_into_quarantine_with_a_peers_state_asks_that_peer_no_more
     assert asked[0] == first and first not in asked[1:]
 
 
+def test_one_that_was_in_quarantine_before_it_took_a_peers_state_is_itself_to_blame() -> None:
+    """A loss that is not finite on one learner was told as "state of learner-0 refused by learner-1"."""
+    world = running()
+    learner = world.learners["learner-1"]
+    learner.broken = True
+    helper = until(world, "helped").data["peer"]
+    learner.broken = True
+    until(world, "quarantined", count=2)
+    blame = world.said("refused")[-1]
+    due = f"learner-1 went into quarantine again, as before it took the state of {helper}: look at the script and data"
+    assert blame.text.startswith(due)
+    assert not any("refused by learner-1" in note.text for note in world.said("refused"))
+
+
 def test_one_whose_numbers_stay_broken_runs_out_of_peers_and_hurts_none_of_them() -> None:
     world = running()
     newcomer = world.join("learner-3")

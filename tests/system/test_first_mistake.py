@@ -3,6 +3,7 @@ The scripts import no torch, so they are quick."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -79,6 +80,71 @@ def test_a_script_that_never_calls_step_is_asked_about_it_and_does_not_hold_up_t
     asked = "does the script call learner.step() after every optimizer step?"
     assert f"atoll: no learner made a step: {asked}" in run.stderr and asked in run.stdout
     assert "learner-0 was killed at the end: it had made no step" in run.stdout
+
+
+DRAWS_ON = """
+import time
+import torch
+import atoll
+
+model = torch.nn.Linear(2, 2)
+with atoll.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
+    for batch in learner.batches(torch.randn(1024, 2), batch_size=4):
+        model(batch).sum().backward()
+        ends_at = time.monotonic() + 0.01
+        while time.monotonic() < ends_at:
+            pass
+"""
+
+
+def test_a_script_that_draws_batches_and_never_steps_is_asked_about_it_at_once(run: Run) -> None:
+    words = ("--learners", "1", "--steps", "20", "--set", "evaluate_every=0", "--set", "stalled_after_s=1")
+    run.train(write_script(run, DRAWS_ON), *words)
+    log = run.out / "logs" / "learner-0.log"
+    line = "300 batches were handed out and no step was made: does the script call learner.step() after every"
+    run.until(lambda events: log.exists() and line in log.read_text())
+    run.until(
+        lambda events: [one["kind"] for one in events if one["kind"] in ("starting", "stalled")][-1:] == ["stalled"]
+    )
+    asked = "does its script call learner.step() after every optimizer step?"
+    assert run.events("stalled")[-1]["text"] == f"learner-0 has made no step yet; {asked}"
+    run.interrupt()
+    run.ended(code=1)
+    assert log.read_text().count(line) == 1
+
+
+UNENDING = """
+import time
+import torch
+import atoll
+
+inputs = torch.randn(256, 4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with atoll.Learner(model, optimizer) as learner:
+    ends_at = None
+    while ends_at is None or time.monotonic() < ends_at:
+        time.sleep(0.01)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        learner.step(tokens=10)
+        ends_at = ends_at or (time.monotonic() + 8.0 if learner.done else None)
+print("calls of step:", learner.steps)
+"""
+
+
+def test_a_loop_that_forgets_the_end_loses_nothing_and_is_named(run: Run) -> None:
+    run.train(write_script(run, UNENDING), "--learners", "2", "--steps", "60", "--set", "evaluate_every=0").ended()
+    summary = run.summary
+    assert summary["merged_share"] == 1.0 and summary["tokens"]["lost"] == 0, "the last steps are collected"
+    logs = [(run.out / "logs" / f"learner-{index}.log").read_text() for index in range(2)]
+    calls = sum(int(re.findall(r"calls of step: (\d+)", log)[0]) for log in logs)
+    late = sum(int(re.findall(r"atoll: (\d+) steps were made after the run's end", log)[0]) for log in logs)
+    assert late > 0 and summary["tokens"]["computed"] == 10 * (calls - late), "what came after the end is in no figure"
+    line = "the script trains on after the run's end: break its loop at learner.done"
+    assert run.stdout.count(f"learner-0, learner-1: {line}") == 2, "on the screen and in the summary"
+    assert all(f"atoll: {line}" in log for log in logs)
 
 
 ATTACHED = """

@@ -44,6 +44,7 @@ from atoll.mailbox.channel import (
     SlotFreed,
     Start,
     StateCopyMade,
+    StepMissing,
     StepReport,
     StopOrder,
     ToCourier,
@@ -112,7 +113,7 @@ class Courier:
         """Waits until the ranks have found each other."""
         self._opened: tuple[OpenBox, MailboxReady] | None = None
         """This rank's memory, until all ranks have theirs."""
-        self._stepped = False
+        self._stepped = self._step_missing = False
         """The training process has made a step since this courier began."""
         self._ended = False
         """A rank is gone, and the learner with it: nothing more is done."""
@@ -190,6 +191,10 @@ class Courier:
                 self._stepped = True
                 if epoch == (self._memory.epoch if self._memory is not None else 0):
                     self._handle(stepped)
+            case StepMissing():
+                self._step_missing = True
+                if self._machine is not None:
+                    self._handle(fx.FirstStep(uses_cpu=False))
             case fx.Told() | fx.Registered() | fx.Taken():
                 self._handle(frame)
             case VersionTaken():
@@ -545,14 +550,14 @@ class Courier:
         usage = ProcessorUse(self._parent, but=os.getpid())
         while True:
             await asyncio.sleep(FIRST_STEP_LOOK_S)
-            if self._stepped:
+            if self._stepped or self._step_missing:
                 continue
             works = await asyncio.to_thread(usage.look)  # also while it joins: what came before the step is known then
             if self._machine is not None and self._machine.phase == "training" and not self._over.is_set():
                 self._run_callback(self._note_first_step, works)
 
     def _note_first_step(self, uses_cpu: bool) -> None:
-        if not self._stepped:
+        if not self._stepped and not self._step_missing:
             self._handle(fx.FirstStep(uses_cpu))
 
     async def _watch_parent(self) -> None:

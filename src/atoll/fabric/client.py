@@ -177,13 +177,13 @@ class SyncerConnection(BodyConnection):
         try:
             socket = await self._dial()
         except TimeoutError:
-            return f"{self.url} did not answer within {self._limits.dial_s:g} s{self._address.through}"
+            return f"{self._dialled} did not answer within {self._limits.dial_s:g} s{self._address.through}"
         except FinalRefusal as error:
             self._on_message(Refused(reason=str(error), final=True))
             return str(error)
         except (Unreachable, PeerError) as error:
             self.met_another = isinstance(error, WrongCertificate)
-            return one_line(f"{self.url} cannot be reached: {error}")
+            return one_line(f"{self._dialled} cannot be reached: {error}")
         if self._closing.is_set():  # its training process ended: a hello now could take the name from a successor
             await close_socket(socket)
             return "it is closed"
@@ -215,6 +215,11 @@ class SyncerConnection(BodyConnection):
                             self._back_to = url
                             outbox.close()
                             return
+
+    @property
+    def _dialled(self) -> str:
+        """Address of the last dial. It says that there are others, or a standby's looks like that of the syncer."""
+        return f"{self.url} (one of {len(self._urls)} addresses)" if len(self._urls) > 1 else self.url
 
     def _take_next_address(self) -> None:
         super()._take_next_address()

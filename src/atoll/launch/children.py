@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,8 @@ HEALTHY_S = 60.0
 """A child that lived this long starts its waits and its limit anew."""
 LAST_S = 30.0
 """How long a script may take to end once its run, or its replay, is over."""
+TRAINS_ON_S = 2.0
+"""How long a script may still train, once its run is over, before a warning says that its loop does not end."""
 LIMIT = 5
 """Restarts in a row, unless the operator names another number: the next death is the last."""
 CODE_MISTAKES = frozenset(
@@ -244,6 +246,11 @@ class Child:
 def open_log(path: Path) -> IO[bytes]:
     """To append to; as open to others as its folder."""
     return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode_in(path.parent)), "ab")
+
+
+def join_names(names: Sequence[str]) -> str:
+    """The first three of them, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def describe_exit(code: int) -> str:

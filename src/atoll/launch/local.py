@@ -32,9 +32,11 @@ from atoll.launch.children import (
     LAST_S,
     LIMIT,
     SOON_S,
+    TRAINS_ON_S,
     Child,
     cores,
     describe_exit,
+    join_names,
 )
 from atoll.launch.environment import VISIBLE, Assignment, LaunchEnvironment, capture_environment, write_environment
 from atoll.launch.ranks import RankProcesses
@@ -45,7 +47,7 @@ from atoll.protocol.errors import ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import hold_run
-from atoll.telemetry.events import EventLog
+from atoll.telemetry.events import AFTER_END, EventLog
 from atoll.telemetry.status import RunStatus
 
 TICK_S = 0.25
@@ -310,18 +312,25 @@ class LocalRun:
             if self._learners[name].restarts and self._learners[name].running:
                 self._learners[name].kill_all()
                 self._processes.abandon_restart(self._learners[name])
-        if running := [name for name, child in self._learners.items() if child.running]:
-            others = f" and {len(running) - 3} more" if len(running) > 3 else ""
+        if running := self._processes.list_running_learners():
             script = "script" if len(running) == 1 else "scripts"
-            self._events.say("closing", f"waiting for the {script} of {', '.join(running[:3])}{others} to end")
+            names = join_names(running)
+            self._events.say("closing", f"waiting up to {LAST_S:g} s for the {script} of {names} to end")
             self._show_status(None)
-        deadline = time.monotonic() + LAST_S
+        deadline, said = time.monotonic() + LAST_S, False
         while time.monotonic() < deadline:
             self._look_at_processes()
             self._processes.note_late_failures()
             if not any(child.running for child in self._processes.list_children()):
-                break
+                return
+            # A loop that looks at learner.done every few steps is soon out: only one that goes on is worth a warning.
+            if not said and time.monotonic() > deadline - LAST_S + TRAINS_ON_S:
+                said = self._processes.warn_of_loops()
+                self._show_status(None)
             await asyncio.sleep(0.05)
+        if running := self._processes.list_running_learners():
+            text = f"{join_names(running)}: killed, as the script had not ended {LAST_S:g} s after the run"
+            self._events.say("warning", text, {"process": running[0], "about": AFTER_END})
 
     def _show_status(self, status: RunStatus | None) -> None:
         """A failing screen is logged once and never ends the run."""

@@ -10,6 +10,7 @@
   without scores, and a warning says so;
 - a learner that was asked to leave (`atoll scale`) is gone for good, however it ended;
 - a learner of several ranks (ranks.py) is one process in all of this; what is said names the rank;
+- a script that has not ended `LAST_S` after its run is killed; one whose loop trains on then is named in a warning;
 - any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit. Once the
   run is ending, no learner is;
 - a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves. So does
@@ -21,14 +22,14 @@ from __future__ import annotations
 import signal
 import time
 
-from atoll.launch.children import Child, ScriptError, describe_exit, find_shared_error, read_script_error
+from atoll.launch.children import Child, ScriptError, describe_exit, find_shared_error, join_names, read_script_error
 from atoll.launch.resume import EVERYONE_ENDED, describe_resume
 from atoll.launch.script import USAGE
 from atoll.learner.folder import list_parts
-from atoll.learner.script import TERMINATED, tells_unjoined
+from atoll.learner.script import TERMINATED, tells_trains_on, tells_unjoined
 from atoll.protocol.errors import AtollError, ConfigError, RunFailed
 from atoll.store.rundir import RunDir
-from atoll.telemetry.events import EventLog
+from atoll.telemetry.events import AFTER_END, EventLog
 from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
 SAME_INTERRUPT_S = 0.5
@@ -348,6 +349,17 @@ class Supervision:
                 text = f"{name} was killed at the end: it had made no step"
                 data: dict[str, object] = {"process": name, "code": self.learners[name].poll_exit(), "stepless": True}
                 self._events.say("exited", text, data)
+
+    def list_running_learners(self) -> list[str]:
+        return [name for name, child in self.learners.items() if child.running]
+
+    def warn_of_loops(self) -> bool:
+        """Name the learners whose script trains on though the run is over; returns whether there are any."""
+        names = [name for name in self.list_running_learners() if tells_trains_on(self.learners[name].read_log_tail())]
+        if names:
+            text = f"{join_names(names)}: the script trains on after the run's end: break its loop at learner.done"
+            self._events.say("warning", text, {"process": names[0], "about": AFTER_END})
+        return bool(names)
 
     def note_late_failures(self) -> None:
         """Of scripts that were to be started again when the run ended, or fail in what they do after it."""

@@ -6,7 +6,9 @@ Rules kept here, each with its test:
 - A model with a fragment of version 0, which nobody trained, is left out, and so is one whose score is not finite.
 - The same model is taken once: an evaluator that died before it sent a score fetches the same versions again.
 - After a rollback the average begins anew, since it holds values that the run has given up.
-- Merged buffers are those of the newest model, as in numerics/version_mean.py.
+- Averaged running statistics (BatchNorm) enter with the same share as the parameters: activations of averaged weights
+  are not distributed like those of the newest model. Buffers that a run takes from one learner ("first") are those of
+  the newest model, since they may be values that have no mean. numerics/version_mean.py does the same.
 - The file is replaced whole, and before the score is sent. It names run, versions, decay and number of models, so the
   next evaluator of the run goes on with the same bits. With another decay it begins anew.
 """
@@ -55,9 +57,9 @@ class AveragedModel:
         if 0 in versions or (self.models and tuple(versions) == self._versions):
             return
         share = np.float32(1.0 - min(self._decay, self.models / (self.models + 1)))
-        buffers = {spec.name_in_model for spec in plan.tensors if spec.buffer_rule}
+        taken_over = {spec.name_in_model for spec in plan.tensors if spec.buffer_rule == "first"}
         for name, tensor in tensors.items():
-            if self.models and name not in buffers:
+            if self.models and name not in taken_over:
                 self.tensors[name] += share * (tensor - self.tensors[name])
             else:
                 self.tensors[name] = np.array(tensor)

@@ -255,6 +255,8 @@ Drawn = tuple[int, Indices]
 
 TOO_FAR = 64
 """Batches drawn ahead of the steps on them that use leases up: a learner holds two leases or more, of 64 batches."""
+NO_STEP = 300
+"""Batches drawn without any step that make a forgotten `learner.step` likelier than accumulation or a prefetch."""
 
 
 class Feed:
@@ -275,13 +277,23 @@ class Feed:
         self._used: Callable[[], int] | None = None
         """Of how many of the batches drawn the step just made was; None: of all of them."""
         self._said = False
+        self._unstepped: int | None = 0
+        """Batches drawn before the first step; None: it was made."""
+        self.note_no_step: Callable[[int], None] = lambda batches: None
+        """Called once, if so many batches were drawn and no step was made."""
 
     @property
     def position(self) -> int:
         """Leased samples whose steps are done; −1: nothing is leased."""
         return -1 if self._leased is None else self._leased.position
 
+    @property
+    def waiting(self) -> int:
+        """Leased batches that were drawn and not stepped on."""
+        return 0 if self._leased is None else self._leased.waiting
+
     def stepped(self) -> None:
+        self._unstepped = None
         used = self._used() if self._used is not None else None
         if self._stream is not None:
             self._stream.stepped(used)
@@ -361,9 +373,16 @@ class Feed:
             if batch is None:
                 self._await_first(done, wait, patience_s)
                 continue
+            self._count_unstepped()
             yield batch
         if not done():
             yield from self.draw_own(found, batch_size, done, incarnation=1, passes=None)
+
+    def _count_unstepped(self) -> None:
+        if self._unstepped is not None:
+            self._unstepped += 1
+            if self._unstepped == NO_STEP:
+                self.note_no_step(NO_STEP)
 
     def _say_if_too_far_ahead(self, batches: int) -> None:
         if batches >= TOO_FAR and not self._said:

@@ -177,8 +177,8 @@ class BaseLearner:
 
     @property
     def steps(self) -> int:
-        """Steps of this learner's present life."""
-        return self._tally.t
+        """Steps of this learner's present life, also those after the run's end."""
+        return self._tally.t + (0 if self._session is None else self._session.steps_after_end)
 
     @property
     def global_step(self) -> int:
@@ -263,6 +263,9 @@ class BaseLearner:
                 f"tokens = {tokens} is more than the {self._joining.tokens_per_step} that were declared: "
                 "name the most that a step can have, Learner(tokens_per_step=...)"
             )
+        if self._session is not None and self._session.trains_after_end:
+            self._session.count_step_after_end()
+            return
         self._tally.stepped(tokens if self._ranks is None else 0)
         if self._session is not None:
             self._session.stepped(tokens, loss)

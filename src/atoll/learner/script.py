@@ -41,6 +41,10 @@ from atoll.store.keys import read_link
 INTERRUPTED = 130
 TERMINATED = 143
 UNJOINED = "ended before it joined the run"
+TRAINS_ON = (
+    "the script trains on after the run's end: break its loop at learner.done. Its last steps are collected now, and "
+    "steps from here on count for nothing"
+)
 
 
 def say(text: str) -> None:
@@ -126,6 +130,11 @@ def tells_unjoined(log: str) -> bool:
     """Whether the last that Atoll itself printed is that. Libraries may print more as they are taken down."""
     own = [line for line in log.splitlines() if line.startswith("atoll: ")]
     return bool(own) and own[-1].startswith(f"atoll: {UNJOINED}")
+
+
+def tells_trains_on(log: str) -> bool:
+    """Whether Atoll printed that the script's loop did not end with the run."""
+    return f"atoll: {TRAINS_ON}" in log.splitlines()
 
 
 class LeaveRequest:

@@ -28,7 +28,7 @@ from atoll.learner.meeting import AgreedFacts, RankExchange
 from atoll.learner.peer_state_transfer import PeerOrder, PeerStates
 from atoll.learner.ranks import DataShare, RankGroup, introduce_rank, rank_folder
 from atoll.learner.saved_state import OwnState, Saver, describe_place
-from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
+from atoll.learner.script import TRAINS_ON, LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot
 from atoll.learner.step_stats import StepCounter
 from atoll.learner.trained_model import TrainedModel, as_torch
@@ -41,6 +41,7 @@ from atoll.mailbox.channel import (
     RunProgress,
     SettingsTold,
     Start,
+    StepMissing,
     StepReport,
     StopOrder,
     ToTraining,
@@ -84,6 +85,7 @@ class RunSession:
         self._own = OwnState(trained, extras)
         kept = (self._unmerged, rest, self._own.room)
         self._peers = PeerStates(trained, shared, courier, self._tape, *kept)
+        feed.note_no_step = self._tell_no_step
         self._inputs = trained.watch_inputs(wanted=lambda: feed.position < 0)
         self._restored = False
         """Its inner optimizer comes from what this learner saved, and is put back once it has joined."""
@@ -101,6 +103,11 @@ class RunSession:
         self._known = RunProgress()
         """What the step under way goes by."""
         self._done = self._final = self._stopped = self._finished = False
+        self._leave_wait: LeaveWait | None = None
+        """How it waited for the end, once its last steps were given; None: it still trains for the run."""
+        self._steps_after_end = 0
+        self._script_told = False
+        """A step has returned since the run's end was heard of, so the loop could have asked learner.done."""
         self._joined: str | None = None
         """The run whose parameters it has, once it said so."""
         self._succeeds: tuple[str, ...] = ()
@@ -110,6 +117,16 @@ class RunSession:
     def done(self) -> bool:
         """The run has ended, or this machine is taken away."""
         return self._done or self._exchange.leaving
+
+    @property
+    def steps_after_end(self) -> int:
+        """Steps of a script that trains on after its last steps were given. No version, report or ledger has them."""
+        return self._steps_after_end
+
+    @property
+    def trains_after_end(self) -> bool:
+        """Whether the script's steps count for nothing any more."""
+        return self._leave_wait is not None
 
     @property
     def finished(self) -> bool:
@@ -300,6 +317,12 @@ class RunSession:
         size = batch_size * self.data_share.parts
         self._courier.send(self._feed.ask(found, size, epochs, seed, drop_last=drop_last))
 
+    def _tell_no_step(self, batches: int) -> None:
+        if self._leads and not self._courier.replays:
+            asked = "does the script call learner.step() after every optimizer step?"
+            say(f"{batches} batches were handed out and no step was made: {asked}")
+            self._courier.send(StepMissing(batches))
+
     # ---- between two steps --------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, loss: torch.Tensor | float | None) -> None:
@@ -326,6 +349,20 @@ class RunSession:
             self._hold()
             self._note_joined()
             self._look_up()
+        # A loop over batches that a loader had drawn before ends with them.
+        if self._script_told and self._feed.waiting == 0:
+            self._end_for_script()
+        self._script_told = self._done
+
+    def _end_for_script(self) -> None:
+        """Give the last steps now, in the middle of a loop that goes on after the run's end. The syncer collects steps
+        of learners that have stopped, and copies of a model that trains on would hold more steps than are counted."""
+        if self._leads:
+            say(TRAINS_ON)
+        self._give_last_steps()
+
+    def count_step_after_end(self) -> None:
+        self._steps_after_end += 1
 
     def _make_room(self) -> None:
         if self._joined is not None and self.shared.box is not None:
@@ -495,14 +532,9 @@ class RunSession:
 
     def finish(self) -> None:
         """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
-        self._exchange.finish()
-        self._stopped = True
-        self._saver.hurry()
-        if self._preemption.asked:
-            self._tape.add(StoppedEntry(self._tally.t))
-        self._tape.tell()
-        self._report()
-        leaving = self._await_the_end()
+        leaving = self._leave_wait or self._give_last_steps()
+        if self._steps_after_end and self._leads:
+            say(f"{self._steps_after_end:,} steps were made after the run's end: they are in no model and no figure")
         boundary = self.shared.boundary
         if not self._final:
             asked = self._preemption.why
@@ -513,6 +545,18 @@ class RunSession:
         elif boundary is not None:
             boundary.load_base()
             self._finished = True
+
+    def _give_last_steps(self) -> LeaveWait:
+        """Stop, and wait until the last steps are in the model. From here on no step counts."""
+        self._exchange.finish()
+        self._stopped = True
+        self._saver.hurry()
+        if self._preemption.asked:
+            self._tape.add(StoppedEntry(self._tally.t))
+        self._tape.tell()
+        self._report()
+        self._leave_wait = self._await_the_end()
+        return self._leave_wait
 
     def _await_the_end(self) -> LeaveWait:
         """Wait until the run is over, or until nothing keeps this learner in it any more."""

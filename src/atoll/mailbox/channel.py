@@ -98,6 +98,12 @@ class StepReport(Frame, frozen=True):
     epoch: int = 0
 
 
+class StepMissing(Frame, frozen=True):
+    """The script draws batch after batch and has never called `learner.step`: it is not in a long first step."""
+
+    batches: int
+
+
 class CopyMade(Frame, frozen=True):
     slot: int
     round: int
@@ -256,6 +262,7 @@ ToCourier = (
     Start
     | MailboxReady
     | StepReport
+    | StepMissing
     | fx.Told
     | fx.Registered
     | CopyMade

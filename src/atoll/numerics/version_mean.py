@@ -1,8 +1,9 @@
 """The mean of some versions of every fragment.
 
 Rules kept here: versions come in order, and a gap leaves the mean incomplete; sums run in float64 in that order,
-element by element, and the mean is rounded to float32 once, so equal versions give equal bits. Merged buffers are not
-averaged: they are those of the last version, since a counter or a running variance has no use for an earlier one.
+element by element, and the mean is rounded to float32 once, so equal versions give equal bits. Buffers that a run
+averages over its learners (running statistics) are averaged here too: those of the last version would not fit averaged
+weights. Buffers that it takes from one learner ("first") are those of the last version.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class VersionMeans:
         else:
             self._sums[fragment] += values
         if version == self._last[fragment]:
-            buffers = self._plan.fragments[fragment].buffers
-            self._sums[fragment][buffers] = values[buffers] * np.float64(self._count(fragment))
+            for piece, place in self._plan.fragments[fragment].parts:
+                if piece.tensor.buffer_rule == "first":
+                    self._sums[fragment][place] = values[place] * np.float64(self._count(fragment))
         self._next[fragment] += 1
 
     def is_complete(self) -> bool:

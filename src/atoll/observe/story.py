@@ -27,7 +27,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import USUAL
 from atoll.protocol.statistics import format_score, format_scores_apart
 from atoll.store.verify import VerifyReport
-from atoll.telemetry.events import Event
+from atoll.telemetry.events import AFTER_END, Event
 
 WARNING = "Warning: "
 """How a sentence begins that tells of something wrong."""
@@ -237,10 +237,11 @@ def _is_loss(event: Event) -> bool:
 
 
 def _where_lost(summary: Summary, events: Sequence[Event]) -> str:
-    """The ledger counts together what went with a process and what was thrown away in quarantine."""
-    if not summary.get("quarantines"):
-        return "with a process"
+    """The ledger counts together what went with a process, what was thrown away in quarantine, and what a learner that
+    did not stop in time made behind the last rounds."""
     gone = any(_is_loss(event) for event in events)
+    if not summary.get("quarantines"):
+        return "with a process" if gone else "at the run's end, made too late to be collected"
     return "with a process or in quarantine" if gone else "in quarantine"
 
 
@@ -363,6 +364,8 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         found.append(f"a round had only {percent(summary['participation'])} of the learners alive in it on average.")
     found += _neglected(events) + _fresh_restarts(events)
     found += [f"{event['text']}." for event in events if event["kind"] == "same_batches"]
+    # A run that went on may have had the same end before.
+    found += dict.fromkeys(f"{event['text']}." for event in events if event.get("about") == AFTER_END)
     if summary["refusals"]:
         reasons = [event["text"] for event in events if event["kind"] == "refused"]
         last = f" (the last: {reasons[-1]})" if reasons else ""

@@ -63,7 +63,7 @@ the first, by the names of their logs; fresh: these ranks have no snapshot to go
 since it had made no step; unjoined: SIGTERM ended it before it joined); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
-| courier, warning | learner | |
+| courier, warning | learner; warning: supervisor too | about: "after the end" where a script goes on after its run |
 
 A round of many members names all of them only now and then (round_members.py); then it has `of`, their number, and
 `tokens` and `filtered`, sums over all.
@@ -95,6 +95,9 @@ LEARNER_BYTES = 256 * 1024
 """Events about one learner at once: a thousand or so …"""
 LEARNER_RATE = 4096
 """… and bytes a second after that. Whoever makes more of them is not written about any more."""
+
+AFTER_END = "after the end"
+"""What a warning is about where a script goes on after its run is over."""
 
 Sink = Callable[[bytes], None]
 Event = dict[str, Any]

@@ -368,11 +368,21 @@ class Strikes:
         self.state.members.restart_learner(now, learner)
         self.accounts.open_life(learner)
         self.state.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=f"{reason}{again}"))
-        self._doubt_its_helper(now, learner, reason)
+        self._doubt_its_helper(now, learner, reason, breaks_alone=known.times > 1)
 
-    def _doubt_its_helper(self, now: float, learner: KnownLearner, reason: str) -> None:
+    def _doubt_its_helper(self, now: float, learner: KnownLearner, reason: str, *, breaks_alone: bool) -> None:
+        """`breaks_alone`: it was in quarantine of late before it took that state too, so the words blame the learner.
+        The peer gets its strike all the same: its next accepted contribution takes that away."""
         peer, learner.helper = self.state.members.learners.get(learner.helper), ""
         if peer is not None and peer.session not in learner.distrusted:
             learner.distrusted.add(peer.session)
-            if peer.connected and not peer.closed:
+            if not peer.connected or peer.closed:
+                return
+            if breaks_alone:
+                what = (
+                    f"{learner.name} went into quarantine again, as before it took the state of {peer.name}: look at "
+                    f"the script and data of {learner.name} (a strike for {peer.name} all the same)"
+                )
+                self.add_strike(now, peer, what, reason, newcomer=learner.name)
+            else:
                 self.strike_helper(now, peer, learner, f"it went into quarantine with it: {reason}")
