@@ -111,6 +111,8 @@ class Inbox:
     def __init__(self, plan: FragmentPlan, codec: Codec, *, moments: bool = False) -> None:
         """`moments`: those of the inner optimizer come behind every contribution (numerics/moments.py)."""
         self._plan, self._codec, self._moments = plan, codec, moments
+        self._sizes = [body_nbytes(codec, part) for part in plan.fragments]
+        """Of whole bodies, in bytes."""
         self._largest = largest_body(codec, plan) + (most_bytes(plan) if moments else 0)
         self._pending: dict[ContributionKey, PendingContribution] = {}
         self._buffers: list[ByteArray] = []
@@ -141,7 +143,7 @@ class Inbox:
     def _lay_out_bodies(self, fragment: int, plans: tuple[RankPlan, ...]) -> dict[int, PendingBody]:
         """One for each rank that sends something, at multiples of ALIGNED bytes."""
         if not plans:
-            return {0: PendingBody(0, body_nbytes(self._codec, self._plan.fragments[fragment]))}
+            return {0: PendingBody(0, self._sizes[fragment])}
         bodies, start = {}, 0
         for rank, plan in enumerate(plans):
             if size := body_nbytes(self._codec, plan.sent(fragment)):
@@ -282,7 +284,7 @@ class Inbox:
             plan.scatter(pending.fragment, values, out)
 
     def _body_nbytes(self, pending: PendingContribution) -> int:
-        return body_nbytes(self._codec, self._plan.fragments[pending.fragment])
+        return self._sizes[pending.fragment]
 
     def get_delta(self, key: ContributionKey) -> ReadableDelta:
         delta = self._pending[key].delta
