@@ -120,7 +120,8 @@ class Bodies(Stream):
         whole = size + int(headers.get("content-length", 0))
         if len(buffer) < whole:
             return 0
-        self._answer.set_result((status, headers))
+        if not self.crowd.over:  # tasks that are cancelled at the end no longer wait for their answers
+            self._answer.set_result((status, headers))
         return whole
 
 
@@ -338,9 +339,15 @@ class Crowd:
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
+    async def end(self) -> None:
+        self.over = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self.over:
             self.fail(f"a learner failed: {error!r}")
 
     def lose(self, why: str) -> None:
@@ -396,7 +403,7 @@ async def measure(syncer: SyncerProcess, events: Path, count: int, step_s: float
     cpu_s, own_s, control = syncer.cpu_s - cpu_s, time.process_time() - own_s, count_control(learners) - control
     grown, peak_kib = events.stat().st_size - size, syncer.resident_kib
     over.set()
-    crowd.over = True
+    await crowd.end()
     made = last - first
     told = [event for event in parse(events.read_bytes().splitlines(keepends=True)) if event["kind"] == "round"]
     kept = [event for event in told if first <= event["round"] < last]

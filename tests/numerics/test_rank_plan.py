@@ -188,7 +188,7 @@ def test_a_rank_that_holds_nothing_has_an_empty_plan() -> None:
     plan = make_plan([W, B], 3)
     full, none = plans_of(plan, [(whole(W), whole(B)), (box(W, (6, 6), (0, 4)),)])
     assert none.plan.largest == none.plan.size == 0 and len(none.plan.fragments) == 3
-    assert all(not part.pieces and not part.offsets and part.parts == [] for part in none.plan.fragments)
+    assert all(not part.pieces and not part.offsets and part.parts == () for part in none.plan.fragments)
     assert full.plan.fragments == plan.fragments and full.plan.fingerprint == plan.fingerprint
     none.scatter(0, np.empty(0, np.float32), np.empty(plan.fragments[0].size, np.float32))
     none.take(0, np.empty(plan.fragments[0].size, np.float32), np.empty(0, np.float32))

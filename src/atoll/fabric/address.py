@@ -19,6 +19,7 @@ import os
 import re
 import ssl
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
@@ -189,6 +190,7 @@ def address_of_name(host: str) -> str:
     return "127.0.0.1" if host == "localhost" else host
 
 
+@lru_cache(maxsize=256)  # every request is asked for by a host
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

@@ -157,11 +157,12 @@ def encode_contribution(codec: Codec, part: Fragment, delta: Delta, out: ByteArr
 
 def check_contribution(codec: Codec, part: Fragment, data: ByteArray) -> None:
     """PeerError: this is no body of the fragment."""
-    expected = body_nbytes(codec, part)
+    places = list(body_parts(codec, part))
+    expected = places[-1].data.stop
     if data.size != expected:
         raise PeerError(_other_length(codec, data.size, part.size, expected))
-    for one in body_parts(codec, part):
-        one.codec.check(data[one.data], one.rows)
+    for place in places:
+        place.codec.check(data[place.data], place.rows)
 
 
 def decode_contribution(codec: Codec, part: Fragment, data: ByteArray, out: FloatArray) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -34,7 +35,7 @@ Rows = tuple[tuple[int, int], ...]
 """Per piece of an array, in order: how many rows it has, and how many values are in each."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, dict=True):
     """Rows of one tensor, next to each other."""
 
     tensor: TensorSpec
@@ -49,7 +50,7 @@ class Piece(msgspec.Struct, frozen=True):
     def shape(self) -> tuple[int, ...]:
         return (self.rows, *self.tensor.shape[1:]) if self.tensor.shape else ()
 
-    @property
+    @cached_property
     def size(self) -> int:
         return prod(self.shape)
 
@@ -61,7 +62,7 @@ class Piece(msgspec.Struct, frozen=True):
         return f"{self.tensor.name}[{self.first}:{self.first + self.rows}]"
 
 
-class Fragment(msgspec.Struct, frozen=True):
+class Fragment(msgspec.Struct, frozen=True, dict=True):
     index: int
     pieces: tuple[Piece, ...]
     """As they lie one after the other in the fragment's array: in order of name and row. Of a rank's plan
@@ -71,11 +72,12 @@ class Fragment(msgspec.Struct, frozen=True):
     size: int
     """Elements of all its pieces."""
 
-    @property
-    def parts(self) -> list[tuple[Piece, slice]]:
+    # Every contribution asks for these two, a few times each.
+    @cached_property
+    def parts(self) -> tuple[tuple[Piece, slice], ...]:
         """Each piece, and where it lies in the fragment's array."""
         both = zip(self.pieces, self.offsets, strict=True)
-        return [(piece, slice(start, start + piece.size)) for piece, start in both]
+        return tuple((piece, slice(start, start + piece.size)) for piece, start in both)
 
     def find_piece(self, rows: Piece) -> int:
         """The number of the piece that these rows are of."""
@@ -84,7 +86,7 @@ class Fragment(msgspec.Struct, frozen=True):
                 return number
         raise AssertionError(f"fragment {self.index} holds no such rows of {rows.tensor.name}")
 
-    @property
+    @cached_property
     def buffers(self) -> slice:
         """The elements that are buffers: by their names they lie side by side. Empty for most fragments."""
         held = [part for piece, part in self.parts if piece.tensor.buffer_rule]
