@@ -5,6 +5,8 @@ PYTHON ?= python3
 JOBS ?= 4
 # Which benchmarks `make bench` runs.
 BENCH ?= $(sort $(wildcard benchmarks/*.py))
+# Seconds of processor time that `make test` may take on two idle cores, over all its processes.
+BUDGET_S := 850
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +36,10 @@ test: setup ## the checks, and every test but the long ones of `make faults`
 	@said=$$(mktemp); $(MAKE) --no-print-directory check >$$said 2>&1 & checks=$$!; \
 	export PYTHONDONTWRITEBYTECODE=; $(BIN)/pytest --collect-only -q >/dev/null 2>&1; \
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30; tests=$$?; \
-	wait $$checks; checked=$$?; cat $$said; rm -f $$said; test $$tests = 0 -a $$checked = 0
+	wait $$checks; checked=$$?; cat $$said; \
+	times >$$said; awk 'END { split($$1 "m" $$2, of, "m"); \
+	    printf "processor time: %d s of $(BUDGET_S)\n", 60 * (of[1] + of[3]) + of[2] + of[4] }' $$said; \
+	rm -f $$said; test $$tests = 0 -a $$checked = 0
 
 integrations: $(RUNTIME) $(INTEGRATIONS) ## the examples, also those with transformers and peft, deployments: at most 10 minutes
 	$(BIN)/pytest tests/integrations -m 'integrations and not faults' -n 3 --dist loadfile --no-loadscope-reorder --durations 15 --session-timeout 2400

@@ -1,6 +1,7 @@
 """Bodies of 64 MiB: how fast they are hashed, encoded and copied, and where the time of one round goes.
 
     python benchmarks/bodies.py
+    python benchmarks/bodies.py --compare    # exit code 1: a peak of memory is over 3 % above the committed one
 
 (a) GB/s of one core, of 4 bytes per parameter: both hashes, encode, decode, copy.
 (b) One round of one fragment between two learners over loopback: a syncer and two couriers in processes of their own,
@@ -8,6 +9,9 @@
     to the commit and to the new version in both bases. Of every stage the median; stages of several processes overlap.
     Beside it, of each event loop, the latest turn, which on a busy machine is the scheduler's, and the longest work of
     its thread within one turn (CPU time), which is ours.
+
+    The peak memory of the syncer and of the larger courier is that of resident pages, as the kernel counts them: pages
+    of libraries and of a mailbox's shared memory are among them.
 
 The couriers and the syncer are this file too, with clocks around the stages.
 """
@@ -35,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gates import judge
 from seeds import count_cores, find_commit
 
 from atoll.config import convert
@@ -362,8 +367,11 @@ def measure_rounds(scratch: Path, rounds: int, codec: str) -> dict[str, Any]:
                 one.step()
             serve_until(crowd, lambda number=number: all(one.has_base(number) for one in crowd))  # type: ignore[misc]
             steps.append((began, time.monotonic()))
+        courier_bytes = max(read_memory(one.process.pid, "VmHWM") for one in crowd)
     couriers = [json.loads(one.clocks.read_text()) for one in crowd]
-    return describe(steps, json.loads((scratch / "syncer.json").read_text()), couriers)
+    peaks = {"syncer": int((scratch / "syncer.memory").read_text()), "courier": courier_bytes}
+    described = describe(steps, json.loads((scratch / "syncer.json").read_text()), couriers)
+    return {"round": described, "peak_mib": {role: round(peak / MIB, 1) for role, peak in peaks.items()}}
 
 
 def describe(
@@ -395,6 +403,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--codec", default="bf16")
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--compare", action="store_true", help="compare the peak memory with the committed result")
     parser.add_argument("--learners", type=int, default=2, help=argparse.SUPPRESS)
     parser.add_argument("--durability", default="round", help=argparse.SUPPRESS)
     parser.add_argument("--courier", type=int, help=argparse.SUPPRESS)
@@ -409,15 +418,20 @@ def main() -> int:
         return run_syncer(options.syncer, *given)
     torch.set_num_threads(1)
     result: dict[str, Any] = {
-        "machine": {"arch": platform.machine(), "cores": count_cores(), "system": platform.system()},
+        "machine": {"cores": count_cores(), "system": platform.system()},
+        "arch": platform.machine(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "commit": find_commit(),
         "fragment_mib": 4 * ELEMENTS // MIB,
         "codec": options.codec,
-        "gb_per_s": measure_speeds(options.codec, times=9),
     }
+    if not options.compare:
+        result["gb_per_s"] = measure_speeds(options.codec, times=9)
     with tempfile.TemporaryDirectory(dir=os.environ.get("ATOLL_SCRATCH")) as scratch:
-        result["round"] = measure_rounds(Path(scratch), options.rounds, options.codec)
+        result |= measure_rounds(Path(scratch), options.rounds, options.codec)
+    if options.compare:
+        same = ("arch", "versions", "codec", "fragment_mib")
+        return judge(result, RESULT, {"peak_mib": result["peak_mib"]}, *same)
     print(json.dumps(result, indent=1))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0

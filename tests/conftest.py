@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.processor_time import ProcessorTime
 
 # Thousands of tests and all that they import stay to the end: there is nothing to find among them, now or later.
 gc.disable()
@@ -32,6 +33,10 @@ settings.register_profile("dev", deadline=None, suppress_health_check=[HealthChe
 # They are the same ones every time there: it is elsewhere that new ones are tried, 100 of each property.
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True, max_examples=40)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorTime(), "processor-time")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
