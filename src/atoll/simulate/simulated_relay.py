@@ -511,10 +511,10 @@ class SyncerSums:
         self._on_handled((session, key, body), ())
 
     def drop_body(self, key: ContributionKey) -> None:
-        told = self.gathering.drop_body(key)
-        self._on_handled(("drop", key), (told,))
-        if told is not None and (link := self._links.get(told[0])) is not None:
-            link.relay.send_down(link, told[1])
+        dropped = self.gathering.drop_body(key)
+        self._on_handled(("drop", key), (dropped,))
+        if dropped is not None and (link := self._links.get(dropped[0])) is not None:
+            link.relay.send_down(link, dropped[1])
 
     def settle_round(self, number: int, *, merged: bool) -> None:
         settlements = self.gathering.end_round(number, merged=merged)

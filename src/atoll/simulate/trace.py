@@ -1,8 +1,8 @@
-"""The hash of all that happened: equal traces mean equal worlds, on any machine and in any process.
+"""Hash of everything that happened in a world: equal traces mean equal worlds, on any host and in any process.
 
-Everything that a state machine of the product is told, and everything that it answers, enters the trace: the machine,
-the node that it runs on, the types and all field values, in the order in which they were handled. Messages and journal
-records are told apart by the tag that they carry anyway; names are added for what has none.
+A trace holds each event that a state machine of the product handles, and each effect that it answers with, in order:
+the machine, the node that it runs on, the types and all field values. Messages and journal records carry a tag of their
+type anyway; for other structs the name of the type is added.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Trace:
         """Names of an event and its effects, keyed by their types."""
 
     def add(self, at: float, machine: type, node: str, event: object, effects: Sequence[object]) -> None:
-        """Add an event that a machine has handled, and its effects in order. A machine without events is told a word,
-        or a tuple of values."""
+        """Add an event that a machine has handled, and its effects in order. For a machine without events, the event
+        is a word or a tuple of values."""
         buffer = self._buffer
         values = (*event, *effects) if type(event) is tuple else (event, *effects)
         kinds = tuple(map(type, values))
