@@ -9,7 +9,7 @@ make real ones. A rank that dies ends the learner: until the leader notices, its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
@@ -17,7 +17,7 @@ from atoll.courier.rank_events import Said, SaidByAll
 from atoll.courier.rank_orders import FetchAgain, RankOrders
 from atoll.courier.slots import SLOT_S, IncomingSlots, OutgoingSlots, make_adopt_order
 from atoll.digests import compute_digest
-from atoll.learner.meeting import AgreedFacts, agree_on
+from atoll.learner.meeting import AgreedFacts, Meeting, agree_on
 from atoll.mailbox.channel import (
     AdoptOrder,
     CopyMade,
@@ -90,6 +90,8 @@ class RankedWorld(LearnerWorld, Protocol):
     def rank_checks(self) -> RankChecks: ...
 
     def draw_delay(self, most_s: float) -> float: ...
+
+    def on_handled(self, machine: type, node: str, event: object, effects: Sequence[object]) -> None: ...
 
     def on_supply(self, learner: RankedLearner, supply: fx.Supply) -> None: ...
 
@@ -175,7 +177,9 @@ class RankedLearner(SimulatedLearner):
     def listen(self, *, stepped: bool) -> None:
         """What the last exchange said holds from now on. Only who waits anyway waits for this one."""
         self._apply(self._pending)
-        self._pending = agree_on([rank.make_facts(stepped) for rank in self.ranks])
+        facts = [rank.make_facts(stepped) for rank in self.ranks]
+        self._pending = agree_on(facts)
+        self.world.on_handled(Meeting, self.session, "agree", (*facts, self._pending))
         if not stepped or self.world.settings.synchronous:
             self._finish_exchange()
         for rank in self.ranks:
@@ -193,6 +197,11 @@ class RankedLearner(SimulatedLearner):
             for rank in self.ranks:
                 rank.add_tokens(agreed.tokens, of_this_life=rank.meeting.take_facts(agreed))
             self.world.rank_checks.watch_tokens(self)
+
+    def on_agreed(self, rank: int, frames: list[ToTraining]) -> None:
+        """Take note of the frames that a rank carries out now."""
+        if frames:
+            self.world.on_handled(Meeting, self.session, rank, frames)
 
     def _stop_if_done(self) -> bool:
         if self.done or self.leaving.why:
@@ -331,6 +340,7 @@ class RankedLearner(SimulatedLearner):
         except Exception as error:
             self.world.rank_checks.watch_disagreement(self, error)
             raise
+        self._on_ordered((rank, said), whole)
         self._take_whole(whole)
         for order in self.outgoing.order_waiting():
             self._send(order)
@@ -436,9 +446,13 @@ class RankedLearner(SimulatedLearner):
                 super().carry_out(effect)
         self._drop_released()
 
+    def _on_ordered(self, event: object, *orders: object) -> None:
+        self.world.on_handled(RankOrders, self.session, event, orders)
+
     def _send(self, frame: ToTraining) -> None:
         """To all ranks; they carry it out once all have it."""
         assert is_counted(frame)
+        self._on_ordered("send", frame)
         self.ranks[0].take_frame(frame)
         for rank in self.ranks[1:]:
             self._send_late(rank.rank, "down", self._arrive, rank, frame)
@@ -469,6 +483,7 @@ class RankedLearner(SimulatedLearner):
 
     def _upload(self, number: int, attempt: int, fragment: int) -> None:
         order = self.orders.order_upload(number, attempt, fragment, base=self.machine.versions[fragment])
+        self._on_ordered("upload", order)
         if isinstance(order, fx.UploadFailed):
             super().handle_event(order)
             return
@@ -519,6 +534,7 @@ class RankedLearner(SimulatedLearner):
     def _fetch_waiting(self) -> None:
         while self._fetching and (slot := self.incoming.take_free()) is not None:
             order = self.orders.order_fetch(self._fetching.popleft(), slot)
+            self._on_ordered("fetch", order)
             for rank in range(len(self.ranks)):
                 self._order(rank, order)
         if self._fetching and not self._wants_slot:

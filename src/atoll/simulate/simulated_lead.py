@@ -8,7 +8,7 @@ hold is compared with them (part_checks.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from atoll.digests import combine_digests
@@ -49,6 +49,8 @@ class LeadSyncer(Protocol):
 
     @property
     def complete_cuts(self) -> list[int]: ...
+
+    def on_handled(self, machine: type, event: object, effects: Sequence[object]) -> None: ...
 
     def read_clock(self) -> float: ...
 
@@ -107,7 +109,7 @@ class SimulatedLead:
         """Shards that have the first parameters."""
         self.state.restore_decisions(decisions)
         self.state.begin_run(begun.run, records.encode(begun), holders)
-        self._carry_out()
+        self._carry_out(("begin", begun, holders, decisions))
 
     def _waits(self, action: Callable[..., object], *arguments: object) -> bool:
         """Whether its process stands still."""
@@ -133,9 +135,10 @@ class SimulatedLead:
         try:
             self.state.open_shard(self._syncer.read_clock(), hello)
         except PeerError as error:
+            self._syncer.on_handled(pure.LeadShards, hello, (str(error),))
             return str(error)
         self._links[hello.shard] = link
-        self._carry_out()
+        self._carry_out(hello)
         return ""
 
     def hear_shard(self, link: ShardLink, message: FromShard) -> object:
@@ -144,7 +147,7 @@ class SimulatedLead:
         if self._waits(self.hear_shard, link, message):
             return None
         self.state.hear(self._syncer.read_clock(), link.shard.number, message)
-        self._carry_out()
+        self._carry_out((link.shard.number, message))
         return None
 
     def lose_shard(self, link: ShardLink, reason: str) -> object:
@@ -156,17 +159,19 @@ class SimulatedLead:
         self.state.lose_shard(self._syncer.read_clock(), link.shard.number, reason)
         self.initial.discard(link.shard.number)
         self._syncer.close_all_learners("a shard of the syncer was lost: the first parameters are sent anew")
-        self._carry_out()
+        self._carry_out(("lost", link.shard.number, reason))
         return None
 
     def hear_own(self, message: FromShard) -> None:
         if self._syncer.alive and not self._waits(self.hear_own, message):
             self.state.hear(self._syncer.read_clock(), to_shards.LEAD, message)
-            self._carry_out()
+            self._carry_out((to_shards.LEAD, message))
 
-    def _carry_out(self) -> None:
-        """In order, also where one leads to others."""
-        self._waiting += self.state.take_effects()
+    def _carry_out(self, event: object) -> None:
+        """Carry out what the machine wants done after an event: in order, also where one effect leads to others."""
+        effects = self.state.take_effects()
+        self._syncer.on_handled(pure.LeadShards, event, effects)
+        self._waiting += effects
         if self._busy:
             return
         self._busy = True
@@ -221,28 +226,28 @@ class SimulatedLead:
                     if isinstance(record, records.MergedRecord):
                         self._syncer.watch_decision(record)
                     self.state.note_record(record)
-                self._carry_out()
+                self._carry_out(effect)
                 return False
             case fx.Merge():
                 self.state.merge(effect)
-                self._carry_out()
+                self._carry_out(effect)
                 return True
             case fx.CompleteCut(cut, spared=spared):
                 self.state.finish_cut(cut, self._syncer.complete_cuts, spared)
-                self._carry_out()
+                self._carry_out(effect)
                 return False
             case fx.Discard(learner, number, attempt):
                 self.state.discard((learner, number, attempt))
-                self._carry_out()
+                self._carry_out(effect)
                 return False
             case fx.Send(learner, Pull() as pull):
                 self.state.expect_body(expect_answer(learner, self._syncer.session_of(learner), pull))
-                self._carry_out()
+                self._carry_out(effect)
                 return False
             case fx.Send(learner, Welcome(upload=True)):
                 self.initial.clear()
                 self.state.ask_initial(AskInitial(learner=learner, session=self._syncer.session_of(learner)))
-                self._carry_out()
+                self._carry_out(effect)
                 return False
             case _:
                 return False
@@ -259,7 +264,7 @@ class SimulatedLead:
 
     def hear_contribution(self, learner: str, message: Contribution) -> None:
         self.state.hear_contribution(learner, message)
-        self._carry_out()
+        self._carry_out((learner, message))
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
@@ -294,7 +299,7 @@ class SimulatedLead:
     def take_cut(self, cut: fx.TakeCut, theta: list[float], place: int, takes_s: float) -> None:
         self._cuts[cut.cut] = (cut, theta, place)
         self.state.take_cut(cut.cut, cut.cut, hurry=cut.first or cut.last)
-        self._carry_out()
+        self._carry_out(("take cut", cut.cut))
         self._syncer.tell_lead_later(takes_s, CutHere(cut=cut.cut))
 
     def _end_cut(self, cut: int, reason: str) -> None:
@@ -306,7 +311,7 @@ class SimulatedLead:
         else:
             self._first = taken
             self.state.finish_cut(cut, self._syncer.complete_cuts, -1)
-            self._carry_out()
+            self._carry_out(("finish cut", cut))
 
 
 def _screen(message: Contribution, parts: tuple[BodyHere, ...]) -> str | None:

@@ -60,6 +60,8 @@ class RankWorld(Protocol):
     @property
     def lease_position(self) -> int: ...
 
+    def on_agreed(self, rank: int, frames: list[ToTraining]) -> None: ...
+
     def tell_courier(self, rank: int, frame: FromRank) -> None: ...
 
     def hear_order(self, frame: ToTraining) -> None: ...
@@ -134,7 +136,9 @@ class SimulatedRank:
     # ---- its training process -------------------------------------------------------------------------------------
 
     def carry_out_agreed(self) -> None:
-        for frame in self.meeting.take_agreed():
+        frames = self.meeting.take_agreed()
+        self._learner.on_agreed(self.rank, frames)
+        for frame in frames:
             self._carry_out(frame)
 
     def _carry_out(self, frame: ToTraining) -> None:

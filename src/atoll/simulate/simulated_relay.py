@@ -72,6 +72,8 @@ class RelayWorld(Protocol):
 
     def relay_delay(self) -> float: ...
 
+    def on_handled(self, machine: type, node: str, event: object, effects: Sequence[object]) -> None: ...
+
     def on_relay_lost(self, relay: SimulatedRelay, connections: Sequence[Any], reason: str) -> None: ...
 
 
@@ -109,6 +111,9 @@ class SimulatedRelay:
         """Rates of its link, as it has measured."""
         self._coming: dict[int, tuple[int, float]] = {}
         """Version that is on its way down the link and the time at which it is through, keyed by fragment."""
+
+    def _on_handled(self, event: object, *answers: object) -> None:
+        self.world.on_handled(rl.RelayHoldings, self.session, event, answers)
 
     # ---- its processes ------------------------------------------------------------------------------------------
 
@@ -212,7 +217,7 @@ class SimulatedRelay:
             return False
         self.world.events += 1
         self.link, self.up, self.sums = None, False, False
-        self.holdings.lose_syncer()
+        self._on_handled(("lost", reason), self.holdings.lose_syncer())
         self._free_bodies()
         self._summed.clear()
         self._close_passages(reason)
@@ -259,7 +264,8 @@ class SimulatedRelay:
         self.passages.remove(connection)
         if self.is_newest(connection):
             del self._newest[connection.learner.name]
-            self.holdings.forget_learner(connection.learner.name)
+            gone = self.holdings.forget_learner(connection.learner.name)
+            self._on_handled(("left", connection.learner.name), gone)
 
     def has_passage(self, connection: Any) -> bool:
         return connection in self.passages
@@ -277,7 +283,8 @@ class SimulatedRelay:
             case Announce(fragment=fragment, version=version):
                 self.versions.note_version(fragment, version)
             case Pull() if self.sums:
-                self.holdings.expect_body(learner, message.round, message.attempt, message.fragment)
+                gone = self.holdings.expect_body(learner, message.round, message.attempt, message.fragment)
+                self._on_handled((learner, message), gone)
                 self._free_bodies()
             case _:
                 pass
@@ -286,13 +293,15 @@ class SimulatedRelay:
 
     def hold_body(self, key: ContributionKey, digest: str, payload: Payload) -> bool:
         """False: it is not for this relay to hold."""
-        if not self.sums or self.holdings.fragment_of(key) is None or not self.holdings.hold_body(key, digest):
-            return False
-        self.bodies[key] = payload
-        return True
+        is_held = self.sums and self.holdings.fragment_of(key) is not None and self.holdings.hold_body(key, digest)
+        self._on_handled((key, digest), is_held)
+        if is_held:
+            self.bodies[key] = payload
+        return is_held
 
     def drop_body(self, key: ContributionKey) -> None:
         self.holdings.forget_body(key)
+        self._on_handled(("drop", key))
         self._free_bodies()
 
     def _free_bodies(self) -> None:
@@ -323,8 +332,10 @@ class SimulatedRelay:
         try:
             keys = self.holdings.find_members(asked)
         except ValueError as error:
-            self._say(rl.SumFailed(ask=asked.ask, reason=str(error)))
+            self._say(failed := rl.SumFailed(ask=asked.ask, reason=str(error)))
+            self._on_handled(asked, failed)
             return
+        self._on_handled(asked, keys)
         weights = {member.learner: member.weight for member in asked.members}
         summed = tuple((key, weights[key[0]]) for key in keys)
         deltas = [self.bodies[key].delta for key in keys]
@@ -340,6 +351,7 @@ class SimulatedRelay:
     def _send_sum(self, asked: rl.SumAsked, keys: list[ContributionKey], body: SumBody) -> None:
         """Over the channel that it has by now."""
         ready = self.holdings.describe_sum(asked, keys, "digest")
+        self._on_handled("sum", ready)
         self.holdings.note_summed(asked)
         self._summed[asked.ask] = asked
         if self.body_link is None:
@@ -365,7 +377,8 @@ class SimulatedRelay:
             self.pass_up(link, link.syncer.sums.hear_relay, link, message, body)
 
     def _settle(self, settled: rl.SumSettled) -> None:
-        _, fragment = self.holdings.settle_round(settled)
+        gone, fragment = self.holdings.settle_round(settled)
+        self._on_handled(settled, gone, fragment)
         self._free_bodies()
         asked = self._summed.pop(settled.ask, None)
         self._summed = {ask: one for ask, one in self._summed.items() if ask in self.holdings.summed}
@@ -392,6 +405,8 @@ class SumsSyncer(Protocol):
 
     def watch_sums(self, merge: fx.Merge, counted: Sequence[tuple[ContributionKey, float]]) -> None: ...
 
+    def on_handled(self, machine: type, event: object, effects: Sequence[object]) -> None: ...
+
     def call_later(self, seconds: float, action: Action, *arguments: object) -> None: ...
 
 
@@ -416,6 +431,9 @@ class SyncerSums:
             self._unheard.append((action, arguments))
         return self._syncer.paused
 
+    def _on_handled(self, event: object, answers: Sequence[object]) -> None:
+        self._syncer.on_handled(rl.SumGathering, event, answers)
+
     def hear_unheard(self) -> None:
         heard, self._unheard = self._unheard, []
         for action, arguments in heard:
@@ -433,7 +451,9 @@ class SyncerSums:
         return session in self._links
 
     def open_relay(self, link: RelayLink, hello: rl.RelayHello) -> None:
-        for before in self.gathering.add_relay(hello.session, hello.name):
+        replaced = self.gathering.add_relay(hello.session, hello.name)
+        self._on_handled(hello, replaced)
+        for before in replaced:
             self._lose(before)
         self._links[hello.session] = link
         link.relay.send_down(link, rl.RelayWelcome(run="run", term=0))
@@ -450,6 +470,7 @@ class SyncerSums:
     def _lose(self, session: str) -> None:
         self._links.pop(session, None)
         rounds = self.gathering.lose_relay(session)
+        self._on_handled(("lost", session), rounds)
         if self._merge is not None and self._merge.merge.round in rounds:
             self._fail("the relay is gone")
 
@@ -461,6 +482,7 @@ class SyncerSums:
         match message:
             case rl.SumReady(ask=ask):
                 wrong = self.gathering.take_answer(link.session, message)
+                self._on_handled((link.session, message), (wrong,))
                 if self._merge is None or ask not in self._merge.asked:
                     return None
                 if wrong:
@@ -486,13 +508,18 @@ class SyncerSums:
 
     def hold_body(self, session: str, key: ContributionKey, body: rl.HeldBody) -> None:
         self.gathering.hold_body(session, key, body)
+        self._on_handled((session, key, body), ())
 
     def drop_body(self, key: ContributionKey) -> None:
-        if (told := self.gathering.drop_body(key)) is not None and (link := self._links.get(told[0])) is not None:
-            link.relay.send_down(link, told[1])
+        dropped = self.gathering.drop_body(key)
+        self._on_handled(("drop", key), (dropped,))
+        if dropped is not None and (link := self._links.get(dropped[0])) is not None:
+            link.relay.send_down(link, dropped[1])
 
     def settle_round(self, number: int, *, merged: bool) -> None:
-        for session, settled in self.gathering.end_round(number, merged=merged):
+        settlements = self.gathering.end_round(number, merged=merged)
+        self._on_handled(("end", number, merged), settlements)
+        for session, settled in settlements:
             if (link := self._links.get(session)) is not None:
                 link.relay.send_down(link, settled)
 
@@ -504,8 +531,10 @@ class SyncerSums:
         try:
             asks = self.gathering.ask_sums(merge.round, merge.fragment, "mean", held)
         except ValueError as error:
+            self._on_handled(merge, (str(error),))
             self._syncer.call_later(0.0, self._fail_merge, self._merge, str(error))
             return
+        self._on_handled(merge, asks)
         for session, asked in asks:
             self._merge.asked[asked.ask] = asked
             if (link := self._links.get(session)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 from typing import Protocol
@@ -92,6 +92,8 @@ class ShardWorld(Protocol):
     def shard_delay(self) -> float: ...
 
     def draw_sync_s(self) -> float: ...
+
+    def on_handled(self, machine: type, node: str, event: object, effects: Sequence[object]) -> None: ...
 
 
 class SimulatedShard:
@@ -225,7 +227,9 @@ class SimulatedShard:
 
     def handle(self, event: sh.ShardEvent) -> None:
         self.world.events += 1
-        for effect in self.machine.handle(event):
+        effects = self.machine.handle(event)
+        self.world.on_handled(sh.Shard, self.machine.process, event, effects)
+        for effect in effects:
             if not self.alive:
                 return
             self._carry_out(effect)

@@ -84,6 +84,8 @@ class SyncerWorld(Protocol):
         self, syncer: SimulatedSyncer, now: float, event: syncer_fx.SyncerEvent, effects: list[syncer_fx.SyncerEffect]
     ) -> None: ...
 
+    def on_handled(self, machine: type, node: str, event: object, effects: Sequence[object]) -> None: ...
+
     def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: syncer_fx.SyncerEffect) -> None: ...
 
     def on_payload_received(self, syncer: SimulatedSyncer, key: ContributionKey, payload: Payload) -> None: ...
@@ -269,6 +271,7 @@ class SimulatedSyncer:
 
     def _write(self, write: list[syncer_fx.Persist] | syncer_fx.TakeCut) -> bool:
         """Start to write; True when that is done already."""
+        self.on_handled(EffectOrder, "write", write if isinstance(write, list) else (write,))
         if isinstance(write, syncer_fx.TakeCut) and self.lead is not None:
             self._writing = True
             self.lead.take_cut(write, list(self.initial), len(self.world.disk.journal), self.world.cut_s())
@@ -391,11 +394,15 @@ class SimulatedSyncer:
         answer = syncer_fx.CutKept(cut, "input/output error") if failed else syncer_fx.CutWritten(cut, "digest")
         self.world.queue.call_later(0.0, self.world.deliver, self, answer)
 
-    # ---- for the lead of several shards ---------------------------------------------------------------------------
+    # ---- for its lead of several shards, and for its relays --------------------------------------------------------
 
     @property
     def refuses_learners(self) -> bool:
         return self.lead is not None and not self.lead.was_whole
+
+    def on_handled(self, machine: type, event: object, effects: Sequence[object]) -> None:
+        """Take note of what a part of this process was told, and what it answered."""
+        self.world.on_handled(machine, self.name, event, effects)
 
     def read_clock(self) -> float:
         return self.clock.read(self.world.queue.now)

@@ -21,9 +21,11 @@ from atoll.protocol import records
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import ContributionKey
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as syncer_fx
+from atoll.protocol.syncer.effect_order import EffectOrder
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.cells import CellModel
 from atoll.simulate.disk import AGAIN_S, SimulatedDisk
@@ -229,7 +231,7 @@ class World:
     ) -> None:
         self.events += 1
         if self.trace is not None:
-            self.trace.add(now, syncer.name, event, effects)
+            self.trace.add(now, Syncer, syncer.name, event, effects)
         self.invariants.watch_syncer(syncer, now, event)
 
     def on_learner_event(
@@ -237,13 +239,19 @@ class World:
     ) -> None:
         self.events += 1
         if self.trace is not None:
-            self.trace.add(self.queue.now, learner.session, event, effects)
+            self.trace.add(self.queue.now, LearnerMachine, learner.session, event, effects)
         self.invariants.watch_learner(learner, event, effects)
+
+    def on_handled(self, machine: type, node: str, event: object, effects: Sequence[object]) -> None:
+        """Take note of what another machine was told, and what it answered."""
+        if self.trace is not None:
+            self.trace.add(self.queue.now, machine, node, event, effects)
 
     def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: syncer_fx.SyncerEffect) -> None:
         if self.crash is not None and self.crash(effect, "before"):
             self.crash_syncer()
             return
+        self.on_handled(EffectOrder, syncer.name, None, (effect,))
         self.invariants.watch_effect(syncer, effect)
         syncer.carry_out(effect)
         if self.crash is not None and syncer.alive and self.crash(effect, "after"):
