@@ -81,6 +81,35 @@ def test_another_address_that_is_given_is_the_runs_own_from_then_on(
     assert [(one.service.host, one.service.port) for one in served] == [("::1", port)] * 2
 
 
+def test_a_run_with_a_bucket_goes_on_under_another_home_by_trust_and_a_standby_asks_nothing(
+    tmp_path: Path,
+    port: int,
+    served: list[Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A pod that moved ended with exit code 2, again and again: the record of runs that began here went with the last
+    pod. Whoever restored the run is known, and a standby runs nothing."""
+    pytest.importorskip("obstore")
+    run = make_run(tmp_path, port=port, store=f"file://{tmp_path}/bucket")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 2
+    said = capsys.readouterr().err
+    assert f"copies it to file://{tmp_path}/bucket" in said and "say --trust" in said and not served
+    assert atoll(monkeypatch, "syncer", "--standby", str(run.path)) == 0
+    assert len(served) == 1, "it would wait for its turn"
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path), "--trust") == 0
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 0, "it is known from then on"
+    assert len(served) == 3
+
+
+@pytest.mark.parametrize("file", ["kubernetes/syncer.yaml", "slurm/syncer.sbatch", "systemd/atoll-syncer.service"])
+def test_a_deployment_whose_home_may_be_another_next_time_trusts_its_own_folder(file: str) -> None:
+    text = (Path(__file__).parents[1] / "examples" / "deploy" / file).read_text()
+    [line] = [line for line in text.splitlines() if "--resume" in line and not line.lstrip().startswith("#")]
+    assert "--trust" in line
+
+
 @pytest.fixture
 def taken() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as other:

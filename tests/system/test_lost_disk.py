@@ -23,7 +23,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("restarts", [False, pytest.param(True, marks=pytest.mark.faults)])
-def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_state(run: Run, restarts: bool) -> None:
+def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_state(
+    run: Run, restarts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys, port, bucket = make_keys(run), run.free_port(), f"file://{run.folder}/bucket"
     serve = ("--keys", keys, "--port", str(port), "--advertise", f"127.0.0.1:{port}")
     few = ("--set", "fragments=2", "--set", "sync_every=4", "--set", "cut_every=4")
@@ -40,6 +42,8 @@ def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_s
 
     again = run.folder / "again"
     keys.rename(copy := run.folder / "copy-of-keys")
+    # Another machine has no record that the run began there: a restore is one, and asks nothing.
+    monkeypatch.setenv("XDG_STATE_HOME", str(run.folder / "another-home"))
     restored = run.command("restore", bucket, again, "--take-over")
     assert restored.returncode == 0, restored.stderr
     assert "go on with: atoll syncer --resume again --keys DIR, a copy of the run's keys" in restored.stdout

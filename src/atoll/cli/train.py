@@ -240,7 +240,7 @@ def _go_on(
     old = RunDir.open(resume)
     if cut is None:
         check_not_alive(old.path)
-    check_begun_here(old, trusted=trusted, only_store=bool(script))
+    check_begun_here(old, trusted=trusted, runs_script=not script)
     settings = convert(merged(document_of(old.settings), parse_settings(words)), str(old.settings))
     settings = _without_ray_keys(settings, old)
     check_at_home(settings)
