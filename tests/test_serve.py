@@ -141,16 +141,16 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) 
         events.say("joined", "old joined (incarnation 1)", {"learner": "old", "incarnation": 1})
         comings = Comings(path, Console(file=paper, width=20), every_s=0.01, takes_over=takes_over)
         if takes_over:
-            events.say("lost", "anna is gone: before the takeover", {"learner": "anna", "incarnation": 1})
+            events.say("lost", "anna is away: before the takeover", {"learner": "anna", "incarnation": 1})
         events.say("reigned", "run r1 goes on in term 2 at round 40: cut 3", {"round": 40, "term": 2})
         events.say("joined", "anna joined (incarnation 1)", {"learner": "anna", "incarnation": 1})
         events.say("round", "round 41", {"round": 41})
-        events.say("lost", "anna is gone: \x1b[31mher connection broke", {"learner": "anna", "incarnation": 1})
+        events.say("lost", "anna is away: \x1b[31mher connection broke", {"learner": "anna", "incarnation": 1})
         events.say("joined", "anna came back (incarnation 1)", {"learner": "anna", "incarnation": 1})
         events.say("relay", "relay eu is gone: it was killed", {"relay": "eu", "gone": True})
         events.say("alarm", "the store fails: no route", {"about": "store", "over": False})
         events.say("alarm", "the store answers again", {"about": "store", "over": True})
-        events.say("left", "anna is gone: the run is over", {"learner": "anna", "reason": "the run is over"})
+        events.say("left", "anna has left: the run is over", {"learner": "anna", "reason": "the run is over"})
         events.say("score", "validation loss 1.5 at round 41", {"round": 41, "loss": 1.5})
         comings.note_status(status := a_status())
         comings.start()
@@ -158,7 +158,7 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) 
     assert paper.getvalue().splitlines() == [
         *(["takes over in term 2: the run goes on at round 40"] if takes_over else []),
         "anna joined (incarnation 1)",
-        "anna is gone: ·[31mher connection broke",
+        "anna is away: ·[31mher connection broke",
         "anna came back (incarnation 1)",
         "relay eu is gone: it was killed",
         "ALARM: the store fails: no route",
