@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
@@ -167,14 +168,12 @@ def _stretches(run: ReportedRun, name: str, alive: Sequence[Span], training: Seq
     leaves = [event["at"] for event in select_kinds(run.timeline, "left") if event["learner"] == name]
     abandon_s = float(run.summary["settings"].get("abandon_s") or Settings().abandon_s)
     found: list[tuple[Span, LaneKind]] = []
-    stays = sorted(alive)
-    for place, stay in enumerate(stays):
+    for stay, back in pairwise([*sorted(alive), Span(run.part.end, run.part.end)]):
         inside = sorted(span for span in training if stay.start <= span.start <= stay.end)
         first = inside[0].start if inside else stay.end
         found += [(Span(stay.start, first), "joining"), *((span, "training") for span in inside)]
-        back = stays[place + 1].start if place + 1 < len(stays) else run.part.end
-        closed = min([stay.end + abandon_s, *(at for at in leaves if stay.end <= at <= back)])
-        found += _absence(stay.end, back, closed, begun)
+        closed = min([stay.end + abandon_s, *(at for at in leaves if stay.end <= at <= back.start)])
+        found += _absence(stay.end, back.start, closed, begun)
     zero = run.part.start
     whole = Span(zero, zero + run.end_s)
     cut = [(span.within(whole), kind) for span, kind in found]
