@@ -103,6 +103,24 @@ def test_a_run_with_a_bucket_goes_on_under_another_home_by_trust_and_a_standby_a
     assert len(served) == 3
 
 
+def test_a_run_whose_bucket_is_lost_is_refused_and_goes_on_without_it(
+    tmp_path: Path,
+    port: int,
+    served: list[Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The runbook's words for it were refused, since a bucket is tried before anything starts."""
+    pytest.importorskip("obstore")
+    (tmp_path / "bucket").write_text("no folder")
+    run = make_run(tmp_path, port=port, store=f"file://{tmp_path}/bucket", durability="store")
+    resume = ("syncer", "--resume", str(run.path), "--trust")
+    assert atoll(monkeypatch, *resume) == 2
+    assert "to go on without it: --store none --set durability=round" in capsys.readouterr().err
+    assert atoll(monkeypatch, *resume, "--store", "none", "--set", "durability=round") == 0
+    assert served[-1].service.store == load(run.settings).service.store == ""
+
+
 @pytest.mark.parametrize("file", ["kubernetes/syncer.yaml", "slurm/syncer.sbatch", "systemd/atoll-syncer.service"])
 def test_a_deployment_whose_home_may_be_another_next_time_trusts_its_own_folder(file: str) -> None:
     text = (Path(__file__).parents[1] / "examples" / "deploy" / file).read_text()

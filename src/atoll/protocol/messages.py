@@ -137,7 +137,7 @@ class Hello(Message, frozen=True):
     ranks: Annotated[tuple[RankBoxes, ...], Meta(max_length=MOST_RANKS)] = ()
     """What each of its ranks holds, in order of rank; empty: it has one, which holds everything (docs/adr/0030)."""
     unmerged: TensorNames = ()
-    """A newcomer's tensors that are not merged, for whoever exports the model elsewhere."""
+    """A newcomer's tensors that are not merged: an export names them."""
     renamed: TensorNames = ()
     """A newcomer's tensors that `state_dict()` of its model has under other names."""
 

@@ -23,7 +23,7 @@ LaneKind: TypeAlias = Literal[
     "away",
 ]
 KINDS: tuple[LaneKind, ...] = get_args(LaneKind)
-"""What a learner may be doing, in the order of the legend. A report has the words of docs/look.md; "stepping" is that
+"""Activities of a learner, in the order of the legend. A report has the words of docs/look.md; "stepping" is that
 of simulated learners, which may step with a share of their chips."""
 
 
