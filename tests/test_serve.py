@@ -13,11 +13,13 @@ import pytest
 from rich.console import Console
 from tests.observe.conftest import a_status
 
+from atoll.bucket.client import StoreUnavailable
 from atoll.cli import serve
 from atoll.cli.advertised import find_own_hosts, find_place, own_host
 from atoll.cli.linked_pins import LinkedPins
 from atoll.cli.shared import without_own_shards
 from atoll.config import Config, Service, load
+from atoll.launch import restoring
 from atoll.numerics import kernels
 from atoll.observe.tail import Comings, status_line
 from atoll.store.atomic import Appender
@@ -112,8 +114,12 @@ def test_a_run_whose_bucket_is_lost_is_refused_and_goes_on_without_it(
 ) -> None:
     """The runbook's words for it were refused, since a bucket is tried before anything starts."""
     pytest.importorskip("obstore")
-    (tmp_path / "bucket").write_text("no folder")
-    run = make_run(tmp_path, port=port, store=f"file://{tmp_path}/bucket", durability="store")
+
+    def fail(*words: object) -> None:
+        raise StoreUnavailable("cannot put s3://bucket/run/store.json: no route")
+
+    monkeypatch.setattr(restoring, "begin_store", fail)
+    run = make_run(tmp_path, port=port, store="s3://bucket/run", durability="store")
     resume = ("syncer", "--resume", str(run.path), "--trust")
     assert atoll(monkeypatch, *resume) == 2
     assert "to go on without it: --store none --set durability=round" in capsys.readouterr().err

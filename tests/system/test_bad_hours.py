@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-from importlib.util import find_spec
 
 import pytest
 from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.joining import link_of, make_keys
+from tests.system.stores import BUCKET, LocalS3, possible
+from tests.system.stores import s3 as s3
 from tests.system.test_relays import LEARNERS, Region
 
 from atoll.store.verify import verify_run
@@ -89,16 +89,14 @@ def test_after_keys_leaked_learners_come_back_by_a_new_link_with_their_own_optim
     assert anna.wait(60) == 0
 
 
-@pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore: make integrations")
-def test_a_run_whose_bucket_is_lost_goes_on_without_it_and_takes_another(run: Run) -> None:
-    bucket, port = run.folder / "bucket", run.free_port()
-    store = ("--store", f"file://{bucket}", "--set", "durability=store")
+@pytest.mark.skipif(not possible(), reason="needs obstore and moto: make integrations")
+def test_a_run_whose_bucket_is_lost_goes_on_without_it_and_takes_another(run: Run, s3: LocalS3) -> None:
+    port, store = run.free_port(), ("--store", f"s3://{BUCKET}/run", "--set", "durability=store")
     run.start("syncer", "--learners", "1", "--out", run.out, "--port", str(port), *store, *FEW)
     url = run.address()
     learner = run.beside("learn", SCRIPTS / "line.py", "--syncer", url, "--name", "anna", *SLOW)
     run.until(lambda events: count_rounds(run) > 8)
-    shutil.rmtree(bucket)
-    bucket.write_text("no folder")
+    s3.down = True
     run.until(lambda events: any(event["kind"] == "alarm" for event in events))
     told = count_rounds(run)
     assert json.loads(run.ask("status", run.out, "--json").stdout)["store_alarm"]
@@ -113,7 +111,7 @@ def test_a_run_whose_bucket_is_lost_goes_on_without_it_and_takes_another(run: Ru
     os.kill(run.pid_of_command(), signal.SIGKILL)
     run.ended(code=-signal.SIGKILL)
 
-    other = f"file://{run.folder}/other"
+    s3.down, other = False, f"s3://{BUCKET}/other"
     run.start(*again, "--store", other)
     told = count_rounds(run)
     run.until(lambda events: count_rounds(run) > told + 8)
