@@ -16,7 +16,7 @@ WORKDIR /opt/atoll/source
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
 RUN python -m venv /opt/atoll/venv && \
-    /opt/atoll/venv/bin/python -m pip install --no-cache-dir -c constraints.txt '.[torch,plots]'
+    /opt/atoll/venv/bin/python -m pip install --no-cache-dir -c constraints.txt '.[torch,plots,store]'
 
 # The kernels, compiled once here: start.sh copies them to where numba may write. On another kind of processor than the
 # one that built the image they are compiled again, in half a minute.

@@ -21,6 +21,7 @@ from atoll.cli import look, train
 from atoll.cli.runs import state_of
 from atoll.cli.shared import close, where
 from atoll.launch.local import Kill, LocalRun
+from atoll.numerics import kernels
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import complete_cuts
 from atoll.store.rundir import RunDir
@@ -442,6 +443,18 @@ def test_the_command_line_becomes_settings(
     assert run.config.protocol.synchronous and run.config.protocol.overlap == 0
     assert (run.config.outer.lr, run.config.workload) == (0.5, {"depth": 1})
     assert run.config.protocol.steps == train.STEPS, "the built-in workload would go on for ever"
+
+
+def test_train_says_at_its_start_that_it_compiles_and_what_the_loss_of_its_disk_would_cost(
+    monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `atoll syncer` does. Without a bucket it said nothing."""
+    monkeypatch.setattr(kernels, "are_compiled", lambda: False)
+    monkeypatch.setattr(kernels, "warm", lambda: None)
+    begin(monkeypatch, taken, "--learners", "1", "--steps", "10", "--out", "new")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compiling the kernels (only the first time; about half a minute)" in said
+    assert "no --store: should this disk be lost, the run is lost with it" in said
 
 
 def test_learners_have_as_many_ranks_as_are_asked_for_also_when_the_run_goes_on(

@@ -71,6 +71,15 @@ def test_help_is_short_and_has_an_example(
     assert ("[-- ARGS]" in text) == (name in WITH_SCRIPT)
 
 
+def test_a_relay_is_told_of_the_link_that_lets_it_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link that a syncer prints is a learner's, and a relay that comes by it is refused."""
+    said = " ".join(help_of(monkeypatch, capsys, "relay").split())
+    assert "A link of a relay's token (atoll tokens add NAME --role relay)" in said
+    assert "The join link that the syncer printed" not in said
+
+
 def test_train_keeps_few_options_and_reaches_every_setting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

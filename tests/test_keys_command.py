@@ -128,6 +128,7 @@ def test_a_learner_gets_a_certificate_of_the_authority(keys: KeyDir, monkeypatch
         ("syncer --keys atoll-keys --advertise a/b", "is no"),
         ("syncer --keys atoll-keys --advertise x:99999", "is no HOST:PORT"),
         ("learn script.py", "which run? Name it by --join LINK (or ATOLL_JOIN)"),
+        ("relay", "(or ATOLL_JOIN), the link that atoll tokens add NAME --role relay prints"),
         ("learn script.py --join nolink.txt", "--join (or ATOLL_JOIN) names nolink.txt, which is missing"),
         ("learn script.py --join script.py", "script.py can be read by others"),
         ("learn script.py --join atoll://half", "is no address of a syncer"),
@@ -190,6 +191,17 @@ def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsy
     rows = json.loads(capsys.readouterr().out)
     assert {row["id"]: row["role"] for row in rows} == {"join": "learner", "operator": "operator", "eu": "learner"}
     assert not any("secret" in row for row in rows)
+
+
+def test_a_token_that_is_made_without_hours_ends_within_a_year_and_says_when(
+    keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys.write(keys.path / LAST, msgspec.json.encode(Last(("syncer.example.org:7077",), "r1", "ab" * 32)))
+    assert atoll(monkeypatch, "tokens", "add", "eu") == 0
+    left_days = (read_tokens(keys).named("eu").expires - time.time()) / 86400
+    assert 364 < left_days <= 366
+    said = capsys.readouterr().err
+    assert re.search(r"eu counts until \d{4}-\d\d-\d\d \d\d:\d\d UTC; --hours names another time", said)
 
 
 def test_a_link_of_a_token_that_has_expired_is_refused_with_what_to_do(

@@ -13,11 +13,13 @@ import pytest
 from rich.console import Console
 from tests.observe.conftest import a_status
 
+from atoll.bucket.client import StoreUnavailable
 from atoll.cli import serve
 from atoll.cli.advertised import find_own_hosts, find_place, own_host
 from atoll.cli.linked_pins import LinkedPins
 from atoll.cli.shared import without_own_shards
 from atoll.config import Config, Service, load
+from atoll.launch import restoring
 from atoll.numerics import kernels
 from atoll.observe.tail import Comings, status_line
 from atoll.store.atomic import Appender
@@ -81,6 +83,57 @@ def test_another_address_that_is_given_is_the_runs_own_from_then_on(
     assert [(one.service.host, one.service.port) for one in served] == [("::1", port)] * 2
 
 
+def test_a_run_with_a_bucket_goes_on_under_another_home_by_trust_and_a_standby_asks_nothing(
+    tmp_path: Path,
+    port: int,
+    served: list[Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A pod that moved ended with exit code 2, again and again: the record of runs that began here went with the last
+    pod. Whoever restored the run is known, and a standby runs nothing."""
+    pytest.importorskip("obstore")
+    run = make_run(tmp_path, port=port, store=f"file://{tmp_path}/bucket")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 2
+    said = capsys.readouterr().err
+    assert f"copies it to file://{tmp_path}/bucket" in said and "say --trust" in said and not served
+    assert atoll(monkeypatch, "syncer", "--standby", str(run.path)) == 0
+    assert len(served) == 1, "it would wait for its turn"
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path), "--trust") == 0
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 0, "it is known from then on"
+    assert len(served) == 3
+
+
+def test_a_run_whose_bucket_is_lost_is_refused_and_goes_on_without_it(
+    tmp_path: Path,
+    port: int,
+    served: list[Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The runbook's words for it were refused, since a bucket is tried before anything starts."""
+    pytest.importorskip("obstore")
+
+    def fail(*words: object) -> None:
+        raise StoreUnavailable("cannot put s3://bucket/run/store.json: no route")
+
+    monkeypatch.setattr(restoring, "begin_store", fail)
+    run = make_run(tmp_path, port=port, store="s3://bucket/run", durability="store")
+    resume = ("syncer", "--resume", str(run.path), "--trust")
+    assert atoll(monkeypatch, *resume) == 2
+    assert "to go on without it: --store none --set durability=round" in capsys.readouterr().err
+    assert atoll(monkeypatch, *resume, "--store", "none", "--set", "durability=round") == 0
+    assert served[-1].service.store == load(run.settings).service.store == ""
+
+
+@pytest.mark.parametrize("file", ["kubernetes/syncer.yaml", "slurm/syncer.sbatch", "systemd/atoll-syncer.service"])
+def test_a_deployment_whose_home_may_be_another_next_time_trusts_its_own_folder(file: str) -> None:
+    text = (Path(__file__).parents[1] / "examples" / "deploy" / file).read_text()
+    [line] = [line for line in text.splitlines() if "--resume" in line and not line.lstrip().startswith("#")]
+    assert "--trust" in line
+
+
 @pytest.fixture
 def taken() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -112,16 +165,16 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) 
         events.say("joined", "old joined (incarnation 1)", {"learner": "old", "incarnation": 1})
         comings = Comings(path, Console(file=paper, width=20), every_s=0.01, takes_over=takes_over)
         if takes_over:
-            events.say("lost", "anna is gone: before the takeover", {"learner": "anna", "incarnation": 1})
+            events.say("lost", "anna is away: before the takeover", {"learner": "anna", "incarnation": 1})
         events.say("reigned", "run r1 goes on in term 2 at round 40: cut 3", {"round": 40, "term": 2})
         events.say("joined", "anna joined (incarnation 1)", {"learner": "anna", "incarnation": 1})
         events.say("round", "round 41", {"round": 41})
-        events.say("lost", "anna is gone: \x1b[31mher connection broke", {"learner": "anna", "incarnation": 1})
+        events.say("lost", "anna is away: \x1b[31mher connection broke", {"learner": "anna", "incarnation": 1})
         events.say("joined", "anna came back (incarnation 1)", {"learner": "anna", "incarnation": 1})
         events.say("relay", "relay eu is gone: it was killed", {"relay": "eu", "gone": True})
         events.say("alarm", "the store fails: no route", {"about": "store", "over": False})
         events.say("alarm", "the store answers again", {"about": "store", "over": True})
-        events.say("left", "anna is gone: the run is over", {"learner": "anna", "reason": "the run is over"})
+        events.say("left", "anna has left: the run is over", {"learner": "anna", "reason": "the run is over"})
         events.say("score", "validation loss 1.5 at round 41", {"round": 41, "loss": 1.5})
         comings.note_status(status := a_status())
         comings.start()
@@ -129,7 +182,7 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) 
     assert paper.getvalue().splitlines() == [
         *(["takes over in term 2: the run goes on at round 40"] if takes_over else []),
         "anna joined (incarnation 1)",
-        "anna is gone: ·[31mher connection broke",
+        "anna is away: ·[31mher connection broke",
         "anna came back (incarnation 1)",
         "relay eu is gone: it was killed",
         "ALARM: the store fails: no route",

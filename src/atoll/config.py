@@ -354,6 +354,10 @@ def known_settings(workload: type[msgspec.Struct] | None = None) -> dict[str, Se
     return found
 
 
+NO_STORE = "store=none"
+"""The word that takes a run's bucket from it."""
+
+
 def parse_settings(words: Sequence[str], workload: type[msgspec.Struct] | None = None) -> Changes:
     """`["quorum=2", "outer_lr=0.5"]` by table; of two words for one setting the last counts.
 
@@ -369,7 +373,8 @@ def parse_settings(words: Sequence[str], workload: type[msgspec.Struct] | None =
             limits[key.removeprefix(ONE_WEIGHT)] = _convert_word(word, text, float)
         elif key in known:
             place = known[key]
-            changes.setdefault(place.table, {})[place.field] = _convert_word(word, text, place.kind)
+            value = "" if word == NO_STORE else _convert_word(word, text, place.kind)
+            changes.setdefault(place.table, {})[place.field] = value
         elif workload is None and key.startswith(WORKLOAD) and key != WORKLOAD:
             changes.setdefault("workload", {})[key.removeprefix(WORKLOAD)] = _read_value(text)
         else:

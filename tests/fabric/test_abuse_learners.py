@@ -666,7 +666,7 @@ async def test_a_tape_of_a_life_that_has_not_begun_is_not_kept(fort: Fort) -> No
     before = await fort.digest()
     assert rogue.link.send(taped(InformedEntry(0, 0), incarnation=99, seq=0))
     lost = await fort.stage.until("lost")
-    assert lost["text"] == "eu-1 is gone: a report of incarnation 99, which has not begun"
+    assert lost["text"] == "eu-1 is away: a report of incarnation 99, which has not begun"
     assert not fort.machine.state.out.taping.take_records()
     await fort.unharmed(before)
 
@@ -683,7 +683,7 @@ async def test_a_tape_without_end_fills_no_disk_and_no_memory(fort: Fort) -> Non
         await asyncio.sleep(0.01)
         fort.machine.state.out.persist(ResetRecord(0, "a test"))
     lost = await fort.stage.until("lost")
-    assert lost["text"] == "eu-1 is gone: it said more of its tape than a learner keeps"
+    assert lost["text"] == "eu-1 is away: it said more of its tape than a learner keeps"
     assert written(fort) - bytes_before < 2 * TAPE_BYTES
     await fort.unharmed(await fort.digest())
 

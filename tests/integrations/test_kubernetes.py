@@ -259,7 +259,7 @@ def cluster(image: Image, tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.skipif(not possible(), reason="needs root, mount namespaces and setpriv")
 def test_pods_are_deleted_and_come_back_and_the_run_ends_clean(cluster: Cluster) -> None:
-    asked = ("--learners=2", "--steps=200", "--set=fragments=4", "--set=sync_every=8")
+    asked = ("--learners=2", "--steps=200", "--set=fragments=4", "--set=sync_every=8", "--store=file:///data/bucket")
     syncer = cluster.pod("syncer").start(*asked)
     cluster.until(cluster.answers)
     link = syncer.execute("atoll", "tokens", "--keys", "/data/keys", "link")
@@ -290,6 +290,8 @@ def test_pods_are_deleted_and_come_back_and_the_run_ends_clean(cluster: Cluster)
     summary = json.loads((run / "summary.json").read_text())
     assert set(summary["per_learner"]) == {"learner-0", "learner-1"}
     assert summary["tokens"]["lost"] == summary["tokens"]["in_flight"] == 0
+    assert "did not begin here" not in (cluster.folder / "syncer-0.log").read_text(), "with a bucket it goes on too"
+    assert syncer.execute("atoll", "verify", "file:///data/bucket").returncode == 0, cluster.logs()
     assert syncer.execute("atoll", "verify", "run").returncode == 0
     assert syncer.delete() == 0
     assert (

@@ -159,7 +159,7 @@ def some_notes() -> list[Event]:
         said(10, "score", loss=3.1, text="validation loss 3.10 at round 200"),
         said(20, "score", loss=2.4, text="validation loss 2.40 at round 400"),
         said(40, "killed", process="learner-2", text="learner-2 was killed with SIGKILL, as asked"),
-        said(40.1, "lost", learner="learner-2", incarnation=1, text="learner-2 is gone: its connection closed"),
+        said(40.1, "lost", learner="learner-2", incarnation=1, text="learner-2 is away: its connection closed"),
         said(41, "restarted", process="learner-2", text="learner-2 was started again after 1.0 s (restart 1 of 10)"),
         said(
             46, "recovered", learner="learner-2", incarnation=2, text="learner-2 has the run's parameters after 0.6 s"

@@ -231,25 +231,44 @@ def spans(lane: Lane) -> list[tuple[str, float, float]]:
 
 def test_a_lane_shows_what_a_learner_did(events: list[Event], tmp_path: Path) -> None:
     a, b = draw_lanes(read_run(lay(tmp_path / "run", events))).lanes
-    assert spans(a) == [("stepping", 0.0, 11.0)], "what was before the first parameters is left out"
+    assert spans(a) == [("training", 0.0, 11.0)], "what was before the first parameters is left out"
     assert spans(b) == [
         ("joining", 0.0, 1.0),
-        ("stepping", 1.0, 4.0),
-        ("gone", 4.0, 5.0),
-        ("joining", 5.0, 6.0),
+        ("training", 1.0, 4.0),
+        ("away", 4.0, 5.0),
+        ("restarting", 5.0, 6.0),
         ("joining", 6.0, 6.5),
-        ("stepping", 6.5, 11.0),
+        ("training", 6.5, 11.0),
     ]
     marks = [(mark.name, round(mark.at_s, 3), mark.good) for mark in b.marks]
     assert marks == [("killed", 4.0, False), ("restarted", 5.0, True), ("refused", 7.5, False)]
 
 
-def test_a_learner_that_never_came_back_is_gone_to_the_end(events: list[Event], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("abandon_s", "ended", "lane"),
+    [
+        (300.0, "lost", [("away", 4.0, 10.0)]),
+        (2.0, "lost", [("away", 4.0, 6.0), ("gone", 6.0, 10.0)]),
+        (300.0, "left", [("gone", 4.0, 10.0)]),
+    ],
+)
+def test_a_learner_that_never_came_back_is_away_until_it_is_given_up(
+    events: list[Event], tmp_path: Path, abandon_s: float, ended: str, lane: list[tuple[str, float, float]]
+) -> None:
+    """The words of docs/look.md: one that may come back with its steps was called gone."""
+    for event in events:
+        if "settings" in event:
+            event["settings"] = {**event["settings"], "abandon_s": abandon_s}
     dead = [e for e in events if e.get("incarnation") != 2 and e["kind"] != "restarted"]
     for event in dead:
         event["members"] = [m for m in event.get("members", ()) if m["incarnation"] != 2]
+    [at] = [index for index, e in enumerate(dead) if e["kind"] == "killed"]
+    dead.insert(at, {**dead[at], "kind": ended, "learner": "b", "incarnation": 1})
     _, b = draw_lanes(read_run(lay(tmp_path / "run", dead))).lanes
-    assert spans(b)[-1] == ("gone", 4.0, 10.0)
+    assert [one for one in spans(b) if one[1] >= 4.0] == lane
+    page = (Path(__file__).parents[2] / "docs" / "look.md").read_text().partition("## States")[2].partition("## ")[0]
+    words = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
+    assert {kind for kind, _, _ in spans(b)} <= words
 
 
 def test_losses_begin_with_the_score_of_before_the_first_step(events: list[Event], tmp_path: Path) -> None:

@@ -402,7 +402,7 @@ def test_the_closing_names_the_files_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "logs" / "syncer.log").touch()
     (tmp_path / "model.safetensors").touch()
     print_closing(out, summarise([]), [], out=tmp_path)
-    assert "events.jsonl, model.safetensors, logs/. On one page:\n" in written(out)
+    assert "events.jsonl, model.safetensors (what is merged), logs/. On one page:\n" in written(out)
 
 
 def test_the_closing_says_how_much_was_made_where_the_scripts_ended_first(tmp_path: Path) -> None:

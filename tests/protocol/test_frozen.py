@@ -8,6 +8,7 @@ import pytest
 from atoll.protocol.learner import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Fresh, Helped, Seek, TensorSpec, Welcome
+from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 
 TENSORS = (TensorSpec("w", (2,), "float32"), TensorSpec("v", (2,), "float32"))
@@ -55,3 +56,18 @@ def test_without_them_they_are_sought_again_after_a_reconnect() -> None:
     machine.handle(1.0, fx.Arrived(Fresh(reason="nobody helps")))
     machine.handle(2.0, fx.Disconnected("the line broke"))
     assert [seek.frozen for seek in sought(machine, WELCOME)] == [True]
+
+
+def test_a_newcomer_names_what_it_does_not_merge_and_only_then() -> None:
+    machine = LearnerMachine("a", "session", TENSORS, unmerged=("frozen.weight",), renamed=("qkv.weight",))
+    assert (machine.hello().unmerged, machine.hello().renamed) == (("frozen.weight",), ("qkv.weight",))
+    machine.handle(0.0, fx.Arrived(WELCOME))
+    assert machine.hello().run == "r" and machine.hello().unmerged == machine.hello().renamed == ()
+
+
+def test_a_run_that_began_before_names_were_told_is_read_as_it_was() -> None:
+    begun = BegunRecord("r", SETTINGS, {}, TENSORS, "f", frozen="digest", unmerged=("w",), renamed=("v",))
+    *before, unmerged, renamed = msgspec.msgpack.decode(msgspec.msgpack.encode(begun))
+    assert (unmerged, renamed) == (["w"], ["v"])
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(before), type=BegunRecord)
+    assert read == msgspec.structs.replace(begun, unmerged=(), renamed=())

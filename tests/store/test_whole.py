@@ -78,6 +78,25 @@ def test_without_the_file_what_is_left_out_is_told(tmp_path: Path, digest: str, 
         assert remark.startswith("left out: frozen parameters and buffers that are not merged") and "copy it" in remark
 
 
+@pytest.mark.parametrize(
+    ("merged", "more"), [(False, ", which are not merged. The run's first learner keeps"), (True, "")]
+)
+def test_tensors_that_another_machine_keeps_are_named_from_the_journal(tmp_path: Path, merged: bool, more: str) -> None:
+    run = with_rounds(tmp_path / "run", 2, frozen="another", unmerged=("frozen.weight", "mask"))
+    [remark] = export_run(run.dir.path, tmp_path / "whole.safetensors", merged=merged).remarks
+    assert remark.startswith(f"left out: 'frozen.weight', 'mask'{more}") and ("copy it" in remark) != merged
+
+
+def test_a_model_that_another_machine_renames_is_refused_from_the_journal(tmp_path: Path) -> None:
+    """Its learners' folders are elsewhere: an export dropped the tensors of a fused qkv without a word."""
+    run, out = with_rounds(tmp_path / "run", 1, renamed=("0.qkv.weight",)), tmp_path / "fused.safetensors"
+    for merged in (False, True):
+        with pytest.raises(ConfigError, match=r"such as '0\.qkv\.weight'.*--parameter-names"):
+            export_run(run.dir.path, out, merged=merged)
+    assert not out.exists()
+    assert export_run(run.dir.path, out, parameter_names=True).remarks == ()
+
+
 def test_what_is_left_out_on_purpose_is_named(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 2)
     keep(run, UNMERGED_THERE)
@@ -112,12 +131,15 @@ class Fused(nn.Module):
 
 
 def test_a_model_whose_state_dict_has_other_names_is_refused_with_them(tmp_path: Path) -> None:
-    """Whatever reads the file by names of state_dict() would drop the tensors without a word."""
+    """Any program that reads the file by names of state_dict() would drop the tensors without a word."""
     run = with_rounds(tmp_path / "run", 1)
     folder = run.dir.learner("learner-1")
     model = nn.Sequential(Fused())
     assert "0.wq.weight" in model.state_dict()
-    Saver(folder).keep_unmerged(UnmergedTensors(model, None, "refuse").capture)
+    unmerged = UnmergedTensors(model, None, "refuse")
+    unmerged.describe()
+    assert unmerged.renamed == ("0.qkv.weight",) and unmerged.names == ()
+    Saver(folder).keep_unmerged(unmerged.capture)
     wait_for(folder / UNMERGED)
     out = tmp_path / "fused.safetensors"
     with pytest.raises(ConfigError, match=r"such as '0\.qkv\.weight'.*--parameter-names"):

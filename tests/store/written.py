@@ -92,6 +92,8 @@ class WrittenRun:
         tensors: tuple[TensorSpec, ...] = TENSORS,
         version_codec: str = "fp32",
         frozen: str = NOTHING_UNMERGED,
+        unmerged: tuple[str, ...] = (),
+        renamed: tuple[str, ...] = (),
     ) -> None:
         self.dir = RunDir.create(path)
         self.dir.settings.write_text("seed = 7\n")
@@ -100,7 +102,8 @@ class WrittenRun:
         settings = Settings(learners=2, fragments=P, sync_every=6, version_codec=version_codec)
         plan = make_plan(tensors, P, settings.plan)
         self.parameters = Parameters(plan, msgspec.convert(outer, Outer), version_codec)
-        self.history = History(BegunRecord(run, settings, outer, tensors, plan.fingerprint, frozen=frozen))
+        told = {"frozen": frozen, "unmerged": unmerged, "renamed": renamed}
+        self.history = History(BegunRecord(run, settings, outer, tensors, plan.fingerprint, **told))  # type: ignore[arg-type]
         self.rounds = [-1] * P
         self.islands: dict[str, Island] = {}
         self.journal = begin_term(self.dir.journal, 1)

@@ -33,7 +33,7 @@ async def test_nobody_is_lost_because_the_syncer_was_busy_and_the_silent_are_sti
     assert max(stood) > LOST_AFTER_S
     await stage.until("lost")
     assert [(event["learner"], event["text"]) for event in stage.events("lost")] == [
-        ("silent", f"silent is gone: nothing heard for {LOST_AFTER_S:g} s")
+        ("silent", f"silent is away: nothing heard for {LOST_AFTER_S:g} s")
     ]
     talks.cancel()
 

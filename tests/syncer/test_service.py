@@ -549,7 +549,7 @@ async def test_one_that_goes_before_it_answers_is_told_of_with_its_reason(stage:
     await learner.until(Welcome)
     answer = await asked_to_leave(stage, learner)
     learner.link.send(Leave(reason="its training process died"))
-    assert await answer == "a is gone: its training process died"
+    assert await answer == "a has left: its training process died"
     with pytest.raises(PeerError, match="a has left the run: should it come back, it can be drained then"):
         await post_drain(url(stage), "a")
 

@@ -50,6 +50,8 @@ def test_a_run_from_elsewhere_runs_nothing_unasked(run: Run, tmp_path: Path, mon
     refused = run.ask(*resume)
     assert refused.returncode == 2 and "did not begin here" in refused.stderr
     assert f"runs {SCRIPTS / 'line.py'} in {run.folder}" in refused.stderr and "--trust" in refused.stderr
+    refused = run.ask("replay", run.out)
+    assert refused.returncode == 2 and f"to replay it runs {SCRIPTS / 'line.py'}" in refused.stderr, refused.stderr
     code, shown = ask_at_terminal(run, "n")
     assert code == 2 and "Go on?" in shown and "is left as it is" in shown.replace("\r\n", "")
     assert (run.out / "events.jsonl").read_bytes() == events, "nothing was started"

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.system.accounts import check_live_figures
 from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.joining import link_of, make_keys
 
@@ -21,16 +22,23 @@ pytestmark = [
     pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore: make integrations"),
 ]
 
+SLOW = ("--", "--pace", "0.1")
+"""Of line.py: between two rounds there is time to compare figures."""
+
 
 @pytest.mark.parametrize("restarts", [False, pytest.param(True, marks=pytest.mark.faults)])
-def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_state(run: Run, restarts: bool) -> None:
+def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_state(
+    run: Run, restarts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys, port, bucket = make_keys(run), run.free_port(), f"file://{run.folder}/bucket"
     serve = ("--keys", keys, "--port", str(port), "--advertise", f"127.0.0.1:{port}")
     few = ("--set", "fragments=2", "--set", "sync_every=4", "--set", "cut_every=4")
     run.start("syncer", "--learners", "2", "--out", run.out, "--store", bucket, *few, *serve)
     link = link_of(run, keys)
     # Learners name the run that they joined by its link, and keep that link when the run has another name.
-    learners = [run.beside("learn", SCRIPTS / "line.py", "--join", link, "--name", name) for name in ("anna", "bert")]
+    learners = [
+        run.beside("learn", SCRIPTS / "line.py", "--join", link, "--name", name, *SLOW) for name in ("anna", "bert")
+    ]
     run.until(lambda events: _stores_a_cut(run.folder / "bucket") and len(members(events)) == 2)
     old = run.events("run")[0]["run"]
     os.kill(run.pid_of_command(), signal.SIGKILL)
@@ -40,6 +48,8 @@ def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_s
 
     again = run.folder / "again"
     keys.rename(copy := run.folder / "copy-of-keys")
+    # Another machine has no record that the run began there: a restore is one, and asks nothing.
+    monkeypatch.setenv("XDG_STATE_HOME", str(run.folder / "another-home"))
     restored = run.command("restore", bucket, again, "--take-over")
     assert restored.returncode == 0, restored.stderr
     assert "go on with: atoll syncer --resume again --keys DIR, a copy of the run's keys" in restored.stdout
@@ -48,6 +58,7 @@ def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_s
     after.start("syncer", "--resume", again, "--keys", copy)
     after.until(lambda events: {name for name, _ in members(events)} == {"anna", "bert"})
     assert [one.poll() for one in learners] == [None, None], "the processes that the lost run had"
+    check_live_figures(after)
     new = after.events("reigned")[-1]["run"]
     assert new != old
     told = (run.folder / "beside.log").read_text()
@@ -58,7 +69,7 @@ def test_learners_of_a_lost_run_join_the_restored_one_with_their_own_optimizer_s
         # One that is started again by the same link finds the state that it saved in the lost run, or since.
         learners[0].send_signal(signal.SIGTERM)
         assert learners[0].wait(60) == 0, (run.folder / "beside.log").read_text()
-        learners[0] = run.beside("learn", SCRIPTS / "line.py", "--join", link, "--name", "anna")
+        learners[0] = run.beside("learn", SCRIPTS / "line.py", "--join", link, "--name", "anna", *SLOW)
         after.until(lambda events: ("anna", 3) in members(events))
         told = (run.folder / "beside.log").read_text()
         assert "goes on with the inner optimizer, schedules and random states" in told

@@ -36,7 +36,9 @@ def relay(
     advertise: list[str],
 ) -> None:
     if join is None:
-        raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
+        raise ConfigError(
+            "which run? Name it by --join LINK (or ATOLL_JOIN), the link that atoll tokens add NAME --role relay prints"
+        )
     address = parse_address(read_link(join, "--join (or ATOLL_JOIN)"))
     address.context()  # what cannot be used is said now
     if bool(address.pin) != bool(keys):

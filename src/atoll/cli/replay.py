@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll.cli.shared import check_workload, compile_kernels, document_of, short
 from atoll.config import convert
+from atoll.launch.begun_here import check_begun_here
+from atoll.launch.environment import read_environment
 from atoll.launch.replay.play import RunReplay
 from atoll.launch.replay.syncer import ReplayOutcome
 from atoll.protocol.errors import ConfigError
@@ -27,10 +29,12 @@ def replay(
     jobs: int,
     logs: Path | None,
     json_: bool,
+    trust: bool,
 ) -> None:
     if jobs < 0:
         raise ConfigError(f"--jobs {jobs} is below 0; 0 takes one for each core")
     out = RunDir.open(directory)
+    check_begun_here(out, trusted=trust, runs_script=script is None, copies=False, verb="replay")
     config = convert(document_of(out.settings), str(out.settings))
     if script is not None:
         if not script.is_file():
@@ -58,7 +62,9 @@ def replay(
             total = rounds if until is None else until + 1
             bar.update(task, total=total, completed=outcome.through + 1, said="bit-identical so far")
 
-        outcome = RunReplay(out, config, jobs=jobs, until=until, cut=cut, logs=logs, watch=watch).play()
+        # A script that is named here starts as it would without Atoll: the folder's own words are not used.
+        launch = read_environment(out.path) if script is None else None
+        outcome = RunReplay(out, config, jobs=jobs, until=until, cut=cut, logs=logs, launch=launch, watch=watch).play()
     if json_:
         print(json.dumps(_as_json(outcome), indent=2))
     else:

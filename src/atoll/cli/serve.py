@@ -179,7 +179,7 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str], *, trusted:
     rules = tuple(word for word in words if word.partition("=")[0] not in NO_RULES)
     check_changeable(rules)
     check_not_alive(run_dir.path)
-    check_begun_here(run_dir, trusted=trusted, only_store=True)
+    check_begun_here(run_dir, trusted=trusted, runs_script=False)
     found = plan_resume(run_dir, rules)
     document = merged(document_of(run_dir.settings), parse_settings(words))
     asked = settings = convert(merged(document, {"service": service}), str(run_dir.settings))

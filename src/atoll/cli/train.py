@@ -240,7 +240,7 @@ def _go_on(
     old = RunDir.open(resume)
     if cut is None:
         check_not_alive(old.path)
-    check_begun_here(old, trusted=trusted, only_store=bool(script))
+    check_begun_here(old, trusted=trusted, runs_script=not script)
     settings = convert(merged(document_of(old.settings), parse_settings(words)), str(old.settings))
     settings = _without_ray_keys(settings, old)
     check_at_home(settings)
@@ -383,8 +383,7 @@ def train_here(
 ) -> None:
     """`find_reason_to_end` is asked about new events; the run ends in good order with the first reason it gives."""
     compile_kernels(console)
-    if config.service.store:
-        console.print(describe_disk_loss(config), style="dim", soft_wrap=True, highlight=False)
+    console.print(describe_disk_loss(config), style="dim", soft_wrap=not console.is_terminal, highlight=False)
     if resume is None and not (config.protocol.steps or config.protocol.tokens):
         text = "No --steps and no --tokens: it trains until its scripts end; Ctrl-C ends it in good order."
         console.print(text, style="dim", soft_wrap=not console.is_terminal, highlight=False)

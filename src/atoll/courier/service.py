@@ -247,6 +247,8 @@ class Courier:
             frozen=start.frozen,
             takes_frozen=start.takes_frozen,
             ranks=start.ranks,
+            unmerged=start.unmerged,
+            renamed=start.renamed,
         )
         if start.ranks:
             listener = socket.socket(fileno=self._channel.take_descriptor()) if len(start.ranks) > 1 else None

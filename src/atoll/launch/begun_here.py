@@ -42,16 +42,21 @@ def remember_run(config: Config, launch: LaunchEnvironment | None) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_begun_here(out: RunDir, *, trusted: bool, only_store: bool = False) -> None:
+def check_begun_here(
+    out: RunDir, *, trusted: bool, runs_script: bool = True, copies: bool = True, verb: str = "go on with"
+) -> None:
     """Ask about a run that did not begin here. ConfigError: the answer is no, or there is no terminal to ask at.
-    `only_store`: its script is not run, so that only a bucket matters."""
+
+    `runs_script`: the command starts the script that the folder names; `copies`: it copies the run to the bucket that
+    the folder names; `verb`: what the command does with the run.
+    """
     config, launch = load(out.settings), read_environment(out.path)
-    runs = not only_store and bool(config.script or launch)
-    if trusted or not (runs or config.service.store):
+    used = _describe(config, launch, runs_script=runs_script, copies=copies)
+    if trusted or not used:
         return  # the built-in model, with nothing that the folder says
     if (_find_folder(os.environ) / _compute_mark(config, launch)).exists():
         return
-    words = f"{out.path} did not begin here, or was changed since: to go on with it {_describe(config, launch)}"
+    words = f"{out.path} did not begin here, or was changed since: to {verb} it {', '.join(used)}"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigError(f"{words}. Where that is right, say --trust")
     print(f"{words}.\nGo on? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -59,19 +64,19 @@ def check_begun_here(out: RunDir, *, trusted: bool, only_store: bool = False) ->
         raise ConfigError(f"{out.path} is left as it is")
 
 
-def _describe(config: Config, launch: LaunchEnvironment | None) -> str:
-    """Say what would be run, and where the run would be copied to."""
-    told = []
-    if config.script:
+def _describe(config: Config, launch: LaunchEnvironment | None, *, runs_script: bool, copies: bool) -> list[str]:
+    """List what the folder's own words would do: run a script, set variables, copy the run somewhere."""
+    effects = []
+    if runs_script and config.script:
         where = f" in {launch.folder}" if launch is not None else ""
-        told.append(f"runs {_show(' '.join(config.script))}{where}")
-    elif not config.by_hand:
-        told.append("trains the built-in model")
-    if launch is not None and (missing := launch.find_missing(os.environ)):
-        told.append(f"sets {_show(', '.join(f'{name}={value}' for name, value in missing.items()))}")
-    if config.service.store:
-        told.append(f"copies it to {_show(config.service.store)}")
-    return ", ".join(told) or "starts a syncer"
+        effects.append(f"runs {_show(' '.join(config.script))}{where}")
+    elif runs_script and launch is not None:
+        effects.append("trains the built-in model")
+    if runs_script and launch is not None and (missing := launch.find_missing(os.environ)):
+        effects.append(f"sets {_show(', '.join(f'{name}={value}' for name, value in missing.items()))}")
+    if copies and config.service.store:
+        effects.append(f"copies it to {_show(config.service.store)}")
+    return effects
 
 
 def _show(text: str) -> str:

@@ -98,7 +98,8 @@ def attach_store(out: RunDir, url: str) -> None:
                 if is_copy(out.path, place):
                     own_copy(bucket, out, place)
         except StoreUnavailable as error:
-            raise ConfigError(f"{error}: check the network, and AWS_ENDPOINT_URL where it is set") from error
+            without = "to go on without it: --store none --set durability=round"
+            raise ConfigError(f"{error}: check the network, and AWS_ENDPOINT_URL where it is set; {without}") from error
 
 
 def _begin_new_run(draft: RunDir, restored: Restored) -> list[str]:

@@ -271,6 +271,7 @@ class RunSession:
         declared = who.tokens_per_step if self._ranks is None else 0  # tokens of other ranks are counted a step late
         known = (who.data, self._restored, declared, who.host, who.pid, who.proof, *unmerged)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
+        start = structs.replace(start, unmerged=self._unmerged.names, renamed=self._unmerged.renamed)
         if self._ranks is None:
             self._courier.send(start)
         else:

@@ -30,7 +30,7 @@ from atoll.learner.ranks import take_local
 from atoll.learner.script import say
 from atoll.learner.snapshot import Snapshot, read
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
-from atoll.protocol.messages import buffer_name
+from atoll.protocol.messages import MOST_NAMED, buffer_name
 
 FrozenRule: TypeAlias = Literal["run", "refuse", "mine"]
 FROZEN = "frozen/"
@@ -87,6 +87,10 @@ class UnmergedTensors:
         self._model, self._buffers, self._rule = model, buffers, rule
         self.digest = ""
         """Empty: it is not to be compared."""
+        self.names: tuple[str, ...] = ()
+        """Tensors that are not merged."""
+        self.renamed: tuple[str, ...] = ()
+        """Tensors that `state_dict()` of the model has under other names."""
         self._run = ""
         """The run's, once it is known."""
         self._merged: dict[str, torch.Tensor] = {}
@@ -118,6 +122,8 @@ class UnmergedTensors:
         """As the script made it, with what `restore_saved` put back, before anything of the run is in it."""
         self._merged = merged(self._model, self._buffers)
         self.digest = "" if self._rule == "mine" else digest_unmerged(self._model, self._buffers)
+        names = [*frozen_parameters(self._model), *(name for name, _ in local_buffers(self._model, self._buffers))]
+        self.names, self.renamed = tuple(names[:MOST_NAMED]), tuple(renamed_tensors(self._model)[:MOST_NAMED])
 
     def capture(self) -> Snapshot:
         """A copy by names in the model, to be exported; empty where all of the model is merged.

@@ -78,6 +78,10 @@ class Start(Frame, frozen=True):
     """… and the others are told where it is: host:port."""
     secret: str = ""
     """By which the couriers of one learner know each other."""
+    unmerged: tuple[str, ...] = ()
+    """Tensors that are not merged."""
+    renamed: tuple[str, ...] = ()
+    """Tensors that `state_dict()` of the model has under other names."""
 
 
 class MailboxReady(Frame, frozen=True):

@@ -542,7 +542,8 @@ def _files_in(out: Path) -> list[str]:
     """Those that are worth a look, and are there."""
     logs = out / "logs"
     names = ("summary.json", "events.jsonl", "model.safetensors", "model-ema.safetensors", "model-tail.safetensors")
-    files = [name for name in names if (out / name).exists()]
+    notes = {"model.safetensors": " (what is merged)"}  # frozen parameters are in an export
+    files = [name + notes.get(name, "") for name in names if (out / name).exists()]
     return [*files, *(["logs/"] if logs.is_dir() and any(logs.iterdir()) else [])]
 
 

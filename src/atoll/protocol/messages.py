@@ -51,6 +51,11 @@ ContributionKey = tuple[str, int, int]
 Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
 
 
+MOST_NAMED = 4096
+"""Names of tensors that a newcomer tells beside the merged ones."""
+TensorNames = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=MOST_NAMED)]
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True, omit_defaults=True):
     clock: Clock = {}
     term: Count = 0
@@ -131,6 +136,10 @@ class Hello(Message, frozen=True):
     """A digest of what it does not merge: frozen parameters, buffers of its own. Empty: not to be compared."""
     ranks: Annotated[tuple[RankBoxes, ...], Meta(max_length=MOST_RANKS)] = ()
     """What each of its ranks holds, in order of rank; empty: it has one, which holds everything (docs/adr/0030)."""
+    unmerged: TensorNames = ()
+    """A newcomer's tensors that are not merged: an export names them."""
+    renamed: TensorNames = ()
+    """A newcomer's tensors that `state_dict()` of its model has under other names."""
 
 
 class Progress(Message, frozen=True):

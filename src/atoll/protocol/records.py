@@ -61,6 +61,10 @@ class BegunRecord(Record, frozen=True, tag="begun"):
     """Processes that are the syncer together (docs/adr/0031)."""
     succeeds: tuple[str, ...] = ()
     """Runs whose disk was lost and that this one goes on for: their learners join it (docs/adr/0033)."""
+    unmerged: tuple[str, ...] = ()
+    """Tensors of the first learner's model that are not merged; empty: it has none, or did not tell."""
+    renamed: tuple[str, ...] = ()
+    """Tensors of the first learner's model that its `state_dict()` has under other names."""
 
 
 class TermRecord(Record, frozen=True, tag="reigned"):

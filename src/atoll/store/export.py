@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -205,23 +205,9 @@ def find_unmerged(run: RunDir, cut: int, *, merged: bool, parameter_names: bool)
     """
     found = sorted(run.learners.glob(f"*/{UNMERGED}"))
     if not found:
-        if merged or _merges_all(run):
-            return UnmergedRest({})
-        wanted = run.learners / "NAME" / UNMERGED
-        return UnmergedRest(
-            {},
-            (
-                "left out: frozen parameters and buffers that are not merged, if the model has any. The run's first "
-                f"learner keeps them in {UNMERGED} of its folder: copy it to {wanted} and export again",
-            ),
-        )
+        return _describe_unmerged_elsewhere(run, merged=merged, parameter_names=parameter_names)
     learner, tensors, facts = found[0].parent.name, read_table(found[0]), _read_facts(found[0])
-    if (renamed := facts.get("renamed")) and not parameter_names:
-        raise ConfigError(
-            f"state_dict() of this model has other names than its parameters, such as {_name_some(renamed)}: whatever "
-            "reads the file by names of state_dict() would drop these tensors. With --parameter-names it is written; "
-            "docs/models.md says how to load it"
-        )
+    _check_names(facts.get("renamed", ()), parameter_names=parameter_names)
     if merged:
         return UnmergedRest({}, (f"left out: {_name_some(tensors)}",) if tensors else ())
     remarks = []
@@ -238,10 +224,33 @@ def find_unmerged(run: RunDir, cut: int, *, merged: bool, parameter_names: bool)
     return UnmergedRest(tensors, (*remarks, f"frozen parameters and local buffers are {whose}"))
 
 
-def _merges_all(run: RunDir) -> bool:
-    """Whether the run's first learner said that all of its model is merged."""
+def _describe_unmerged_elsewhere(run: RunDir, *, merged: bool, parameter_names: bool) -> UnmergedRest:
+    """Name what is left out where no learner's folder is here, as the run's first learner told when it joined."""
     _, begun = next(read(run.journal, disk=LocalDisk()), (None, None))
-    return isinstance(begun, BegunRecord) and begun.frozen == NOTHING_UNMERGED
+    if not isinstance(begun, BegunRecord):
+        return UnmergedRest({})
+    _check_names(begun.renamed, parameter_names=parameter_names)
+    if begun.unmerged:
+        tensors = f"{_name_some(begun.unmerged)}, which {'is' if len(begun.unmerged) == 1 else 'are'} not merged"
+    elif begun.frozen != NOTHING_UNMERGED:  # a learner of an earlier version, or one that compares nothing
+        tensors = "frozen parameters and buffers that are not merged, if the model has any"
+    else:
+        return UnmergedRest({})
+    wanted = run.learners / "NAME" / UNMERGED
+    keeps = f"The run's first learner keeps them in {UNMERGED} of its folder: copy it to {wanted} and export again"
+    if merged:
+        return UnmergedRest({}, (f"left out: {_name_some(begun.unmerged)}",) if begun.unmerged else ())
+    return UnmergedRest({}, (f"left out: {tensors}. {keeps}",))
+
+
+def _check_names(renamed: Collection[str], *, parameter_names: bool) -> None:
+    """ConfigError: `state_dict()` of the model has other names, and the names of its parameters are not asked for."""
+    if renamed and not parameter_names:
+        raise ConfigError(
+            f"state_dict() of this model has other names than its parameters, such as {_name_some(renamed)}: any "
+            "program that reads the file by names of state_dict() would drop these tensors. With --parameter-names it "
+            "is written; docs/models.md says how to load it"
+        )
 
 
 def _name_some(names: Iterable[str]) -> str:

@@ -105,6 +105,8 @@ def model_of_first_joiner(hello: Hello, config: Config, run: str, term: int) -> 
         data=hello.data,
         seed=config.seed,
         frozen=hello.frozen,
+        unmerged=hello.unmerged,
+        renamed=hello.renamed,
         shards=config.service.shards,
     )
     history = History(begun, term)

@@ -137,6 +137,7 @@ LOOKING = (
             option("--from-cut", "Begin with this cut of the run.", int, name="cut"),
             option("--jobs", "Learners that train at a time; 0: one per core.", int, default=0),
             option("--logs", "Keep what the scripts print in this folder.", Path),
+            flag("--trust", "Ask nothing about a run from elsewhere."),
             flag("--json", "Print the result as JSON.", name="json_"),
         ),
         script=True,

@@ -290,7 +290,8 @@ RUNS = (
         """Stand between the learners of one region and the syncer: one body for each round crosses the link.
 
         Learners join by the link that it writes to its folder. Of their contributions it sends the sum, and of each
-        version it fetches one copy. If it dies, they go to the syncer directly.
+        version it fetches one copy. If it dies, they go to the syncer directly. A run with keys refuses a
+        learner's link here, such as the one that its syncer printed.
 
         Examples:
           atoll relay --join http://127.0.0.1:7077
@@ -300,7 +301,7 @@ RUNS = (
         (
             option(
                 "--join",
-                "The join link that the syncer printed, or a file that holds it.",
+                "A link of a relay's token (atoll tokens add NAME --role relay), or its file.",
                 metavar="LINK",
                 env="ATOLL_JOIN",
             ),

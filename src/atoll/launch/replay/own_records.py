@@ -130,7 +130,7 @@ class OwnRecords:
         kind = "left" if any(isinstance(entry, StoppedEntry) for entry in entries) else "lost"
         data: dict[str, object] = {"learner": line.learner, "incarnation": line.incarnation, "t": line.t}
         data |= {"tokens": line.total, "reason": line.reason, "unmerged_tokens": sum(line.lost) // len(line.lost)}
-        self._events.say(kind, f"{line.learner} is gone: {line.reason}", data)
+        self._events.say(kind, f"{line.learner} {'has left' if kind == 'left' else 'is away'}: {line.reason}", data)
 
     def _tell_finished(self, line: EndedRecord) -> None:
         learners = [

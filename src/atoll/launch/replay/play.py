@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 
 from atoll.config import Config
+from atoll.launch.begun_here import remember_run
 from atoll.launch.children import Child, cores
-from atoll.launch.environment import read_environment
+from atoll.launch.environment import LaunchEnvironment
 from atoll.launch.local import RUNNER, WORKLOAD
 from atoll.launch.ranks import RankProcesses
 from atoll.launch.replay.own_records import OwnRecords
@@ -75,6 +76,8 @@ class RunReplay:
     cut: int | None = None
     logs: Path | None = None
     """Where what the scripts print goes; None: nowhere that lasts."""
+    launch: LaunchEnvironment | None = None
+    """Folder and variables that the scripts start with; None: those of this process."""
     watch: Callable[[ReplayOutcome, int], None] = lambda outcome, rounds: None
 
     def play(self) -> ReplayOutcome:
@@ -199,11 +202,17 @@ class RunReplay:
         if state is not None:
             exact = part.session in states or (began is not None and began.exact)
             env = {"ATOLL_STATE": str(state), "ATOLL_EXACT": "1" if exact else "0", "ATOLL_RUN": "replay"}
-        return start_script(part, path, self.out, self.config, logs, env)
+        return start_script(part, path, self.out, self.config, logs, env, self.launch)
 
 
 def start_script(
-    part: ProcessRecording, path: str, out: RunDir, config: Config, logs: Path, more: dict[str, str]
+    part: ProcessRecording,
+    path: str,
+    out: RunDir,
+    config: Config,
+    logs: Path,
+    more: dict[str, str],
+    launch: LaunchEnvironment | None = None,
 ) -> Child:
     """A training process that is told what to do by whoever listens at `path`."""
     threads = str(part.began.threads) if part.began is not None else "1"
@@ -223,7 +232,7 @@ def start_script(
     for name in ("ATOLL_FOLDER", "ATOLL_DIRECT"):
         os.environ.pop(name, None)
     script, folder = [*RUNNER, *(config.script or WORKLOAD)], None
-    if (launch := read_environment(out.path)) is not None:
+    if launch is not None:
         env, folder = {**launch.find_missing(os.environ), **env}, launch.find_folder()
     # As the launcher does: a script that expects ranks finds the variables of a group also where it is alone.
     of_ranks = partial(RankProcesses, count=part.ranks, hidden=config.algorithm == "data-parallel")
@@ -266,6 +275,7 @@ class TapeRun:
         began = time.monotonic()
         lines = [self._with_outer(line) for line in read_tape(self.tape)]
         write_atomic(self.out.settings, self.config.toml())
+        remember_run(self.config, None)
         score = read_recording(lines)
         conductor = self._make_syncer(score)
         outcome = conductor.play()

@@ -10,10 +10,21 @@ from typing import Literal, TypeAlias, get_args
 from atoll.observe.figures import span
 
 LaneKind: TypeAlias = Literal[
-    "stepping", "scaling down", "scaling up", "outage", "gone", "joining", "recovering", "waiting", "away"
+    "stepping",
+    "training",
+    "scaling down",
+    "scaling up",
+    "outage",
+    "gone",
+    "joining",
+    "restarting",
+    "recovering",
+    "waiting",
+    "away",
 ]
 KINDS: tuple[LaneKind, ...] = get_args(LaneKind)
-"""What a learner may be doing, in the order of the legend."""
+"""Activities of a learner, in the order of the legend. A report has the words of docs/look.md; "stepping" is that
+of simulated learners, which may step with a share of their chips."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,11 +83,13 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 KIND_COLOURS: dict[LaneKind, str] = {
     "stepping": BLUE,
+    "training": BLUE,
     "scaling down": ORANGE,
     "scaling up": YELLOW,
     "outage": RED,
     "gone": GREY,
     "joining": SKY,
+    "restarting": YELLOW,
     "recovering": GREEN,
     "waiting": PINK,
     "away": PALE_GREY,

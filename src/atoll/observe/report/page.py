@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
@@ -21,6 +22,7 @@ from atoll.observe.report import sections
 from atoll.observe.report.reading import ReportedRun, find_faults, find_recoveries
 from atoll.observe.report.sections import STYLE, Html, join, note, paragraph, text
 from atoll.observe.timeline import Span, find_stays, select_kinds
+from atoll.protocol.settings import Settings
 from atoll.telemetry.round_members import count_members, count_merged_tokens
 
 HEADLINES = {
@@ -99,11 +101,11 @@ MOST_POINTS = 300
 
 def draw_lanes(run: ReportedRun) -> LaneChart:
     alive = _by_learner(find_stays(run.timeline, ("joined", "recovered"), run.part.start + run.end_s))
-    stepping = _by_learner(find_stays(run.timeline, ("recovered",), run.part.start + run.end_s))
+    training = _by_learner(find_stays(run.timeline, ("recovered",), run.part.start + run.end_s))
     marks = _marks(run)
     names = sorted(alive, key=_in_order)
     shown = tuple(
-        Lane(name, _stretches(run, name, alive[name], stepping.get(name, [])), marks.get(name, ())) for name in names
+        Lane(name, _stretches(run, name, alive[name], training.get(name, [])), marks.get(name, ())) for name in names
     )
     others = tuple(Lane(name, (), marks[name]) for name in sorted(marks.keys() - alive.keys()))
     return LaneChart("", "", shown + others)
@@ -160,31 +162,30 @@ def group(rounds: int) -> int:
     return max(1, -(-rounds // MOST_POINTS))
 
 
-def _stretches(run: ReportedRun, name: str, alive: Sequence[Span], stepping: Sequence[Span]) -> tuple[LaneSegment, ...]:
+def _stretches(run: ReportedRun, name: str, alive: Sequence[Span], training: Sequence[Span]) -> tuple[LaneSegment, ...]:
+    """Return what a learner did, in the words of docs/look.md, from its first join on."""
     begun = [e["at"] for e in select_kinds(run.timeline, "started", "restarted") if e.get("process") == name]
-    end = run.part.end
+    leaves = [event["at"] for event in select_kinds(run.timeline, "left") if event["learner"] == name]
+    abandon_s = float(run.summary["settings"].get("abandon_s") or Settings().abandon_s)
     found: list[tuple[Span, LaneKind]] = []
-    left: float | None = None
-    for stay in sorted(alive):
-        found += _away(left, stay.start, [at for at in begun if at <= stay.start])
-        inside = sorted(span for span in stepping if stay.start <= span.start <= stay.end)
+    for stay, back in pairwise([*sorted(alive), Span(run.part.end, run.part.end)]):
+        inside = sorted(span for span in training if stay.start <= span.start <= stay.end)
         first = inside[0].start if inside else stay.end
-        found += [(Span(stay.start, first), "joining"), *((span, "stepping") for span in inside)]
-        left = stay.end
-    if left is not None and left < end:
-        found += _away(left, end, [at for at in begun if at < end])
+        found += [(Span(stay.start, first), "joining"), *((span, "training") for span in inside)]
+        closed = min([stay.end + abandon_s, *(at for at in leaves if stay.end <= at <= back.start)])
+        found += _absence(stay.end, back.start, closed, begun)
     zero = run.part.start
     whole = Span(zero, zero + run.end_s)
     cut = [(span.within(whole), kind) for span, kind in found]
     return tuple(LaneSegment(span.start - zero, span.end - zero, kind) for span, kind in cut if span.length > 0)
 
 
-def _away(left: float | None, until: float, begun: Sequence[float]) -> list[tuple[Span, LaneKind]]:
-    """Gone from when it left until it was started again, joining from then on."""
-    again = [at for at in begun if left is None or at >= left]
-    start = again[-1] if again else until
-    gone: list[tuple[Span, LaneKind]] = [(Span(left, start), "gone")] if left is not None else []
-    return [*gone, (Span(start, until), "joining")]
+def _absence(since: float, until: float, closed: float, begun: Sequence[float]) -> list[tuple[Span, LaneKind]]:
+    """Tell an absence apart: `away` while it may come back with its steps, `gone` from `closed` on, `restarting` from
+    the start of its next process until that joins."""
+    start = max((at for at in begun if since <= at <= until), default=until)
+    closed = min(closed, start)
+    return [(Span(since, closed), "away"), (Span(closed, start), "gone"), (Span(start, until), "restarting")]
 
 
 def _marks(run: ReportedRun) -> dict[str, tuple[LaneMark, ...]]:

@@ -55,10 +55,13 @@ class LearnerMachine:
         frozen: str = "",
         takes_frozen: bool = False,
         ranks: tuple[RankBoxes, ...] = (),
+        unmerged: tuple[str, ...] = (),
+        renamed: tuple[str, ...] = (),
     ) -> None:
         """`restored`: its inner optimizer comes from what this learner saved, so it seeks none when it joins. `holder`:
         who has this name, and by what it is proved. `frozen`: a digest of what it does not merge; where it is not the
-        run's, `takes_frozen` has it seek a peer's. `ranks`: what each of them holds; empty: it has one."""
+        run's, `takes_frozen` has it seek a peer's. `ranks`: what each of them holds; empty: it has one. `unmerged`,
+        `renamed`: names of tensors, as in a hello."""
         self.name, self.session = name, session
         self._holder = holder or Holder(session)
         self.phase: LearnerPhase = "out"
@@ -72,6 +75,7 @@ class LearnerMachine:
         self._tensors, self._data, self._restored, self._declared = tensors, data, restored, tokens_per_step
         self._frozen, self._takes_frozen, self._run_frozen = frozen, takes_frozen, ""
         self._ranks = ranks
+        self._unmerged, self._renamed = unmerged, renamed
         self._may_be_torn = False
         """Of several ranks: some may have adopted a version that others have not when all was forgotten."""
         self._data_of: fx.Registered | None = None
@@ -182,6 +186,8 @@ class LearnerMachine:
             proof=self._holder.proof,
             frozen=self._frozen,
             ranks=self._ranks,
+            unmerged=() if self.run else self._unmerged,
+            renamed=() if self.run else self._renamed,
             clock=self._connection.clock,
             term=self.term,
         )

@@ -176,7 +176,7 @@ class Joining:
 
     def _tell_gone(self, kind: str, learner: KnownLearner, reason: str, unmerged: int) -> None:
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s, "reason": reason}
-        text = f"{learner.name} is gone: {reason}"
+        text = f"{learner.name} {'has left' if kind == 'left' else 'is away'}: {reason}"
         if reason == RELAY_BACK:  # it is back at once by another way, and no one has to look after it
             known["moved"], text = True, f"{learner.name} moves back to its relay"
         self.state.out.note(kind, text, learner, **known, unmerged_tokens=unmerged)
