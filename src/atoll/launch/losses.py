@@ -1,0 +1,85 @@
+"""What is missing of a run that was durable: told before the run goes on, and refused unless the operator accepts it.
+
+What is looked at: the durable end of the journal and of every chain in the run's folder (store/durable_end.py), and the
+payloads behind the newest snapshot. Accepted means: the journal is cut back to what still leads to one state of the
+whole run, the marks are set there, and the next term begins with a LossRecord. A shard whose folder lies elsewhere
+looks at its own chain when it starts.
+"""
+
+from __future__ import annotations
+
+from atoll.launch.restored_shards import cut_to_common
+from atoll.store.cuts import BadCut, CutState, complete_cuts
+from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.durable_end import (
+    EndLost,
+    LostPayload,
+    accept_end,
+    check_end,
+    cut_off,
+    find_end,
+    find_lost_payload,
+    write_accepted,
+)
+from atoll.store.rundir import RunDir
+from atoll.store.shards import ShardCut
+
+
+def check_whole(out: RunDir, *, accept: bool) -> list[str]:
+    """Return what was accepted, for people; none: nothing is missing. EndLost: something is, and it is not accepted."""
+    shards = list_shards(out)
+    losses = [what for run, called in ((out, "the journal"), *shards) if (what := _find_loss(run, called))]
+    payload = find_lost_payload(out)
+    if payload is not None:
+        losses.append(f"an outer gradient that was durable cannot be read: {payload.what}")
+    if not losses:
+        return []
+    what = "; ".join(losses)
+    if not accept:
+        raise EndLost(what, _advise_cut(out))
+    _accept(out, [run for run, _ in shards], payload, what)
+    return [f"accepted: {what}"]
+
+
+def list_shards(out: RunDir) -> list[tuple[RunDir, str]]:
+    """The folders of other shards that lie in the run's, each with the name of its chain."""
+    numbers = sorted(int(path.name) for path in (out.path / "shards").glob("*") if path.name.isdecimal())
+    return [(out.shard(number), f"the chain of shard {number}") for number in numbers]
+
+
+def accept_lost_chain(shard: RunDir, number: int) -> str:
+    """Of a shard that was started by hand: it goes on with what its chain still holds. Return what is lost; empty:
+    nothing. The lead refuses it all the same where a decision names what is gone."""
+    if lost := _find_loss(shard, f"the chain of shard {number}"):
+        accept_end(shard, ShardCut)
+    return lost
+
+
+def _find_loss(run: RunDir, called: str) -> str:
+    try:
+        check_end(run, LocalDisk(), called=called)
+    except EndLost as lost:
+        return lost.what
+    return ""
+
+
+def _advise_cut(out: RunDir) -> str:
+    """Name a snapshot that holds more than the journal."""
+    newest = next(iter(complete_cuts(out.cuts)), 0)
+    return (
+        f", or make a new run of snapshot {newest} (--from-cut)" if newest > find_end(out, LocalDisk()).rounds else ""
+    )
+
+
+def _accept(out: RunDir, shards: list[RunDir], payload: LostPayload | None, what: str) -> None:
+    write_accepted(out, what)
+    if payload is not None:
+        cut_off(out, payload.before)
+    if shards:
+        try:
+            cut_to_common(out, len(shards) + 1)
+        except (BadCut, Corrupt) as error:
+            raise EndLost(f"{what}; without it no snapshot is left that all shards lead on from ({error})") from error
+    accept_end(out, CutState)
+    for shard in shards:
+        accept_end(shard, ShardCut)

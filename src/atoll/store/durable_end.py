@@ -1,0 +1,172 @@
+"""Whether a journal still reaches its durable end, and what an operator agreed to go on without.
+
+A journal that lost its last appends reads like one that ends there: a chain of hashes knows no end. So it is held
+against its mark (end_mark.py). With M for the newest mark:
+
+    | the journal                                   | how that comes about                                 | verdict |
+    | --------------------------------------------- | ---------------------------------------------------- | ------- |
+    | ends at M                                     | the usual case                                       | whole   |
+    | goes on behind M                              | a crash between an append and its mark; with         | whole   |
+    |                                               | durability = "cut" the rounds since the last sync    |         |
+    | seals the term of M before M by a later term  | M's writer was replaced: what it wrote it told nobody | whole   |
+    | has no mark, or the torn first one of a run   | an earlier version wrote it; or nothing was told yet | whole   |
+    | ends before M, or its segment is gone         | appends that were durable are gone                   | lost    |
+    | has something else at M                       | files of a copy that went on by itself               | lost    |
+    | has a mark with two bad slots                 | the mark is damaged: no crash does that              | lost    |
+
+- The mark is read first and the journal after it: a living writer may be ahead of the mark that was read, never behind.
+- What is lost is never passed over: verify and whoever would go on refuse it, until the operator accepts it. Then the
+  mark is set back to the end that is there, and accepted.json keeps what is missing until a LossRecord says it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from atoll.protocol.records import MergedRecord, RestoredRecord
+from atoll.store.atomic import make_folder, write_atomic
+from atoll.store.cuts import BadCut, CutState, folder_of, known_cuts, open_cut, read_state
+from atoll.store.disk import Corrupt, Disk, LocalDisk
+from atoll.store.end_mark import BadMark, DurableEnd, place_mark, read_mark, rounds_behind
+from atoll.store.journal import describe_lack, read
+from atoll.store.rundir import RunDir
+from atoll.store.segments import ORIGIN, Position, segment_path
+from atoll.store.shards import ShardCut
+
+ACCEPTED = "accepted.json"
+"""Beside the marks."""
+LOST = "lost-"
+"""What the names of snapshots begin with that the journal does not reach any more."""
+
+UNMARKED = "no mark says up to where the journal was durable, so its last appends may be missing: from now on one does"
+"""Of a run that an earlier version wrote; its next append is marked."""
+
+
+class EndLost(Corrupt):
+    """A part of the journal that was durable is gone. Nothing was changed."""
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(f"{what}; put back a copy of what is missing{advice}, or go on without it by --accept-loss")
+        self.what = what
+
+
+def check_end(out: RunDir, disk: Disk, *, called: str = "the journal") -> DurableEnd | None:
+    """EndLost where the journal does not reach its mark. Returns the mark; None: there is none."""
+    try:
+        mark = read_mark(out.marks, disk)
+    except BadMark as error:
+        raise EndLost(str(error)) from error
+    if mark is None or _leads_on(out.journal, mark.position, disk):
+        return mark
+    end = find_end(out, disk)
+    if end.position.term > mark.position.term:
+        return mark  # sealed by a later term: the writer of this mark was replaced
+    raise EndLost(_describe(out.journal, end, mark, called))
+
+
+def find_end(out: RunDir, disk: Disk) -> DurableEnd:
+    """Where the journal ends as it lies there, read from its beginning."""
+    end = DurableEnd(ORIGIN, 0)
+    for position, record in read(out.journal, disk=disk) if out.journal.is_dir() else ():
+        end = DurableEnd(position, rounds_behind([record], end.rounds))
+    return end
+
+
+def _leads_on(journal: Path, at: Position, disk: Disk) -> bool:
+    """Whether the journal ends at this position, or goes on with a record whose hash follows from it."""
+    try:
+        next(read(journal, start=at, disk=disk), None)
+    except Corrupt:
+        return False
+    return True
+
+
+def _describe(journal: Path, end: DurableEnd, mark: DurableEnd, called: str) -> str:
+    at, path = mark.position, segment_path(journal, mark.position.term)
+    if end.position.term == at.term and end.position.offset >= at.offset:
+        what = f"{path} holds something else at byte {at.offset} than what was durable"
+    elif not path.exists():
+        what = f"{path} is gone"
+    else:
+        there = end.position.offset if end.position.term == at.term else 0
+        what = f"{path} holds {there:,} of {at.offset:,} bytes"
+    if end.rounds >= mark.rounds:
+        return f"{called} ends before what was durable: {what}"
+    ends = f"ends at round {end.rounds - 1}" if end.rounds else "holds no round"
+    return f"{called} {ends}, but round {mark.rounds - 1} was durable: {what}"
+
+
+# ---- a payload that is missing, though its record is there ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LostPayload:
+    before: Position
+    """The end of what can be replayed."""
+    what: str
+
+
+def find_lost_payload(out: RunDir) -> LostPayload | None:
+    """The first record behind the newest snapshot whose payload is not here whole: no state leads past it."""
+    for cut in known_cuts(out.cuts):
+        try:
+            before = open_cut(out.cuts, cut).state.position
+            for position, record in read(out.journal, start=before, disk=LocalDisk()):
+                place = record.payload if isinstance(record, MergedRecord | RestoredRecord) else None
+                if place is not None and (what := describe_lack(out.journal, position.term, place)):
+                    return LostPayload(before, what)
+                before = position
+        except (BadCut, Corrupt):
+            continue  # what leads on from the snapshot before it counts
+        return None
+    return None
+
+
+# ---- what was accepted ----------------------------------------------------------------------------------------------
+
+
+def cut_off(out: RunDir, end: Position) -> None:
+    """Remove what the journal holds behind this position. What of an append is left counts as torn."""
+    for path in out.journal.glob("segment-*.log"):
+        if int(path.stem.rpartition("-")[2]) > end.term:
+            path.unlink()
+    with segment_path(out.journal, end.term).open("r+b") as file:
+        file.truncate(end.offset)
+        os.fsync(file.fileno())
+
+
+def accept_end(out: RunDir, kind: type[CutState] | type[ShardCut]) -> None:
+    """Mark the end that is there. Snapshots from behind it are set aside as cuts/lost-000120."""
+    end = find_end(out, LocalDisk())
+    for number in known_cuts(out.cuts):
+        with suppress(BadCut):
+            _, state = read_state(out.cuts, number, kind)
+            if (state.position.term, state.position.offset) > (end.position.term, end.position.offset):
+                folder = folder_of(out.cuts, number)
+                folder.rename(folder.with_name(f"{LOST}{folder.name}"))
+    place_mark(out.marks, end)
+
+
+def write_accepted(out: RunDir, what: str) -> None:
+    """Keep what was accepted until the journal says it."""
+    make_folder(out.marks)
+    write_atomic(out.marks / ACCEPTED, msgspec.json.encode({"what": what}))
+
+
+def read_accepted(out: RunDir) -> str:
+    """What was accepted and is not in the journal yet; empty: nothing."""
+    try:
+        return msgspec.json.decode((out.marks / ACCEPTED).read_bytes(), type=dict[str, str])["what"]
+    except FileNotFoundError:
+        return ""
+    except (OSError, msgspec.MsgspecError, LookupError):
+        return "a part of the journal"  # which, the damaged file does not say
+
+
+def clear_accepted(out: RunDir) -> None:
+    (out.marks / ACCEPTED).unlink(missing_ok=True)
