@@ -160,6 +160,7 @@ def test_a_run_without_parameters_is_well(tmp_path: Path) -> None:
 def test_a_run_that_has_not_begun_is_well(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     shutil.rmtree(run.dir.journal)
+    shutil.rmtree(run.dir.marks)
     run.dir.journal.mkdir()
     begin_term(run.dir.journal, 1).close()
     report = well(run)
@@ -344,6 +345,8 @@ def test_cuts_without_any_record_are_told(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run")
     for path in run.dir.journal.glob("segment-*"):
         path.unlink()
+    assert "the journal holds no round, but round 3 was durable" in wrong(run)
+    shutil.rmtree(run.dir.marks)
     assert "holds no record, but there are cuts: put back a copy of the journal" in wrong(run)
 
 
