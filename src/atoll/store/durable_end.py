@@ -31,7 +31,7 @@ import msgspec
 from atoll.protocol.records import MergedRecord, RestoredRecord
 from atoll.store.atomic import make_folder, write_atomic
 from atoll.store.cuts import BadCut, CutState, folder_of, known_cuts, open_cut, read_state
-from atoll.store.disk import Corrupt, Disk, LocalDisk
+from atoll.store.disk import Corrupt, Disk, DiskFailed, LocalDisk
 from atoll.store.end_mark import BadMark, DurableEnd, place_mark, read_mark, rounds_behind
 from atoll.store.journal import describe_lack, read
 from atoll.store.rundir import RunDir
@@ -66,14 +66,18 @@ def check_end(out: RunDir, disk: Disk, *, called: str = "the journal") -> Durabl
     end = find_end(out, disk)
     if end.position.term > mark.position.term:
         return mark  # sealed by a later term: the writer of this mark was replaced
-    raise EndLost(_describe(out.journal, end, mark, called))
+    raise EndLost(_describe(out.journal, end, mark, called, disk))
 
 
 def find_end(out: RunDir, disk: Disk) -> DurableEnd:
     """Where the journal ends as it lies there, read from its beginning."""
     end = DurableEnd(ORIGIN, 0)
-    for position, record in read(out.journal, disk=disk) if out.journal.is_dir() else ():
-        end = DurableEnd(position, rounds_behind([record], end.rounds))
+    try:
+        for position, record in read(out.journal, disk=disk):
+            end = DurableEnd(position, rounds_behind([record], end.rounds))
+    except DiskFailed as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
     return end
 
 
@@ -81,16 +85,16 @@ def _leads_on(journal: Path, at: Position, disk: Disk) -> bool:
     """Whether the journal ends at this position, or goes on with a record whose hash follows from it."""
     try:
         next(read(journal, start=at, disk=disk), None)
-    except Corrupt:
+    except (Corrupt, DiskFailed):  # a disk that cannot be read says so again when all of it is read
         return False
     return True
 
 
-def _describe(journal: Path, end: DurableEnd, mark: DurableEnd, called: str) -> str:
+def _describe(journal: Path, end: DurableEnd, mark: DurableEnd, called: str, disk: Disk) -> str:
     at, path = mark.position, segment_path(journal, mark.position.term)
     if end.position.term == at.term and end.position.offset >= at.offset:
         what = f"{path} holds something else at byte {at.offset} than what was durable"
-    elif not path.exists():
+    elif not _exists(path, disk):
         what = f"{path} is gone"
     else:
         there = end.position.offset if end.position.term == at.term else 0
@@ -99,6 +103,14 @@ def _describe(journal: Path, end: DurableEnd, mark: DurableEnd, called: str) -> 
         return f"{called} ends before what was durable: {what}"
     ends = f"ends at round {end.rounds - 1}" if end.rounds else "holds no round"
     return f"{called} {ends}, but round {mark.rounds - 1} was durable: {what}"
+
+
+def _exists(path: Path, disk: Disk) -> bool:
+    try:
+        disk.size(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 # ---- a payload that is missing, though its record is there ----------------------------------------------------------

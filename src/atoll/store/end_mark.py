@@ -24,7 +24,18 @@ from pathlib import Path
 
 from atoll.protocol.records import AnyRecord, MergedRecord, PassedRecord, RestoredRecord, TermRecord
 from atoll.store.atomic import make_folder, write_atomic
-from atoll.store.disk import Corrupt, Disk, InPlaceFile, delete, failed, make_durable, not_written, reading
+from atoll.store.disk import (
+    Corrupt,
+    Disk,
+    DiskFailed,
+    InPlaceFile,
+    NoRoom,
+    delete,
+    failed,
+    make_durable,
+    not_written,
+    reading,
+)
 from atoll.store.segments import Position
 
 SLOT_BYTES = 4096
@@ -76,7 +87,7 @@ class EndMark:
             self._overwrite(file, 0, end)
             for folder in (self._folder, self._folder.parent):
                 make_durable(folder, self._disk)
-        except BaseException:
+        except (NoRoom, DiskFailed):
             # Out of the way of a new try.
             file.close()
             with suppress(OSError):
