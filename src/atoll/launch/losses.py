@@ -9,7 +9,7 @@ looks at its own chain when it starts.
 from __future__ import annotations
 
 from atoll.launch.restored_shards import cut_to_common
-from atoll.store.cuts import BadCut, CutState, complete_cuts
+from atoll.store.cuts import BadCut, complete_cuts
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.durable_end import (
     EndLost,
@@ -22,13 +22,12 @@ from atoll.store.durable_end import (
     write_accepted,
 )
 from atoll.store.rundir import RunDir
-from atoll.store.shards import ShardCut
 
 
 def check_whole(out: RunDir, *, accept: bool) -> list[str]:
     """Return what was accepted, for people; none: nothing is missing. EndLost: something is, and it is not accepted."""
     shards = list_shards(out)
-    losses = [what for run, called in ((out, "the journal"), *shards) if (what := _find_loss(run, called))]
+    losses = [what for shard in (0, *shards) if (what := _find_loss(_folder_of(out, shard), shard))]
     payload = find_lost_payload(out)
     if payload is not None:
         losses.append(f"an outer gradient that was durable cannot be read: {payload.what}")
@@ -37,27 +36,30 @@ def check_whole(out: RunDir, *, accept: bool) -> list[str]:
     what = "; ".join(losses)
     if not accept:
         raise EndLost(what, _advise_cut(out))
-    _accept(out, [run for run, _ in shards], payload, what)
+    _accept(out, shards, payload, what)
     return [f"accepted: {what}"]
 
 
-def list_shards(out: RunDir) -> list[tuple[RunDir, str]]:
-    """The folders of other shards that lie in the run's, each with the name of its chain."""
-    numbers = sorted(int(path.name) for path in (out.path / "shards").glob("*") if path.name.isdecimal())
-    return [(out.shard(number), f"the chain of shard {number}") for number in numbers]
+def list_shards(out: RunDir) -> list[int]:
+    """The other shards whose folders lie in the run's."""
+    return sorted(int(path.name) for path in (out.path / "shards").glob("*") if path.name.isdecimal())
+
+
+def _folder_of(out: RunDir, shard: int) -> RunDir:
+    return out.shard(shard) if shard else out
 
 
 def accept_lost_chain(shard: RunDir, number: int) -> str:
     """Of a shard that was started by hand: it goes on with what its chain still holds. Return what is lost; empty:
     nothing. The lead refuses it all the same where a decision names what is gone."""
-    if lost := _find_loss(shard, f"the chain of shard {number}"):
-        accept_end(shard, ShardCut)
+    if lost := _find_loss(shard, number):
+        accept_end(shard, number)
     return lost
 
 
-def _find_loss(run: RunDir, called: str) -> str:
+def _find_loss(run: RunDir, shard: int) -> str:
     try:
-        check_end(run, LocalDisk(), called=called)
+        check_end(run, LocalDisk(), shard=shard)
     except EndLost as lost:
         return lost.what
     return ""
@@ -71,7 +73,7 @@ def _advise_cut(out: RunDir) -> str:
     )
 
 
-def _accept(out: RunDir, shards: list[RunDir], payload: LostPayload | None, what: str) -> None:
+def _accept(out: RunDir, shards: list[int], payload: LostPayload | None, what: str) -> None:
     write_accepted(out, what)
     if payload is not None:
         cut_off(out, payload.before)
@@ -80,6 +82,5 @@ def _accept(out: RunDir, shards: list[RunDir], payload: LostPayload | None, what
             cut_to_common(out, len(shards) + 1)
         except (BadCut, Corrupt) as error:
             raise EndLost(f"{what}; without it no snapshot is left that all shards lead on from ({error})") from error
-    accept_end(out, CutState)
-    for shard in shards:
-        accept_end(shard, ShardCut)
+    for shard in (0, *shards):
+        accept_end(_folder_of(out, shard), shard)

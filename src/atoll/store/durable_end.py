@@ -22,6 +22,7 @@ against its mark (end_mark.py). With M for the newest mark:
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,18 +56,45 @@ class EndLost(Corrupt):
         self.what = what
 
 
-def check_end(out: RunDir, disk: Disk, *, called: str = "the journal") -> DurableEnd | None:
-    """EndLost where the journal does not reach its mark. Returns the mark; None: there is none."""
+def check_end(out: RunDir, disk: Disk, *, shard: int = 0) -> DurableEnd | None:
+    """EndLost where the journal does not reach its mark. Returns the mark; None: there is none. `shard`: the folder is
+    that of another shard, which has a chain."""
     try:
         mark = read_mark(out.marks, disk)
     except BadMark as error:
         raise EndLost(str(error)) from error
-    if mark is None or _leads_on(out.journal, mark.position, disk):
+    if mark is None or _holds(out, mark.position, shard, disk):
         return mark
     end = find_end(out, disk)
     if end.position.term > mark.position.term:
         return mark  # sealed by a later term: the writer of this mark was replaced
-    raise EndLost(_describe(out.journal, end, mark, called, disk))
+    raise EndLost(_describe(out.journal, end, mark, f"the chain of shard {shard}" if shard else "the journal", disk))
+
+
+def _holds(out: RunDir, at: Position, shard: int, disk: Disk) -> bool:
+    """Whether a record of the journal ends at this position. It is read from the newest snapshot on that it leads on
+    from, so that what a start takes does not grow with the run."""
+    for start in _list_starts(out, at, shard):
+        try:
+            return any(position == at for position, _ in read(out.journal, start=start, disk=disk))
+        except (Corrupt, DiskFailed):
+            continue  # a disk that cannot be read says so again when all of it is read
+    return False
+
+
+def _list_starts(out: RunDir, at: Position, shard: int) -> Iterator[Position | None]:
+    for number in known_cuts(out.cuts):
+        with suppress(BadCut):
+            start = _read_position(out, number, shard)
+            if (start.term, start.offset) < (at.term, at.offset):
+                yield start
+    yield None
+
+
+def _read_position(out: RunDir, cut: int, shard: int) -> Position:
+    """Where the journal goes on behind a snapshot."""
+    kind: type[CutState] | type[ShardCut] = ShardCut if shard else CutState
+    return read_state(out.cuts, cut, kind)[1].position
 
 
 def find_end(out: RunDir, disk: Disk) -> DurableEnd:
@@ -79,15 +107,6 @@ def find_end(out: RunDir, disk: Disk) -> DurableEnd:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
     return end
-
-
-def _leads_on(journal: Path, at: Position, disk: Disk) -> bool:
-    """Whether the journal ends at this position, or goes on with a record whose hash follows from it."""
-    try:
-        next(read(journal, start=at, disk=disk), None)
-    except (Corrupt, DiskFailed):  # a disk that cannot be read says so again when all of it is read
-        return False
-    return True
 
 
 def _describe(journal: Path, end: DurableEnd, mark: DurableEnd, called: str, disk: Disk) -> str:
@@ -152,13 +171,13 @@ def cut_off(out: RunDir, end: Position) -> None:
         os.fsync(file.fileno())
 
 
-def accept_end(out: RunDir, kind: type[CutState] | type[ShardCut]) -> None:
+def accept_end(out: RunDir, shard: int = 0) -> None:
     """Mark the end that is there. Snapshots from behind it are set aside as cuts/lost-000120."""
     end = find_end(out, LocalDisk())
     for number in known_cuts(out.cuts):
         with suppress(BadCut):
-            _, state = read_state(out.cuts, number, kind)
-            if (state.position.term, state.position.offset) > (end.position.term, end.position.offset):
+            start = _read_position(out, number, shard)
+            if (start.term, start.offset) > (end.position.term, end.position.offset):
                 folder = folder_of(out.cuts, number)
                 folder.rename(folder.with_name(f"{LOST}{folder.name}"))
     place_mark(out.marks, end)

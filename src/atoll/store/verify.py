@@ -132,7 +132,7 @@ class RunVerification:
         self._cuts.check_files(history.run, gap_before=history.settings.keep_cuts if spares else 0)
         if history.begun.shards > 1:
             for shard in range(LEAD + 1, history.begun.shards + 1):
-                check_end(shard_dir(self._run, shard), LocalDisk(), called=f"the chain of shard {shard}")
+                check_end(shard_dir(self._run, shard), LocalDisk(), shard=shard)
             check_chains(self._run, history.begun)
             check_shard_cuts(self._run, history.begun, sorted(self._cuts.complete))
         self._check_model(self._audit, self._rebuild_model(self._audit))

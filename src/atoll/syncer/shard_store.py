@@ -98,7 +98,7 @@ class ShardStore:
         """Held while the chain is appended to or read."""
         self._newest: Position | None = None
         """Where the newest cut begins in the chain: whatever is decided from now on lies behind it."""
-        check_end(out, self._disk, called=f"the chain of shard {shard}")
+        check_end(out, self._disk, shard=shard)
         self.begun: BegunRecord | None = self._read_begun()
         end = self._find_end() if self.begun is not None else ORIGIN
         self._journal = Journal.begin(out.journal, lease.term, after=end, disk=self._disk, marks=out.marks)
