@@ -22,6 +22,7 @@ from atoll.store.durable_end import (
     write_accepted,
 )
 from atoll.store.rundir import RunDir
+from atoll.store.segments import ORIGIN
 
 
 def check_whole(out: RunDir, *, accept: bool) -> list[str]:
@@ -34,8 +35,8 @@ def check_whole(out: RunDir, *, accept: bool) -> list[str]:
     if not losses:
         return []
     what = "; ".join(losses)
-    if not accept:
-        raise EndLost(what, _advise_cut(out))
+    if not accept or any(_is_empty(_folder_of(out, shard)) for shard in (0, *shards)):
+        raise EndLost(what, _advise_cut(out))  # of a journal of which nothing is left, there is nothing to go on with
     _accept(out, shards, payload, what)
     return [f"accepted: {what}"]
 
@@ -63,6 +64,10 @@ def _find_loss(run: RunDir, shard: int) -> str:
     except EndLost as lost:
         return lost.what
     return ""
+
+
+def _is_empty(run: RunDir) -> bool:
+    return find_end(run, LocalDisk()).position == ORIGIN
 
 
 def _advise_cut(out: RunDir) -> str:
