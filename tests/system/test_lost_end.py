@@ -64,8 +64,9 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         run.kill_everything()
         found = {}
         for stage, seen in (("none", rounds_in_term), ("snapshot", rounds_behind_cut)):
+            begun = len(run.events("reigned"))
             run.start("train", "--resume", run.out)
-            run.until(lambda events, seen=seen: seen(events) > 4)
+            run.until(lambda events, begun=begun, seen=seen: len(run.events("reigned")) > begun and seen(events) > 4)
             run.kill_everything()
             found[stage] = Path(shutil.copytree(run.out, run.folder / stage))
         if request.param == "restored":
@@ -157,8 +158,10 @@ def test_what_is_missing_is_said_and_refused_until_it_is_accepted(
     assert "--accept-loss" in str(refused.value) and refused.value.exit_code == 4
     if damage is not delete_payload:
         assert refused.value.what in report.problem
+    lease = acquire(out.journal)
     with pytest.raises(Corrupt):
-        RunStore(out, acquire(out.journal))
+        RunStore(out, lease)  # as a standby or a supervisor would begin it
+    lease.release()
     after = list_files(out.path)
     assert {name for name in after if after[name] != before.get(name)} <= set(after) - set(before) | {"journal/alive"}
 
@@ -186,8 +189,10 @@ def test_a_shards_chain_that_lost_its_end_is_refused(stages: dict[str, Path], tm
     assert "the chain of shard 2 ends at round" in verify_run(out.path).problem
     with pytest.raises(EndLost, match="the chain of shard 2 ends at round"):
         plan_resume(out)
+    lease = acquire(out.shard(2).journal)
     with pytest.raises(EndLost, match="the chain of shard 2 ends at round"):
-        ShardStore(out.shard(2), acquire(out.shard(2).journal), 2)
+        ShardStore(out.shard(2), lease, 2)
+    lease.release()
     assert "the chain of shard 2" in plan_resume(out, accept_loss=True).remarks[0]
     RunStore(out, acquire(out.journal)).close()
     ShardStore(out.shard(2), acquire(out.shard(2).journal), 2).close()
