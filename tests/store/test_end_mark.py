@@ -94,8 +94,14 @@ def test_what_is_told_is_marked_before_and_what_is_marked_was_synced_before() ->
     disk.calls.clear()
     journal.append([entry(1, b"payload")])
     names = [name for kind, name in disk.calls if kind == "sync" and name != "journal"]
-    assert names == ["payload-000001-0000.bin", FIRST, "000001"]
-    assert marked(disk) == journal.position
+    assert names == ["payload-000001-0000.bin", FIRST], "it waits for no sync of the mark"
+    assert disk.calls[-1] == ("write", "000001") and marked(disk) == journal.position
+    journal.settle_mark()
+    assert disk.calls[-1] == ("sync", "000001")
+    journal.settle_mark()
+    journal.append([passed(2)])
+    journal.append([passed(3)])
+    assert disk.calls[-2:] == [("sync", "000001"), ("write", "000001")], "two marks are never torn at once"
 
 
 def test_what_is_not_synced_is_not_marked() -> None:
@@ -161,10 +167,11 @@ def test_a_mark_that_cannot_be_made_durable_ends_the_journal(monkeypatch: pytest
         raise OSError(errno.EIO, "no")
 
     monkeypatch.setattr(journal._mark._file, "datasync", fail)
+    journal.append([passed(1)])
     with pytest.raises(DiskFailed, match="durable/000001"):
-        journal.append([passed(1)])
+        journal.settle_mark()
     with pytest.raises(DiskFailed):
-        journal.append([passed(1)])
+        journal.append([passed(2)])
 
 
 # ---- writers that were replaced --------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
     durable/000003    the mark of term 3: two slots of one sector, 4 KiB apart, overwritten in turns
     slot              magic, u32 term, u64 offset, 16 bytes hash, u64 rounds, blake2b of all that      little-endian
 
-- An append is written and synced, then its mark, and only then may anything be told. So a mark never says more than
-  what is durable; an append that was not synced (durability = "cut") is not marked.
+- An append is written and synced, then its mark is written, and only then may anything be told. So a mark never says
+  more than what is durable; an append that was not synced (durability = "cut") is not marked.
+- The mark is synced behind the telling (`settle`), at the latest before the next one is written: a round does not wait
+  for that sync, and a power cut leaves the mark one append behind at most. That is no loss, for the journal goes on.
 - A torn write costs one slot: the other holds the mark before it. The file has its full size from the start, so that
   to overwrite a slot changes nothing of the file but these bytes.
 - Each term has a mark of its own, as it has a segment: a writer that was replaced changes nobody else's. The newest
@@ -67,16 +69,27 @@ class EndMark:
         self._file: InPlaceFile | None = None
         self._slot = 0
         self._newest: DurableEnd | None = None
+        self._settled = True
+        """The newest mark is durable."""
 
     def write(self, end: DurableEnd) -> None:
-        """Durable once it returns. NoRoom: the mark before it counts, and the same may be tried again."""
+        """Every reader finds it once this returns; a power cut may leave the one before it. NoRoom: that one counts,
+        and the same may be tried again."""
         if end == self._newest:
             return
+        self.settle()  # two slots that are not durable could both be torn
         if self._file is None:
             self._file = self._create_file(end)
         else:
+            self._settled = False
             self._overwrite(self._file, self._slot, end)
         self._slot, self._newest = 1 - self._slot, end
+
+    def settle(self) -> None:
+        """The newest mark is durable once this returns."""
+        if self._file is not None and not self._settled:
+            self._sync(self._file)
+            self._settled = True
 
     def _create_file(self, end: DurableEnd) -> InPlaceFile:
         try:
@@ -85,6 +98,7 @@ class EndMark:
             raise not_written(error, self._path) from error
         try:
             self._overwrite(file, 0, end)
+            self._sync(file)
             for folder in (self._folder, self._folder.parent):
                 make_durable(folder, self._disk)
         except (NoRoom, DiskFailed):
@@ -103,6 +117,8 @@ class EndMark:
             file.write_at(slot * SLOT_BYTES, _encode(end))
         except OSError as error:
             raise not_written(error, self._path) from error
+
+    def _sync(self, file: InPlaceFile) -> None:
         try:
             file.datasync()
         except OSError as error:

@@ -149,6 +149,12 @@ class Journal:
             self._segment.datasync()
             self._mark_end(self.position, self._rounds)
 
+    def settle_mark(self) -> None:
+        """The mark of the last append is durable once this returns; the append itself is since it returned."""
+        if self._mark is not None:
+            with self._whole_or_dead():
+                self._mark.settle()
+
     def _mark_end(self, position: Position, rounds: int) -> None:
         if self._mark is not None and position.offset > HEAD_BYTES:
             self._mark.write(DurableEnd(position, rounds))
@@ -185,6 +191,9 @@ class Journal:
                 delete(payload_path(self._folder, *old), self._disk)
 
     def close(self) -> None:
+        if not self._failure:
+            with suppress(DiskFailed):  # then the mark before it counts
+                self.settle_mark()
         self._failure = self._failure or f"{self._segment.path} is closed"
         for file in self._list_files():
             file.close()

@@ -211,6 +211,11 @@ class RunStore:
                 self._needless = None
                 self._journal.trim(*before)
 
+    def settle(self) -> None:
+        """In a thread, once what an append allowed is told: make the mark of the journal's end durable too."""
+        with self._writing:
+            self._journal.settle_mark()
+
     def _note_append(self, entries: Sequence[JournalEntry]) -> None:
         """Let the uploader know; with durability = "store" it returns when the bucket has it."""
         if self._uploader is None:

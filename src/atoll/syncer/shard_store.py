@@ -174,6 +174,11 @@ class ShardStore:
                 self._journal.trim(*before)
             return self._journal.position.hash
 
+    def settle(self) -> None:
+        """In a thread, once the lead is told: make the mark of the chain's end durable too."""
+        with self._writing:
+            self._journal.settle_mark()
+
     def _note_append(self) -> None:
         """Let the uploader know; with durability = "store" it returns when the bucket has it."""
         if self._uploader is not None:
