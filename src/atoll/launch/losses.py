@@ -1,4 +1,4 @@
-"""What is missing of a run that was durable: told before the run goes on, and refused unless the operator accepts it.
+"""Losses of a run: found before the run goes on, and refused unless the operator accepts them.
 
 What is looked at: the durable end of the journal and of every chain in the run's folder (store/durable_end.py), and the
 payloads behind the newest snapshot. Accepted means: the journal is cut back to what still leads to one state of the
@@ -51,8 +51,8 @@ def _folder_of(out: RunDir, shard: int) -> RunDir:
 
 
 def accept_lost_chain(shard: RunDir, number: int) -> str:
-    """Of a shard that was started by hand: it goes on with what its chain still holds. Return what is lost; empty:
-    nothing. The lead refuses it all the same where a decision names what is gone."""
+    """Let a shard that was started by hand go on with what its chain still holds. Return what is lost; empty: nothing.
+    The lead refuses it all the same where a decision names what is gone."""
     if lost := _find_loss(shard, number):
         accept_end(shard, number)
     return lost

@@ -107,9 +107,9 @@ def _refuse_lost_rounds(draft: RunDir, takeover: Takeover, url: str) -> None:
 
 
 def _mark_ends(draft: RunDir, shards: int) -> None:
-    """What was fetched is what this place holds: whatever was behind it is told above, and looked for no more."""
+    """Mark the ends of what was fetched. What the bucket lacks behind them is said above, and not looked for again."""
     for run in (draft, *(draft.shard(number) for number in range(2, shards + 1))):
-        with suppress(Corrupt):  # whoever reads it next says what is damaged
+        with suppress(Corrupt):  # the next reader says what is damaged
             if not run.marks.exists() and (end := find_end(run, LocalDisk())).position != ORIGIN:
                 place_mark(run.marks, end)
 

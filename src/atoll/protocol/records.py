@@ -352,7 +352,7 @@ class LossRecord(Record, frozen=True, tag="lost"):
     """Written right behind the TermRecord of the term that goes on."""
 
     what: str
-    """What is missing, as the operator read it."""
+    """Text that named the loss when the operator accepted it."""
 
 
 AnyRecord = (

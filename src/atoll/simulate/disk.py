@@ -58,7 +58,7 @@ class SimulatedDisk:
         self.synced = 0
         """So many records survive the machine."""
         self.marked = 0
-        """So many records are known to be durable, apart from the journal."""
+        """Number of records that the mark says are durable."""
         self.claim = 0
         """The newest term."""
         self.cuts: dict[int, KeptCut] = {}

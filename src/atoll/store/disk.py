@@ -84,7 +84,7 @@ class Disk(Protocol):
         """A new file; FileExistsError if the name is taken. Its name is durable once its folder was synced."""
 
     def create_in_place(self, path: Path, size: int) -> InPlaceFile:
-        """A new file of so many zeros, and its folder if that is not there; names and errors as with `create`."""
+        """A new file of `size` zeros, and its folder if that is missing; names and errors as with `create`."""
 
     def read(self, path: Path, offset: int, limit: int) -> bytes:
         """Up to `limit` bytes; fewer only at the end of the file."""

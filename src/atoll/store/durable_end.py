@@ -1,4 +1,4 @@
-"""Whether a journal still reaches its durable end, and what an operator agreed to go on without.
+"""Check that a journal reaches its durable end, and accept that it does not.
 
 A journal that lost its last appends reads like one that ends there: a chain of hashes knows no end. So it is held
 against its mark (end_mark.py). With M for the newest mark:
@@ -40,12 +40,12 @@ from atoll.store.segments import ORIGIN, Position, segment_path
 from atoll.store.shards import ShardCut
 
 ACCEPTED = "accepted.json"
-"""Beside the marks."""
+"""Name of a file beside the marks."""
 LOST = "lost-"
-"""What the names of snapshots begin with that the journal does not reach any more."""
+"""Prefix of the folders of snapshots that the journal does not reach any more."""
 
 UNMARKED = "no mark says up to where the journal was durable, so its last appends may be missing: from now on one does"
-"""Of a run that an earlier version wrote; its next append is marked."""
+"""Remark on a run that an earlier version wrote; its next append is marked."""
 
 
 class EndLost(Corrupt):
@@ -78,7 +78,7 @@ def _holds(out: RunDir, at: Position, shard: int, disk: Disk) -> bool:
         try:
             return any(position == at for position, _ in read(out.journal, start=start, disk=disk))
         except (Corrupt, DiskFailed):
-            continue  # a disk that cannot be read says so again when all of it is read
+            continue  # an unreadable disk says so again when all of it is read
     return False
 
 
@@ -92,13 +92,13 @@ def _list_starts(out: RunDir, at: Position, shard: int) -> Iterator[Position | N
 
 
 def _read_position(out: RunDir, cut: int, shard: int) -> Position:
-    """Where the journal goes on behind a snapshot."""
+    """Return the position at which the journal goes on behind a snapshot."""
     kind: type[CutState] | type[ShardCut] = ShardCut if shard else CutState
     return read_state(out.cuts, cut, kind)[1].position
 
 
 def find_end(out: RunDir, disk: Disk) -> DurableEnd:
-    """Where the journal ends as it lies there, read from its beginning."""
+    """Return the end of the journal as it is on the disk, read from its beginning."""
     end = DurableEnd(ORIGIN, 0)
     try:
         for position, record in read(out.journal, disk=disk):
@@ -190,7 +190,7 @@ def write_accepted(out: RunDir, what: str) -> None:
 
 
 def read_accepted(out: RunDir) -> str:
-    """What was accepted and is not in the journal yet; empty: nothing."""
+    """Return what was accepted and is not in the journal yet; empty: nothing."""
     try:
         return msgspec.json.decode((out.marks / ACCEPTED).read_bytes(), type=dict[str, str])["what"]
     except FileNotFoundError:

@@ -130,7 +130,7 @@ class EndMark:
 
 
 def place_mark(folder: Path, end: DurableEnd) -> None:
-    """Mark the end of a journal that nobody writes, in place of all that its marks said before."""
+    """Mark the end of a journal that has no writer, in place of all its earlier marks."""
     make_folder(folder)
     path = _mark_path(folder, end.position.term)
     write_atomic(path, _encode(end).ljust(2 * SLOT_BYTES, b"\0"))

@@ -242,7 +242,7 @@ class RunDir:
 
     @property
     def marks(self) -> Path:
-        """Of the journal's durable end."""
+        """Folder of the marks of the journal's durable end."""
         return self.path / "durable"
 
     @property

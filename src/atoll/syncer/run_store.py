@@ -212,7 +212,7 @@ class RunStore:
                 self._journal.trim(*before)
 
     def settle(self) -> None:
-        """In a thread, once what an append allowed is told: make the mark of the journal's end durable too."""
+        """Make the mark of the last append durable. Called in a thread, behind the effects that the append allowed."""
         with self._writing:
             self._journal.settle_mark()
 

@@ -175,7 +175,7 @@ class ShardStore:
             return self._journal.position.hash
 
     def settle(self) -> None:
-        """In a thread, once the lead is told: make the mark of the chain's end durable too."""
+        """Make the mark of the last append durable. Called in a thread, behind the answer to the lead."""
         with self._writing:
             self._journal.settle_mark()
 
