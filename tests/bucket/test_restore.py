@@ -113,7 +113,7 @@ def test_a_restore_that_died_goes_on_under_its_own_claim(
     bucket, again = open_bucket(url), tmp_path / "again"
     bucket.delete([released_key(2)])
     with pytest.raises(ConfigError, match="--take-over"):
-        restore(url=url, out=again, take_over=False, read_only=False)
+        restore(url=url, out=again, take_over=False, read_only=False, accept_loss=False)
 
     def die(*words: object) -> None:
         raise KeyboardInterrupt
@@ -121,11 +121,11 @@ def test_a_restore_that_died_goes_on_under_its_own_claim(
     with monkeypatch.context() as patch:
         patch.setattr("atoll.launch.restoring.fetch_run", die)
         with pytest.raises(KeyboardInterrupt):
-            restore(url=url, out=again, take_over=True, read_only=False)
+            restore(url=url, out=again, take_over=True, read_only=False, accept_loss=False)
     assert read_listing(bucket.list_objects()).terms == {1, 2, 3}
     with pytest.raises(ConfigError, match="--take-over"):
-        restore(url=url, out=tmp_path / "elsewhere", take_over=False, read_only=False)
-    restore(url=url, out=again, take_over=False, read_only=False)
+        restore(url=url, out=tmp_path / "elsewhere", take_over=False, read_only=False, accept_loss=False)
+    restore(url=url, out=again, take_over=False, read_only=False, accept_loss=False)
     assert read_listing(bucket.list_objects()).terms == {1, 2, 3}, "the same claim"
     assert not list(again.parent.glob("again.restoring")) and not (again / "claim.json").exists()
 
@@ -141,12 +141,12 @@ def test_a_claim_that_another_has_followed_is_not_taken_up_again(
     with monkeypatch.context() as patch:
         patch.setattr("atoll.launch.restoring.fetch_run", die)
         with pytest.raises(KeyboardInterrupt):
-            restore(url=url, out=again, take_over=False, read_only=False)
+            restore(url=url, out=again, take_over=False, read_only=False, accept_loss=False)
     assert claim_term(bucket, 4, "another", Path("/"))
     with pytest.raises(ConfigError, match="has not released it"):
-        restore(url=url, out=again, take_over=False, read_only=False)
+        restore(url=url, out=again, take_over=False, read_only=False, accept_loss=False)
     release_term(bucket, 4)
-    restore(url=url, out=again, take_over=False, read_only=False)
+    restore(url=url, out=again, take_over=False, read_only=False, accept_loss=False)
     assert read_listing(bucket.list_objects()).terms == {1, 2, 3, 4, 5}
 
 
@@ -156,7 +156,7 @@ def test_only_a_new_run_looks_ahead_again_behind_the_last_cycle(tmp_path: Path, 
     store_run(old, url)
     if not released:
         open_bucket(url).delete([released_key(1)])
-    restore(url=url, out=again, take_over=not released, read_only=False)
+    restore(url=url, out=again, take_over=not released, read_only=False, accept_loss=False)
     head = read_head(RunDir(again))
     assert head is not None and (head.run == "small") == released
     assert head.outer == {**OUTER, "lr": 0.3, "optimizer": "nesterov-last" if released else "nesterov"}
@@ -169,7 +169,7 @@ def test_a_torn_cut_is_passed_over_for_the_one_before_it(
     bucket = open_bucket(url)
     newest = read_listing(bucket.list_objects()).complete_cuts()[0]
     bucket.put(newest.key("theta-000.bin"), b"torn")
-    restore(url=url, out=tmp_path / "copy", take_over=False, read_only=True)
+    restore(url=url, out=tmp_path / "copy", take_over=False, read_only=True, accept_loss=False)
     assert f"cut {newest.cut} of the bucket is passed over" in capsys.readouterr().out
     assert not (tmp_path / "copy" / "cuts" / f"{newest.cut:06d}").exists()
 
@@ -181,7 +181,7 @@ def test_a_torn_piece_of_the_journal_is_refused_where_no_cut_lies_before_it(
     newest = max(key for key in bucket.list_objects("journal") if "segment" in key)
     bucket.put(newest, bucket.get(newest)[:-1])
     with pytest.raises(ConfigError, match="holds no cut with them"):
-        restore(url=url, out=tmp_path / "less", take_over=False, read_only=False)
+        restore(url=url, out=tmp_path / "less", take_over=False, read_only=False, accept_loss=False)
     assert not (tmp_path / "less").exists()
 
 
@@ -204,7 +204,7 @@ def test_a_run_that_was_lost_before_its_first_cut_was_stored_begins_anew(
 ) -> None:
     bucket = open_bucket(url)
     bucket.delete([*bucket.list_objects(CUTS), *bucket.list_objects(RELEASED)])
-    restore(url=url, out=tmp_path / "again", take_over=True, read_only=False)
+    restore(url=url, out=tmp_path / "again", take_over=True, read_only=False, accept_loss=False)
     assert "holds no snapshot of it yet: the run begins anew" in capsys.readouterr().out
     again = RunDir(tmp_path / "again")
     assert read_head(again) is None

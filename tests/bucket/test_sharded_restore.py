@@ -46,7 +46,7 @@ def store_run(run: RunDir, url: str) -> None:
 
 
 def bring_back(url: str, out: Path, *, take_over: bool = False) -> RunDir:
-    restore(url=url, out=out, take_over=take_over, read_only=False)
+    restore(url=url, out=out, take_over=take_over, read_only=False, accept_loss=False)
     report = verify_run(out)
     assert report.ok, report.problem
     return RunDir(out)

@@ -209,7 +209,7 @@ def test_a_cut_of_a_syncer_that_was_replaced_is_passed_over(tmp_path: Path) -> N
     for _ in range(3):
         old.round()
     old.cut()
-    heir.journal = Journal.begin(old.dir.journal, 2, after=end, disk=LocalDisk())
+    heir.journal = Journal.begin(old.dir.journal, 2, after=end, disk=LocalDisk(), marks=old.dir.marks)
     heir.write(TermRecord(2, end.offset, end.hash, heir.history.committed))
     heir.round()
     found = plan_resume(heir.dir)

@@ -154,6 +154,7 @@ def test_rounds_that_the_disk_did_not_keep_are_made_again() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=40).run_until(round=12)
     kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.MergedRecord) and line.round == 8)
     del world.journal[kept:]
+    world.disk.marked = kept
     world.disk.losses += 1
     world.crash_syncer()
     assert world.syncer.committed == 8
@@ -170,6 +171,7 @@ def test_one_that_holds_rounds_the_disk_did_not_keep_is_known_also_when_others_t
     world.unlink("learner-1")
     kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.MergedRecord) and line.round == 8)
     del world.journal[kept:]
+    world.disk.marked = kept
     world.disk.losses += 1
     world.learners["learner-1"].alive = False
     world.crash_syncer()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from atoll.protocol.history import History
 from atoll.protocol.records import (
     BegunRecord,
@@ -66,6 +68,29 @@ def test_a_power_cut_takes_what_was_never_synced() -> None:
     kept = disk()
     kept.append(entries(2))
     assert kept.power_cut() == 0 and len(kept.journal) == 2
+
+
+def test_a_crash_never_leaves_less_than_the_mark_says_and_the_mark_never_says_what_was_not_synced() -> None:
+    places = set()
+    for seed in range(30):
+        for every_round in (True, False):
+            one = disk(every_round=every_round, seed=seed)
+            one.append(entries(2))
+            assert one.marked == (2 if every_round else 0)
+            one.begin_append(1, entries(3))
+            one.abandon_append(1)
+            places.add(len(one.journal) - one.marked)
+            one.power_cut()
+            assert one.marked <= len(one.journal)
+    assert 3 in places, "the machine went down between an append and its mark"
+
+
+def test_records_that_were_durable_and_are_gone_are_not_passed_over() -> None:
+    one = disk()
+    one.append(entries(2))
+    del one.journal[1:]
+    with pytest.raises(AssertionError, match="2 records were durable, 1 are there"):
+        one.recover(1.0)
 
 
 def test_the_end_of_a_run_is_synced_with_all_before_it_whatever_the_durability() -> None:

@@ -60,6 +60,29 @@ class FaultyFile:
         pass
 
 
+class FaultyInPlaceFile:
+    """Of a write that the power cut interrupts, the first bytes are written, and the rest is as it was."""
+
+    def __init__(self, disk: FaultyDisk, path: Path, content: _Content) -> None:
+        self._disk, self._path, self._content = disk, path, content
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        taken = self._disk.take(len(data))
+        self._content.data[offset : offset + taken] = data[:taken]
+        self._disk.calls.append(("write", self._path.name))
+        if taken < len(data):
+            if self._disk.until_power_cut == 0:
+                raise PowerCut
+            raise _error(errno.ENOSPC)
+
+    def datasync(self) -> None:
+        self._disk.synced(self._path)
+        self._content.durable = bytes(self._content.data)
+
+    def close(self) -> None:
+        pass
+
+
 class FaultyDisk:
     def __init__(self) -> None:
         self.room_bytes: int | None = None
@@ -87,6 +110,12 @@ class FaultyDisk:
             raise _error(errno.ENOSPC)
         self._files[path] = _Content()
         return FaultyFile(self, path, self._files[path])
+
+    def create_in_place(self, path: Path, size: int) -> FaultyInPlaceFile:
+        self.create(path)
+        self._files[path].data = bytearray(size)
+        self._files[path].meant_bytes = size
+        return FaultyInPlaceFile(self, path, self._files[path])
 
     def read(self, path: Path, offset: int, limit: int) -> bytes:
         if self.read_error:

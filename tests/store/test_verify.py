@@ -160,6 +160,7 @@ def test_a_run_without_parameters_is_well(tmp_path: Path) -> None:
 def test_a_run_that_has_not_begun_is_well(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     shutil.rmtree(run.dir.journal)
+    shutil.rmtree(run.dir.marks)
     run.dir.journal.mkdir()
     begin_term(run.dir.journal, 1).close()
     report = well(run)
@@ -170,7 +171,7 @@ def test_a_run_that_has_not_begun_is_well(tmp_path: Path) -> None:
 def test_a_run_under_a_tape_keeps_no_cut_and_is_well(tmp_path: Path) -> None:
     settings = Settings(learners=2, fragments=2, sync_every=4, overlap=1, steps=20, cut_every=0).resolved(2)
     lease = acquire(tmp_path / "journal")
-    journal = Journal.begin(tmp_path / "journal", lease.term, disk=LocalDisk())
+    journal = Journal.begin(tmp_path / "journal", lease.term, disk=LocalDisk(), marks=tmp_path / "durable")
     journal.append([(line, None) for line in make_tape(settings, step_s=[1.0, 1.5])])
     journal.close()
     lease.release()
@@ -335,6 +336,7 @@ def test_a_journal_begins_with_the_beginning(tmp_path: Path) -> None:
     shutil.rmtree(run.dir.journal)
     run.dir.journal.mkdir()
     run.journal = Journal.begin(run.dir.journal, 1, disk=LocalDisk())
+    shutil.rmtree(run.dir.marks)
     run.raw(JoinedRecord("learner-0", 1, "s", 0))
     assert wrong(run) == f"{last_record(run)}the journal begins with JoinedRecord, not with the beginning of a run"
 
@@ -343,6 +345,8 @@ def test_cuts_without_any_record_are_told(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run")
     for path in run.dir.journal.glob("segment-*"):
         path.unlink()
+    assert "the journal holds no round, but round 3 was durable" in wrong(run)
+    shutil.rmtree(run.dir.marks)
     assert "holds no record, but there are cuts: put back a copy of the journal" in wrong(run)
 
 

@@ -309,7 +309,7 @@ class WrittenRun:
 def begin_term(folder: Path, term: int) -> Journal:
     (folder / "terms").mkdir(exist_ok=True)
     assert claim(folder, term)
-    return Journal.begin(folder, term, disk=LocalDisk())
+    return Journal.begin(folder, term, disk=LocalDisk(), marks=RunDir(folder.parent).marks)
 
 
 def begun(path: Path, **given: Any) -> WrittenRun:

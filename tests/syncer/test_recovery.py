@@ -327,7 +327,7 @@ def usurped(run: WrittenRun) -> WrittenRun:
     heir = copy.deepcopy(run)
     heir.dice = np.random.default_rng(99)
     end = run.journal.position
-    heir.journal = Journal.begin(run.dir.journal, end.term + 1, after=end, disk=LocalDisk())
+    heir.journal = Journal.begin(run.dir.journal, end.term + 1, after=end, disk=LocalDisk(), marks=run.dir.marks)
     heir.write(TermRecord(end.term + 1, end.offset, end.hash, heir.history.committed))
     return heir
 

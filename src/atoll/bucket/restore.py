@@ -49,7 +49,7 @@ from atoll.bucket.layout import (
 )
 from atoll.config import Config, load, parse
 from atoll.protocol.errors import ConfigError, RunFailed
-from atoll.protocol.records import CutDoneRecord, MergedRecord, PayloadPlace, RestoredRecord
+from atoll.protocol.records import CutDoneRecord, MergedRecord, RestoredRecord
 from atoll.store.atomic import make_folder, sync_path, write_atomic
 from atoll.store.cuts import (
     BadCut,
@@ -63,7 +63,7 @@ from atoll.store.cuts import (
 )
 from atoll.store.disk import LocalDisk
 from atoll.store.event_parts import events_size
-from atoll.store.journal import payload_path, read
+from atoll.store.journal import describe_lack, read
 from atoll.store.rundir import RunDir
 from atoll.store.segments import HEAD_BYTES, follows
 from atoll.store.shards import ShardCut
@@ -329,15 +329,9 @@ class _Fetch:
                 if isinstance(record, CutDoneRecord):
                     done.add(record.cut)
                 elif isinstance(record, MergedRecord | RestoredRecord) and record.payload is not None:
-                    restored.gap = restored.gap or self._find_gap(position.term, record.payload)
+                    restored.gap = restored.gap or describe_lack(self.draft.journal, position.term, record.payload)
             write_absent(self.draft.cuts, done - {key.cut})
             return
-
-    def _find_gap(self, term: int, place: PayloadPlace) -> str:
-        """Say that a payload is not here whole; empty: it is."""
-        path = payload_path(self.draft.journal, term, place.file)
-        size = path.stat().st_size if path.exists() else 0
-        return "" if size >= place.offset + place.length else f"{JOURNAL}/{path.name} ends at byte {size}"
 
     def fetch_part(self, cut: int, digest: str) -> tuple[int, int]:
         """Of a shard, its part of a cut, which the lead's manifest names by this digest; the first payload file behind

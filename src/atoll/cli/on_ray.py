@@ -77,6 +77,7 @@ def resume_on_ray(
     store: str | None,
     as_json: bool,
     trusted: bool,
+    accept_loss: bool,
 ) -> None:
     """Watch the run if it goes on, else go on with it; from its bucket, where the folder is empty."""
     address = parse_engine(engine)
@@ -92,7 +93,7 @@ def resume_on_ray(
         watch_run(controller, run, as_json=as_json)
         return
     if store is not None:
-        restore_if_empty(run.path, store, Console(stderr=as_json))
+        restore_if_empty(run.path, store, Console(stderr=as_json), accept_loss=accept_loss)
     no_rules = ("cpus_per_learner", "gpus_per_learner", "nodes_per_learner", "store", "durability")
     rules = tuple(word for word in words if word.partition("=")[0] not in no_rules)
     check_changeable(rules)
@@ -109,6 +110,7 @@ def resume_on_ray(
         max_restarts,
         resume=True,
         changes=rules,
+        accept_loss=accept_loss,
     )
     remember_run(config, job.launch)
     credentials = select_credentials(config.service.store, os.environ)

@@ -33,6 +33,7 @@ from atoll.fabric.listener import check_port
 from atoll.launch.begun_here import check_begun_here, remember_run
 from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, script_arguments
+from atoll.launch.losses import accept_lost_chain
 from atoll.launch.restoring import attach_store
 from atoll.launch.resume import plan_resume
 from atoll.observe import dashboard
@@ -78,6 +79,7 @@ def syncer(
     mutual: bool,
     front: Path | None,
     trust: bool,
+    accept_loss: bool,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     number, count = parse_shard(shard) if shard is not None else (1, None)
@@ -96,7 +98,8 @@ def syncer(
                 f"shard {number} is told the run's settings by the first: give --join, --out and where it listens "
                 "(--port, --bind, --keys, --advertise, --front, --mutual), and nothing else"
             )
-        _serve_shard(number, count, join, out, {**service, "port": PORT + number - 1 if port is None else port})
+        port = PORT + number - 1 if port is None else port
+        _serve_shard(number, count, join, out, {**service, "port": port}, accept_loss=accept_loss)
         return
     if resume is not None or standby is not None:
         if out is not None or config is not None or force or (resume is not None and standby is not None):
@@ -106,8 +109,8 @@ def syncer(
             )
         if resume is not None:
             if store is not None:
-                restore_if_empty(resume, store, Console())
-            _resume(resume, service, without_own_shards(words, resume), trusted=trust)
+                restore_if_empty(resume, store, Console(), accept_loss=accept_loss)
+            _resume(resume, service, without_own_shards(words, resume), trusted=trust, accept_loss=accept_loss)
         elif standby is not None:
             own = without_own_shards(words, standby)
             _stand_by(standby, {**service, "port": PORT if port is None else port}, own)
@@ -137,7 +140,9 @@ def _check_store(service: Service) -> None:
         )
 
 
-def _serve_shard(number: int, count: int, join: str | None, out: Path | None, service: dict[str, Any]) -> None:
+def _serve_shard(
+    number: int, count: int, join: str | None, out: Path | None, service: dict[str, Any], *, accept_loss: bool
+) -> None:
     """A process of a syncer beside its first. Started again with the same folder, it goes on with what it holds."""
     if join is None or out is None:
         missing = "--join LINK, the join link of the first" if join is None else "--out DIR, a folder of its own"
@@ -151,6 +156,8 @@ def _serve_shard(number: int, count: int, join: str | None, out: Path | None, se
     if run_dir.summary.exists() or run_dir.learners.exists():
         raise ConfigError(f"{short(run_dir.path)} holds a run, and a shard has a folder of its own: choose another")
     console = Console()
+    if accept_loss and (lost := accept_lost_chain(run_dir, number)):
+        console.print(lost, soft_wrap=True, highlight=False, markup=False)
     compile_kernels(console)
 
     def ready(url: str) -> None:
@@ -170,7 +177,7 @@ def _serve_shard(number: int, count: int, join: str | None, out: Path | None, se
         raise SystemExit(code)
 
 
-def _resume(folder: Path, service: dict[str, Any], words: list[str], *, trusted: bool) -> None:
+def _resume(folder: Path, service: dict[str, Any], words: list[str], *, trusted: bool, accept_loss: bool) -> None:
     """Go on with a run that lies there: opened again where it had ended, with what the operator changes. It listens
     where it did, because learners, links and open dashboards know it by that address; what is given anew stays."""
     run_dir = RunDir.open(folder)
@@ -180,7 +187,7 @@ def _resume(folder: Path, service: dict[str, Any], words: list[str], *, trusted:
     check_changeable(rules)
     check_not_alive(run_dir.path)
     check_begun_here(run_dir, trusted=trusted, runs_script=False)
-    found = plan_resume(run_dir, rules)
+    found = plan_resume(run_dir, rules, accept_loss=accept_loss)
     document = merged(document_of(run_dir.settings), parse_settings(words))
     asked = settings = convert(merged(document, {"service": service}), str(run_dir.settings))
     if service["port"] is None:

@@ -34,11 +34,11 @@ PATIENCE_S = 60.0
 """How long the end of a run is tried to be uploaded without success."""
 
 
-def restore(*, url: str, out: Path, take_over: bool, read_only: bool) -> None:
+def restore(*, url: str, out: Path, take_over: bool, read_only: bool, accept_loss: bool) -> None:
     if take_over and read_only:
         raise ConfigError("--take-over claims the run and --read-only does not: leave one of them out")
     console = Console()
-    _restore(url, out, console, take_over=take_over, read_only=read_only)
+    _restore(url, out, console, take_over=take_over, read_only=read_only, accept_loss=accept_loss)
     go_on = "" if read_only else _describe_next(out.absolute())
     console.print(f"{url} is in {short(out.absolute())}{go_on}", soft_wrap=True, markup=False)
 
@@ -54,19 +54,28 @@ def _describe_next(out: Path) -> str:
     return f"; go on with: {command} --keys DIR, a copy of the run's keys: {lacks}"
 
 
-def restore_if_empty(out: Path, url: str, console: Console) -> None:
+def restore_if_empty(out: Path, url: str, console: Console, *, accept_loss: bool = False) -> None:
     """For `--resume DIR --store URL` on a disk that has nothing of the run."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        _restore(url, out, console)
+        _restore(url, out, console, accept_loss=accept_loss)
 
 
-def _restore(url: str, out: Path, console: Console, *, take_over: bool = False, read_only: bool = False) -> None:
+def _restore(
+    url: str,
+    out: Path,
+    console: Console,
+    *,
+    take_over: bool = False,
+    read_only: bool = False,
+    accept_loss: bool = False,
+) -> None:
     with console.status(f"fetching {url}") as status:
         found = restore_run(
             url,
             out,
             take_over=take_over,
             read_only=read_only,
+            accept_loss=accept_loss,
             tell=lambda text: status.update(f"fetching {url}: {text}"),
         )
     for remark in found.remarks:

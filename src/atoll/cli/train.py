@@ -99,12 +99,13 @@ def train(
     on: str | None,
     gpus_per_learner: float | None,
     trust: bool,
+    accept_loss: bool,
 ) -> None:
     budget: dict[str, int | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     named: dict[str, Any] = {"ranks": ranks, "shards": syncer_shards, "seed": seed, "warm_start": warm_start}
     named["gpus_per_learner"] = gpus_per_learner
     words = setting_words(words, **budget, **named, store=store, share=share, robust=robust)
-    options = LaunchOptions(breakable, max_restarts)
+    options = LaunchOptions(breakable, max_restarts, accept_loss=accept_loss)
     if on is not None:
         refused = {"--kill": kill, "--demo": demo, "--tape": tape, "--from-cut": cut, "--breakable": breakable}
         refused |= {"--tensorboard": tensorboard, "--wandb": wandb, "--algorithm": algorithm != "decoupled"}
@@ -122,12 +123,14 @@ def train(
                 "--resume goes on with what was begun: leave --seed, --kill, --demo, --algorithm, --tape out"
             )
         if store is not None and on is None:
-            restore_if_empty(resume, store, Console(stderr=json_))
+            restore_if_empty(resume, store, Console(stderr=json_), accept_loss=accept_loss)
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, arguments)[1:]) if script is not None else ()
         if on is not None:
-            resume_on_ray(on, resume, words, max_restarts, store=store, as_json=json_, trusted=trust)
+            resume_on_ray(
+                on, resume, words, max_restarts, store=store, as_json=json_, trusted=trust, accept_loss=accept_loss
+            )
             return
         words = without_own_shards(words, resume)
         _go_on(resume, cut, out, own, words, targets, options, force=force, as_json=json_, trusted=trust)
@@ -207,6 +210,8 @@ class LaunchOptions:
     max_restarts: int = LIMIT
     launch: LaunchEnvironment | None = None
     """Of a run that goes on."""
+    accept_loss: bool = False
+    """Go on without what is missing of the journal."""
     devices: Assignment | None = None
 
     def assign_devices(self, config: Config) -> LaunchOptions:
@@ -261,7 +266,7 @@ def _go_on(
     options = replace(options, launch=launch).assign_devices(settings)
     console = Console(stderr=as_json)
     if cut is None:
-        run_dir, found = old, plan_resume(old, rules)
+        run_dir, found = old, plan_resume(old, rules, accept_loss=options.accept_loss)
     else:
         run_dir, found = from_cut(old, cut, out, rules, force=force, shared=settings.service.share_files)
         settings = _with_own_store(settings, run_dir, words)

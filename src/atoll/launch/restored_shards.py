@@ -7,6 +7,8 @@ cut off before that. What is left is one state of the whole run, and the same fo
 
 from __future__ import annotations
 
+import shutil
+
 import msgspec
 import numpy as np
 
@@ -16,6 +18,7 @@ from atoll.protocol.records import BegunRecord, MergedRecord
 from atoll.protocol.shard_messages import TakeUp, decision_of
 from atoll.store.cuts import (
     ABSENT,
+    BadCut,
     Manifest,
     complete_cuts,
     open_cut,
@@ -23,22 +26,33 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import LocalDisk
+from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.durable_end import cut_off
 from atoll.store.journal import ORIGIN, Journal, payload_path, read
 from atoll.store.rundir import RunDir
-from atoll.store.segments import Position, segment_path
+from atoll.store.segments import Position
 from atoll.store.shards import ShardCut
 from atoll.store.writer_lease import acquire
 from atoll.syncer.shard_store import ShardStore
 
 
 def cut_to_common(draft: RunDir, shards: int) -> int:
-    """Cut the lead's journal off before the first round that a shard's copy does not hold; how many rounds went."""
-    cut = next(iter(complete_cuts(draft.cuts)), None)
-    if cut is None:
-        return 0
-    start = open_cut(draft.cuts, cut).state.position
-    held = {shard: _list_held(draft.shard(shard), cut) for shard in range(2, shards + 1)}
+    """Cut the lead's journal off before the first round that a shard's copy does not hold; how many rounds went. What
+    counts is behind the newest cut that all of them lead on from. BadCut or Corrupt: there are cuts, but none such."""
+    trouble: BadCut | Corrupt | None = None
+    for cut in complete_cuts(draft.cuts):
+        try:
+            start = open_cut(draft.cuts, cut).state.position
+            held = {shard: _list_held(draft.shard(shard), cut) for shard in range(2, shards + 1)}
+            return _cut_behind(draft, start, held)
+        except (BadCut, Corrupt) as error:
+            trouble = trouble or error
+    if trouble is not None:
+        raise trouble
+    return 0
+
+
+def _cut_behind(draft: RunDir, start: Position, held: dict[int, set[str]]) -> int:
     before, missing = start, 0
     for position, record in read(draft.journal, start=start, disk=LocalDisk()):
         if isinstance(record, MergedRecord) and (missing or not _is_held(record, held)):
@@ -46,7 +60,7 @@ def cut_to_common(draft: RunDir, shards: int) -> int:
         if not missing:
             before = position
     if missing:
-        _cut_off(draft, before)
+        cut_off(draft, before)
     return missing
 
 
@@ -67,15 +81,6 @@ def _is_held(record: MergedRecord, held: dict[int, set[str]]) -> bool:
     return all(not head or head in held[shard] for shard, head in named)
 
 
-def _cut_off(draft: RunDir, end: Position) -> None:
-    """What of an append is left behind it counts as torn, and for nothing."""
-    for path in draft.journal.glob("segment-*.log"):
-        if int(path.stem.rpartition("-")[2]) > end.term:
-            path.unlink()
-    with segment_path(draft.journal, end.term).open("r+b") as file:
-        file.truncate(end.offset)
-
-
 def begin_shards_anew(draft: RunDir, old: BegunRecord, history: HistoryState, cut: int) -> tuple[str, ...]:
     """Every other shard's part of a new run, as it was at the end of the lead's journal, which is still there: a chain
     of its own, and a part of that cut. The digests of their tables."""
@@ -94,7 +99,7 @@ def _begin_shard(draft: RunDir, old: BegunRecord, history: HistoryState, shard: 
     store.close()
     arrays = {name: np.ascontiguousarray(values).view(np.uint8) for name, values in parameters.hold_arrays().items()}
     clear_written(out)
-    journal = Journal.begin(out.journal, lease.term, after=ORIGIN, disk=LocalDisk())
+    journal = Journal.begin(out.journal, lease.term, after=ORIGIN, disk=LocalDisk(), marks=out.marks)
     journal.append([(begun, None)])
     journal.close()
     versions, rounds = tuple(one.version for one in buffers), tuple(one.round for one in buffers)
@@ -105,9 +110,10 @@ def _begin_shard(draft: RunDir, old: BegunRecord, history: HistoryState, shard: 
 
 
 def clear_written(out: RunDir) -> None:
-    """Journal and cuts; claims of terms stay."""
+    """Journal, marks and cuts; claims of terms stay."""
     for path in [path for path in out.journal.iterdir() if path.is_file()]:
         path.unlink()
+    shutil.rmtree(out.marks, ignore_errors=True)
     (out.cuts / ABSENT).unlink(missing_ok=True)
     for folder in out.cuts.iterdir():
         for path in folder.iterdir():

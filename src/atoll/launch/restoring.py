@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,9 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import LocalDisk
+from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.durable_end import EndLost, find_end
+from atoll.store.end_mark import place_mark
 from atoll.store.head import read_head
 from atoll.store.journal import ORIGIN, Journal
 from atoll.store.rundir import RunDir
@@ -54,9 +57,16 @@ class RestoredRun:
 
 
 def restore_run(
-    url: str, out: Path, *, take_over: bool = False, read_only: bool = False, tell: Callable[[str], None]
+    url: str,
+    out: Path,
+    *,
+    take_over: bool = False,
+    read_only: bool = False,
+    accept_loss: bool = False,
+    tell: Callable[[str], None],
 ) -> RestoredRun:
-    """Bring the run in this bucket back into an empty folder. `read_only`: a copy to look at, nothing is claimed."""
+    """Bring the run in this bucket back into an empty folder. `read_only`: a copy to look at, nothing is claimed.
+    EndLost: the bucket held more of the journal than it does now, and that is not accepted."""
     bucket = open_bucket(url)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: choose another folder, or remove it")
@@ -67,8 +77,11 @@ def restore_run(
     cut_off = cut_to_common(draft, restored.shards) if restored.shards > 1 else 0
     if cut_off and read_only:
         remarks.append(f"{cut_off} rounds at the end are left out: not all shards had uploaded their parts of them")
+    if not read_only and not (takeover.behind or accept_loss):
+        _refuse_lost_rounds(draft, takeover, url)
     if not read_only and (takeover.behind or cut_off or _lacks_rounds(draft, takeover)):
         remarks += _begin_new_run(draft, restored)
+    _mark_ends(draft, restored.shards)
     run = finish_restore(draft, out.absolute())
     if not read_only and run.settings.exists():
         remember_run(load(run.settings), read_environment(run.path))
@@ -77,10 +90,28 @@ def restore_run(
 
 def _lacks_rounds(draft: RunDir, takeover: Takeover) -> bool:
     """Whether something of the journal is gone from the bucket that was in it."""
-    if takeover.head is None:
-        return False
+    return takeover.head is not None and _count_rounds(draft) < takeover.head.stored
+
+
+def _count_rounds(draft: RunDir) -> int:
     head = read_head(draft)
-    return (head.committed if head is not None else 0) < takeover.head.stored
+    return head.committed if head is not None else 0
+
+
+def _refuse_lost_rounds(draft: RunDir, takeover: Takeover, url: str) -> None:
+    """A bucket may be behind what was told, and that is no loss of its own; it never holds less than it held."""
+    if takeover.head is not None and (rounds := _count_rounds(draft)) < takeover.head.stored:
+        ends = f"ends at round {rounds - 1}" if rounds else "holds no round"
+        lost = f"the journal in {url} {ends}, but round {takeover.head.stored - 1} was in it"
+        raise EndLost(lost, ", or make a new run of what is there")
+
+
+def _mark_ends(draft: RunDir, shards: int) -> None:
+    """Mark the ends of what was fetched. What the bucket lacks behind them is said above, and not looked for again."""
+    for run in (draft, *(draft.shard(number) for number in range(2, shards + 1))):
+        with suppress(Corrupt):  # the next reader says what is damaged
+            if not run.marks.exists() and (end := find_end(run, LocalDisk())).position != ORIGIN:
+                place_mark(run.marks, end)
 
 
 def attach_store(out: RunDir, url: str) -> None:
@@ -154,7 +185,7 @@ def _write_beginning(draft: RunDir, found: Recovered, run: str, term: int) -> No
     learners = check_cut(draft.cuts, draft.learners, before).manifest.learners if before is not None else {}
     shards = begin_shards_anew(draft, history.begun, state, cut)
     clear_written(draft)
-    journal = Journal.begin(draft.journal, term, after=ORIGIN, disk=LocalDisk())
+    journal = Journal.begin(draft.journal, term, after=ORIGIN, disk=LocalDisk(), marks=draft.marks)
     journal.append([(state.begun, None)])
     now = CutState(state, journal.position, 0, tuple(parameters.version_rounds()))
     journal.close()

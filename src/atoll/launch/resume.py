@@ -23,7 +23,7 @@ import copy
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,7 @@ import numpy as np
 
 from atoll.config import Outer, load, parse_settings
 from atoll.digests import compute_digest
+from atoll.launch.losses import check_whole
 from atoll.numerics.arrays import ByteArray
 from atoll.numerics.updates import make_version_codec
 from atoll.protocol import records
@@ -84,8 +85,15 @@ class Resume:
     """Its budget is spent and its end was cut off: no learner is needed to bring it to its end."""
 
 
-def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
-    """The newest good cut, and what can be put back from it. ConfigError when there is nothing left to do."""
+def plan_resume(out: RunDir, changes: tuple[str, ...] = (), *, accept_loss: bool = False) -> Resume:
+    """The newest good cut, and what can be put back from it. ConfigError when there is nothing left to do; EndLost when
+    something is missing that was durable, unless that is accepted: then the run goes on without it."""
+    lost = check_whole(out, accept=accept_loss)
+    planned = _plan_whole(out, changes)
+    return replace(planned, remarks=(*lost, *planned.remarks)) if lost else planned
+
+
+def _plan_whole(out: RunDir, changes: tuple[str, ...]) -> Resume:
     head = read_head(out)
     if head is None or not head.started:
         return _plan_beginning(head, changes)
@@ -303,7 +311,7 @@ def _fit_outer_state(arrays: dict[str, ByteArray], state: HistoryState) -> dict[
 def _begin_journal(out: RunDir, begun: records.BegunRecord) -> Position:
     """The journal of a run, or the chain of a shard, with its first record; the position behind that."""
     lease = acquire(out.journal)
-    journal = Journal.begin(out.journal, lease.term, disk=LocalDisk())
+    journal = Journal.begin(out.journal, lease.term, disk=LocalDisk(), marks=out.marks)
     journal.append([(begun, None)])
     journal.close()
     lease.release()

@@ -28,6 +28,7 @@ from atoll.protocol.records import (
     GrantedRecord,
     JoinedRecord,
     LentRecord,
+    LossRecord,
     MergedRecord,
     OwnedRecord,
     PassedRecord,
@@ -222,7 +223,7 @@ class History:
                 self._choose_good_cut()
             case RestoredRecord():
                 self._restored(record)
-            case ResetRecord() | LentRecord() | AlarmedRecord() | DrawnRecord() | TailRecord():
+            case ResetRecord() | LentRecord() | AlarmedRecord() | DrawnRecord() | TailRecord() | LossRecord():
                 pass  # concerns the numbers alone, or a reader of the tape or of the books
             case PlayedRecord(tapes):
                 for one in tapes:

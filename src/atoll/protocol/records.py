@@ -28,6 +28,7 @@ its place. Structs are written as arrays without names: a round of four members 
     DrawnRecord     of a tape that no run made: what its failures were drawn from, and who makes no steps when
     EndedRecord     the run ends; and once more, final: its last round is behind it
     TailRecord      the mean of the last versions of every fragment, which is about to be written (store/tail.py)
+    LossRecord      the operator goes on without a part of the journal that was durable (store/durable_end.py)
 """
 
 from __future__ import annotations
@@ -351,6 +352,13 @@ class TailRecord(Record, frozen=True, tag="tail"):
     """Of each fragment's mean."""
 
 
+class LossRecord(Record, frozen=True, tag="lost"):
+    """Written right behind the TermRecord of the term that goes on."""
+
+    what: str
+    """Text that named the loss when the operator accepted it."""
+
+
 AnyRecord = (
     BegunRecord
     | TermRecord
@@ -373,6 +381,7 @@ AnyRecord = (
     | DrawnRecord
     | EndedRecord
     | TailRecord
+    | LossRecord
 )
 
 _encoder = msgspec.msgpack.Encoder()

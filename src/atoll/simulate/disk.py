@@ -6,6 +6,9 @@ whole or not at all (store/segments.py). With durability = "cut" an append is do
 it survives the process, not the machine, until the next cut, the end of the run or a rollback makes it durable. A full
 disk is waited for; any other failure ends the syncer. A write by a term that somebody has claimed past counts for
 nothing.
+
+Beside the journal lies the mark of its durable end (store/end_mark.py), written once an append is durable. A crash may
+fall between the two; a journal that is shorter than its mark cannot be, and ends the simulation.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ class SimulatedDisk:
         """How often the machine went down with records that were not synced."""
         self.synced = 0
         """So many records survive the machine."""
+        self.marked = 0
+        """Number of records that the mark says are durable."""
         self.claim = 0
         """The newest term."""
         self.cuts: dict[int, KeptCut] = {}
@@ -79,13 +84,15 @@ class SimulatedDisk:
         self.append(entries)
         return True
 
-    def append(self, entries: Sequence[DiskEntry]) -> None:
+    def append(self, entries: Sequence[DiskEntry], *, marks: bool = True) -> None:
+        """`marks`: False where the writer dies before it comes to the mark."""
         for record, payload in entries:
             if payload is not None:
                 self.payloads[len(self.journal)] = payload
             self.journal.append(record)
         if self._is_synced(entries):
             self.synced = len(self.journal)
+            self.marked = self.synced if marks else self.marked
 
     def _is_synced(self, entries: Sequence[DiskEntry]) -> bool:
         return self.every_round or must_be_synced(record for record, _ in entries)
@@ -94,7 +101,7 @@ class SimulatedDisk:
         """The writer died: a prefix of what it was writing is there, or nothing, or all of it."""
         entries = self._writing.pop(term, None)
         if entries is not None and self.claim == term:
-            self.append(entries[: self.random.randint(0, len(entries))])
+            self.append(entries[: self.random.randint(0, len(entries))], marks=False)
 
     def power_cut(self) -> int:
         """The machine went down: what was never synced is gone. How many records that were."""
@@ -109,7 +116,7 @@ class SimulatedDisk:
 
     def keep_cut(self, cut: int, history: HistoryState, theta: list[float], place: int) -> None:
         """Durable, and the journal up to it."""
-        self.synced = max(self.synced, place)
+        self.marked = self.synced = max(self.synced, place)
         self.cuts[cut] = KeptCut(history, theta, place)
         if not self.complete:
             for old in sorted(self.cuts)[:-2]:
@@ -135,6 +142,7 @@ class SimulatedDisk:
 
     def recover(self, step: float) -> tuple[History, list[float]]:
         """The newest cut and the journal behind it: what a syncer knows again. `step`: the outer learning rate."""
+        assert self.marked <= len(self.journal), f"{self.marked} records were durable, {len(self.journal)} are there"
         cuts = [kept for kept in self.cuts.values() if kept.place <= len(self.journal)]
         newest = max(cuts, key=lambda kept: kept.place, default=None)
         history = History(self.begun) if newest is None else History.restore(_copied(newest.history))

@@ -37,6 +37,7 @@ from atoll.protocol.records import (
     GrantedRecord,
     JoinedRecord,
     LentRecord,
+    LossRecord,
     MergedRecord,
     OwnedRecord,
     PassedRecord,
@@ -160,7 +161,7 @@ class JournalAudit:
                 self.alarm, self.alarms = self.alarm or wrong, self.alarms + 1
             case TailRecord():
                 self._check_tail(record)
-            case LentRecord() | OwnedRecord() | DrawnRecord():
+            case LentRecord() | OwnedRecord() | DrawnRecord() | LossRecord():
                 pass
 
     def _check_tape(self, learner: str, incarnation: int, first: int) -> None:

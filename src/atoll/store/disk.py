@@ -24,7 +24,7 @@ from typing import IO, Protocol
 
 from atoll.digests import Buffer
 from atoll.protocol.errors import AtollError
-from atoll.store.atomic import mode_in
+from atoll.store.atomic import make_folder, mode_in
 from atoll.store.removal import remove_gently
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -67,9 +67,24 @@ class AppendFile(Protocol):
     def close(self) -> None: ...
 
 
+class InPlaceFile(Protocol):
+    """A file of a fixed size that is overwritten in place."""
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        """Overwrite these bytes; a crash may leave some of them as they were."""
+
+    def datasync(self) -> None:
+        """Everything written so far is durable once this returns."""
+
+    def close(self) -> None: ...
+
+
 class Disk(Protocol):
     def create(self, path: Path) -> AppendFile:
         """A new file; FileExistsError if the name is taken. Its name is durable once its folder was synced."""
+
+    def create_in_place(self, path: Path, size: int) -> InPlaceFile:
+        """A new file of `size` zeros, and its folder if that is missing; names and errors as with `create`."""
 
     def read(self, path: Path, offset: int, limit: int) -> bytes:
         """Up to `limit` bytes; fewer only at the end of the file."""
@@ -114,10 +129,41 @@ class LocalFile:
         self._open = False
 
 
+class LocalInPlaceFile:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._open = True
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        if os.pwrite(self._descriptor, data, offset) < len(data):
+            raise OSError(errno.EIO, "a write within a file was cut short")
+
+    def datasync(self) -> None:
+        datasync(self._descriptor)
+
+    def close(self) -> None:
+        if self._open:
+            os.close(self._descriptor)
+        self._open = False
+
+
 class LocalDisk:
     def create(self, path: Path) -> LocalFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return LocalFile(os.open(path, flags, mode_in(path.parent)))
+
+    def create_in_place(self, path: Path, size: int) -> LocalInPlaceFile:
+        make_folder(path.parent)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode_in(path.parent))
+        file = LocalInPlaceFile(descriptor)
+        try:
+            # Zeros that are written, and no hole: what is overwritten later has its place on the disk.
+            file.write_at(0, bytes(size))
+        except OSError:
+            file.close()
+            path.unlink()
+            raise
+        return file
 
     def read(self, path: Path, offset: int, limit: int) -> bytes:
         with path.open("rb") as file:

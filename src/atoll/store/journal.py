@@ -3,10 +3,11 @@
     segment-000001.log        the records of term 1, kept for ever (segments.py)
     payload-000001-0000.bin   merged outer gradients of term 1, and what the run was rolled back to; a new file after
                               every cut, the old ones are deleted
+    ../durable/000001         the mark of term 1: up to where its segment was durable (end_mark.py)
 
 Rules:
 - an append is durable when it returns, and all of it counts or nothing. Payloads come first, so that a record that is
-  read back always finds its own; all frames go out in one write;
+  read back always finds its own; all frames go out in one write, and its mark is written last;
 - a full disk (NoRoom) changes nothing: both files are cut back to where they were, and the same may be tried again;
 - after any other failure, a failed datasync above all, the journal is dead: what is on the disk is not known any more,
   and the next syncer finds out by reading it;
@@ -47,6 +48,7 @@ from atoll.store.disk import (
     make_durable,
     reading,
 )
+from atoll.store.end_mark import DurableEnd, EndMark, rounds_behind
 from atoll.store.segments import (
     HEAD_BYTES,
     ORIGIN,
@@ -74,13 +76,15 @@ _PAYLOAD = re.compile(r"payload-(\d{6,})-(\d{4,})\.bin")
 class Journal:
     """The segment of one term, open for writing by one thread at a time."""
 
-    def __init__(self, folder: Path, term: int, after: Position, disk: Disk) -> None:
+    def __init__(self, folder: Path, term: int, after: Position, disk: Disk, mark: EndMark | None) -> None:
         """Use `begin`."""
         self.position = Position(term, HEAD_BYTES, after.hash)
         """Behind the last append."""
         self.file = 0
         """The number of the current payload file. The file is made with its first payload."""
-        self._folder, self._after, self._disk = folder, after, disk
+        self._folder, self._after, self._disk, self._mark = folder, after, disk, mark
+        self._rounds = 0
+        """Closed, as far as records of this term tell."""
         self._segment = GrowingFile(segment_path(folder, term), disk)
         self._payloads: GrowingFile | None = None
         self._rotated: list[GrowingFile] = []
@@ -88,10 +92,13 @@ class Journal:
         self._failure = ""
 
     @classmethod
-    def begin(cls, folder: Path, term: int, *, after: Position | None = None, disk: Disk) -> Journal:
+    def begin(
+        cls, folder: Path, term: int, *, after: Position | None = None, disk: Disk, marks: Path | None = None
+    ) -> Journal:
         """The segment of a new term.
 
         `after` is where the journal ended when it was read after the term was claimed; None: read it now, all of it.
+        `marks`: the folder that its durable end is marked in; None: it is not, in a journal that belongs to no run.
         """
         after = seal(folder, disk=disk) if after is None else after
         assert after.term < term, f"term {term} cannot follow term {after.term}"
@@ -100,7 +107,7 @@ class Journal:
             # build on has to be durable. Payloads first: a record that survives a power cut must find its own.
             _make_payloads_durable(folder, after.term, disk)
             make_durable(segment_path(folder, after.term), disk)
-        journal = cls(folder, term, after, disk)
+        journal = cls(folder, term, after, disk, EndMark(marks, term, disk) if marks is not None else None)
         try:
             journal._segment.write(encode_head(term, after))
             journal._segment.datasync()
@@ -124,9 +131,12 @@ class Journal:
             if sync:
                 self._sync_payloads()
             frames, behind = encode_append(self.position, map(records.encode, written))
+            rounds = rounds_behind(written, self._rounds)
             self._segment.write(frames)
             if sync:
                 self._segment.datasync()
+                self._mark_end(behind, rounds)
+        self._rounds = rounds
         for file in self._list_files():
             file.mark_kept()
         self.position = behind
@@ -137,6 +147,17 @@ class Journal:
         with self._whole_or_dead():
             self._sync_payloads()
             self._segment.datasync()
+            self._mark_end(self.position, self._rounds)
+
+    def settle_mark(self) -> None:
+        """The mark of the last append is durable once this returns; the append itself is since it returned."""
+        if self._mark is not None:
+            with self._whole_or_dead():
+                self._mark.settle()
+
+    def _mark_end(self, position: Position, rounds: int) -> None:
+        if self._mark is not None and position.offset > HEAD_BYTES:
+            self._mark.write(DurableEnd(position, rounds))
 
     @property
     def payload_bytes(self) -> int:
@@ -170,9 +191,14 @@ class Journal:
                 delete(payload_path(self._folder, *old), self._disk)
 
     def close(self) -> None:
+        if not self._failure:
+            with suppress(DiskFailed):  # then the mark before it counts
+                self.settle_mark()
         self._failure = self._failure or f"{self._segment.path} is closed"
         for file in self._list_files():
             file.close()
+        if self._mark is not None:
+            self._mark.close()
 
     @contextmanager
     def _whole_or_dead(self) -> Iterator[None]:
@@ -258,6 +284,15 @@ def payload(folder: Path, term: int, place: PayloadPlace, *, disk: Disk) -> byte
     if compute_digest(data) != place.digest:
         raise damaged(path, place.offset, f"a payload of {place.length} bytes has another digest")
     return data
+
+
+def describe_lack(folder: Path, term: int, place: PayloadPlace) -> str:
+    """Say that a payload is not here whole; empty: it is."""
+    path = payload_path(folder, term, place.file)
+    if not path.exists():
+        return f"{path} is gone"
+    size = path.stat().st_size
+    return "" if size >= place.offset + place.length else f"{path} ends at byte {size:,}"
 
 
 def payload_path(folder: Path, term: int, file: int) -> Path:

@@ -9,6 +9,7 @@
     linked-pins.json    fingerprints that its join links name, where it has keys (cli/linked_pins.py)
     secrets/            what is shown at its port, where it has no keys (syncer/credentials.py); mode 700
     journal/            every decision and outer gradient, durable before it is told (journal.py)
+    durable/            up to where the journal was durable, for whoever finds less of it (end_mark.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
     learners/<id>/      what belongs to one learner
     shards/<number>/    what a shard of the syncer holds, where there are several: a folder like this (docs/adr/0031)
@@ -79,7 +80,7 @@ _OURS = (
         "store.json",
         "attack.json",
     ),
-    *("journal", "cuts", "learners", "shards", "logs", "secrets"),
+    *("journal", "durable", "cuts", "learners", "shards", "logs", "secrets"),
 )
 
 _KEPT = ("run.lock",)
@@ -238,6 +239,11 @@ class RunDir:
     @property
     def journal(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def marks(self) -> Path:
+        """Folder of the marks of the journal's durable end."""
+        return self.path / "durable"
 
     @property
     def cuts(self) -> Path:

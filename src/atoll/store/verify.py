@@ -2,7 +2,8 @@
 
 The report names the first thing that is wrong, with its place; nothing after it is checked. In this order:
 
-    journal      the hash chain of every segment, seals, terms; a torn tail was never acknowledged: only a remark
+    journal      the hash chain of every segment, seals, terms; it reaches its durable end (durable_end.py), and so
+                 does the chain of every shard; what is torn behind that was never acknowledged: only a remark
     records      versions, members, ledger, leases (audit.py, audit_members.py), and each cut at its position
     cuts         every file by its digest (verify_cuts.py)
     shards       of a syncer of several: every decision is in every chain, their parts of cuts are whole (shards.py)
@@ -31,15 +32,25 @@ from atoll.numerics.fragments import Fragment, Piece, make_plan
 from atoll.numerics.shard_plan import ShardPlan
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.records import AnyRecord, BegunRecord, CutDoneRecord, MergedRecord, RestoredRecord, TailRecord
+from atoll.protocol.records import (
+    AnyRecord,
+    BegunRecord,
+    CutDoneRecord,
+    LossRecord,
+    MergedRecord,
+    RestoredRecord,
+    TailRecord,
+)
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun
 from atoll.store.disk import LocalDisk
+from atoll.store.durable_end import UNMARKED, check_end, read_accepted
+from atoll.store.end_mark import DurableEnd
 from atoll.store.journal import ORIGIN, Position, TornTail, read
 from atoll.store.rebuild import ParameterWalk, RebuiltModel, difference
 from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
-from atoll.store.shards import check_chains, check_shard_cuts, digest_version, divide_plan
+from atoll.store.shards import LEAD, check_chains, check_shard_cuts, digest_version, divide_plan, shard_dir
 from atoll.store.tail import digests_of, find_record
 from atoll.store.verify_cuts import CutVerifier, Findings, TellProgress
 from atoll.store.writer_lease import unclaimed_terms
@@ -109,7 +120,8 @@ class RunVerification:
         return ""
 
     def check_run(self) -> None:
-        self._read_journal()
+        mark = check_end(self._run, LocalDisk())
+        self._read_journal(mark)
         if self._audit is None:
             self._tell_nothing()
             return
@@ -119,6 +131,8 @@ class RunVerification:
         spares = history.settings.guard != "off"
         self._cuts.check_files(history.run, gap_before=history.settings.keep_cuts if spares else 0)
         if history.begun.shards > 1:
+            for shard in range(LEAD + 1, history.begun.shards + 1):
+                check_end(shard_dir(self._run, shard), LocalDisk(), shard=shard)
             check_chains(self._run, history.begun)
             check_shard_cuts(self._run, history.begun, sorted(self._cuts.complete))
         self._check_model(self._audit, self._rebuild_model(self._audit))
@@ -139,7 +153,7 @@ class RunVerification:
 
     # ---- the journal --------------------------------------------------------------------------------------------
 
-    def _read_journal(self) -> None:
+    def _read_journal(self, mark: DurableEnd | None) -> None:
         for position, record in read(self._run.journal, disk=LocalDisk(), on_tail=self._tell_tail):
             self._records += 1
             self._terms.add(position.term)
@@ -151,10 +165,19 @@ class RunVerification:
             self._meet_cut(position)
             if self._records % EVERY == 0:
                 self._findings.progress("records", self._records)
+            if mark is not None and self._end != mark.position and _same_place(self._end, mark.position):
+                raise BadRun(f"{self._describe_place(position)}: it is not the record that was durable there")
         self._findings.progress("records", self._records)
+        self._tell_mark(mark)
         self._check_claims()
         self._tell_segments()
         self._read_whole = True
+
+    def _tell_mark(self, mark: DurableEnd | None) -> None:
+        if mark is None and self._records:
+            self._findings.add_remark(UNMARKED)
+        if lost := read_accepted(self._run):
+            self._findings.add_remark(f"the operator accepted that this is lost: {lost}")
 
     def _take_record(self, position: Position, record: AnyRecord) -> None:
         if self._begun is None:
@@ -168,6 +191,8 @@ class RunVerification:
             self._cuts.take_record(record)
         if isinstance(record, TailRecord):
             self._tails.append(record)
+        if isinstance(record, LossRecord):
+            self._findings.add_remark(f"term {position.term} went on without what was lost, as accepted: {record.what}")
         if isinstance(record, MergedRecord):
             self._under_tape = self._under_tape or record.payload is None
 
@@ -392,6 +417,10 @@ def _read_piece(file: Any, piece: Piece) -> FloatArray:
     rows = slice(piece.first, piece.first + piece.rows)
     values: FloatArray = file.get_tensor(name) if piece.is_whole else file.get_slice(name)[rows]
     return values
+
+
+def _same_place(position: Position, other: Position) -> bool:
+    return (position.term, position.offset) == (other.term, other.offset)
 
 
 def _differing(path: Path, parts: list[Fragment], due: dict[int, str], shards: ShardPlan | None = None) -> str:

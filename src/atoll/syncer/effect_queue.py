@@ -41,10 +41,11 @@ class EffectQueue:
         fenced: Callable[[], bool] = lambda: False,
         alarm: Callable[[str], None] = lambda text: None,
         slow: Callable[[], str] = lambda: "the disk does not answer",
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         """`alarm` is called with what is wrong, and with an empty text when it is over; `slow` says why an append takes
-        long."""
-        self._slow = slow
+        long; `settle` is called in a thread once what an append allowed is told."""
+        self._slow, self._settle = slow, settle
         self._append, self._carry_out, self._payload = append, carry_out, payload
         self._first_cut, self._fenced, self._alarm = first_cut, fenced, alarm
         self._order = EffectOrder()
@@ -81,6 +82,7 @@ class EffectQueue:
                 if not self._order.end_write(fenced=self._fenced()):
                     raise Deposed
                 self._carry_out_ready()
+                await asyncio.to_thread(self._settle)
 
     async def _append_in_thread(self, entries: Sequence[JournalEntry]) -> None:
         await asyncio.to_thread(self._append, entries)

@@ -32,7 +32,15 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.screen import UsualNorms
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import HistoryState
-from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, PassedRecord, RestoredRecord, TermRecord
+from atoll.protocol.records import (
+    AnyRecord,
+    CutDoneRecord,
+    LossRecord,
+    MergedRecord,
+    PassedRecord,
+    RestoredRecord,
+    TermRecord,
+)
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.effect_order import must_be_synced
 from atoll.protocol.syncer.effects import CompleteCut, Restore
@@ -52,6 +60,7 @@ from atoll.store.cuts import (
     write_syncer_part,
 )
 from atoll.store.disk import Disk, LocalDisk, Rests, not_written
+from atoll.store.durable_end import UNMARKED, check_end, clear_accepted, read_accepted
 from atoll.store.journal import Journal, JournalEntry, Position, read
 from atoll.store.removal import finish_removals
 from atoll.store.rundir import RunDir, save_model
@@ -84,17 +93,19 @@ class RunStore:
         disk: Disk | None = None,
         uploader: Uploader | None = None,
     ) -> None:
-        """Read what earlier terms left, and begin this term's segment of the journal. `keep`: so many cuts;
+        """Read what earlier terms left, and begin this term's segment of the journal. EndLost: it ends before what was
+        durable, and nobody accepted that. `keep`: so many cuts;
         `payload_cuts`: the payloads behind so many of them. `uploader`: copies it all to a bucket."""
         self._out, self._lease, self._disk = out, lease, disk or LocalDisk()
         self._sync, self._keep, self._payload_cuts = every_round, keep, payload_cuts
         self._writing = threading.Lock()
         """Held while the journal is appended to or synced: cuts are written in other threads."""
         lease.beat()
+        mark = check_end(out, self._disk)  # before the journal is read: a writer that was replaced may still append
         self.found_on_disk: Recovered | None = recover(out, disk=self._disk)
         lease.beat()
         after = self.found_on_disk.end if self.found_on_disk else None
-        self._journal = Journal.begin(out.journal, lease.term, after=after, disk=self._disk)
+        self._journal = Journal.begin(out.journal, lease.term, after=after, disk=self._disk, marks=out.marks)
         self._model_gone = False
         """The model file of an earlier end is deleted."""
         self._kept: list[tuple[int, int]] = []
@@ -109,7 +120,13 @@ class RunStore:
             end, history = self.found_on_disk.end, self.found_on_disk.history
             began = TermRecord(lease.term, end.offset, end.hash, history.committed)
             lines: list[AnyRecord] = [began, *self._unrecorded_cuts(history.cuts, self.found_on_disk.cut)]
+            if lost := read_accepted(out):
+                lines.append(LossRecord(lost))
+                self.found_on_disk.remarks.append(f"goes on without what was lost, as the operator accepted: {lost}")
+            if mark is None:
+                self.found_on_disk.remarks.append(UNMARKED)
             self._journal.append([(line, None) for line in lines])
+            clear_accepted(out)
             for line in lines:
                 history.apply(line)
             if self.found_on_disk.parameters is not None:
@@ -193,6 +210,11 @@ class RunStore:
             if (before := self._needless) is not None:
                 self._needless = None
                 self._journal.trim(*before)
+
+    def settle(self) -> None:
+        """Make the mark of the last append durable. Called in a thread, behind the effects that the append allowed."""
+        with self._writing:
+            self._journal.settle_mark()
 
     def _note_append(self, entries: Sequence[JournalEntry]) -> None:
         """Let the uploader know; with durability = "store" it returns when the bucket has it."""

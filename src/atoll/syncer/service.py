@@ -104,6 +104,7 @@ class SyncerService:
             fenced=run_store.fenced,
             alarm=self._alarm,
             slow=run_store.describe_slowness,
+            settle=run_store.settle,
         )
         self.operator = OperatorRequests(
             lambda: self._machine, self._handle, retunes=lambda: self._effect_queue.awaits(fx.Retune)

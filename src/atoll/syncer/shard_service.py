@@ -315,6 +315,7 @@ class ShardService:
             asyncio.get_running_loop().call_later(AGAIN_S, lambda: self._spawn(self._write(stage, digest)))
         else:
             self._handle(sh.Written(stage.order, head))
+            await asyncio.to_thread(self._store.settle)
 
     def _commit(self, decision: RoundDecided, *, staged: bool) -> None:
         if staged:

@@ -53,6 +53,7 @@ from atoll.store.cuts import (
     write_syncer_part,
 )
 from atoll.store.disk import Corrupt, Disk, LocalDisk, Rests, not_written
+from atoll.store.durable_end import check_end
 from atoll.store.journal import Journal, payload, read, seal
 from atoll.store.removal import finish_removals
 from atoll.store.rundir import RunDir
@@ -97,9 +98,10 @@ class ShardStore:
         """Held while the chain is appended to or read."""
         self._newest: Position | None = None
         """Where the newest cut begins in the chain: whatever is decided from now on lies behind it."""
+        check_end(out, self._disk, shard=shard)
         self.begun: BegunRecord | None = self._read_begun()
         end = self._find_end() if self.begun is not None else ORIGIN
-        self._journal = Journal.begin(out.journal, lease.term, after=end, disk=self._disk)
+        self._journal = Journal.begin(out.journal, lease.term, after=end, disk=self._disk, marks=out.marks)
         if self.begun is not None:
             self._journal.append([(TermRecord(lease.term, end.offset, end.hash, 0), None)])
             self._note_append()
@@ -171,6 +173,11 @@ class ShardStore:
                 self._needless = None
                 self._journal.trim(*before)
             return self._journal.position.hash
+
+    def settle(self) -> None:
+        """Make the mark of the last append durable. Called in a thread, behind the answer to the lead."""
+        with self._writing:
+            self._journal.settle_mark()
 
     def _note_append(self) -> None:
         """Let the uploader know; with durability = "store" it returns when the bucket has it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from atoll.cli.command import Command, Parameter, argument, flag, option
@@ -31,6 +32,7 @@ FOLDER = (
     option("--store", "Copy the run to a bucket, as s3://bucket/run.", metavar="URL", panel=RUN),
 )
 TRUST = flag("--trust", "With --resume: ask nothing about a run from elsewhere.", panel=RUN)
+ACCEPT_LOSS = flag("--accept-loss", "Go on without a part of the journal that is lost.", panel=RUN)
 ANY_SETTING = (
     option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
     setting_option(SETTINGS),
@@ -84,6 +86,7 @@ RUNS = (
             *FOLDER,
             option("--from-cut", "With --resume: a new run (--out) from this cut.", int, name="cut", panel=RUN),
             TRUST,
+            ACCEPT_LOSS,
             option("--tape", "Follow this scenario (atoll simulate tape).", Path, metavar="FILE", panel=RUN),
             option(
                 "--algorithm",
@@ -169,6 +172,7 @@ RUNS = (
             argument("out", "An empty folder, or one that is not there.", Path, required=True),
             flag("--take-over", "The machine that the run was on is gone."),
             flag("--read-only", "A copy to look at; the run may go on elsewhere."),
+            replace(ACCEPT_LOSS, panel="Options"),
         ),
     ),
     Command(
@@ -200,6 +204,7 @@ RUNS = (
         (
             *FOLDER,
             TRUST,
+            ACCEPT_LOSS,
             option(
                 "--standby",
                 "Wait for the turn to serve the run in this folder.",

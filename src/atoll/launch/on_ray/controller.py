@@ -93,6 +93,7 @@ class RunJob(msgspec.Struct, frozen=True):
     force: bool = False
     resume: bool = False
     changes: tuple[str, ...] = ()
+    accept_loss: bool = False
 
 
 class Watched(msgspec.Struct, frozen=True):
@@ -429,7 +430,7 @@ class Controller:
         if config.service.store:
             self._open_store(config.service.store, again=again)
         if job.resume and not adopts:
-            resume = plan_resume(self._out, job.changes)
+            resume = plan_resume(self._out, job.changes, accept_loss=job.accept_loss)
         files = [str(self._out.path), job.launch.folder, *(one for one in job.script[:1] if one != "-m")]
         if not again and (told := find_blind_nodes(nodes, files)):
             raise ConfigError(f"{told[0]}: put it where every node sees it, on a file system that they share")

@@ -317,7 +317,7 @@ class TapeRun:
         """The journal of this run, in one term, and its events."""
         begun = self._begin_record(score.begun)
         lease = acquire(self.out.journal)
-        journal = Journal.begin(self.out.journal, lease.term, disk=LocalDisk())
+        journal = Journal.begin(self.out.journal, lease.term, disk=LocalDisk(), marks=self.out.marks)
         with Appender(self.out.events) as sink:
             own = OwnRecords(begun, score, outcome, sink)
             kept = [own.take(line) for line in lines[1:] if not isinstance(line, TermRecord)]
