@@ -351,7 +351,9 @@ class Rounds:
         silent = bool(round_.given) and self._leave_out_silent(now, round_, wakes)
         missed = [seat for seat in round_.asked if now >= seat.deadline]
         for seat in missed:  # for all we know the deadline was too short: learn from it
-            self.state.members.learners[seat.learner].answer_s.add(now - seat.asked_at)
+            learner = self.state.members.learners[seat.learner]
+            learner.answer_s.add(now - seat.asked_at)
+            self.state.members.update_medians(learner)
         if missed and not round_.given and len(missed) == len(round_.asked):
             self.closing.estimates.sync_s.add(now - round_.frozen_at)
         for seat in missed:
@@ -421,6 +423,7 @@ class Rounds:
         learner.missed_at = now
         if learner.misses >= 2 and not learner.muted:
             learner.muted = True
+            self.state.members.update_medians(learner)
             text = f"{learner.name} reports but missed {learner.misses} pulls; it is probed from now on"
             self.state.out.note("muted", text, learner)
 
