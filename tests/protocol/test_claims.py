@@ -117,7 +117,10 @@ def test_a_short_life_has_the_others_for_a_measure(made: int, usual_of: float, s
     own = usual(made, 10 * made) if made else Usual()
     others = [usual_of, usual_of, 1e9]
     within = int(MAX_RATIO_NEW * usual_of * steps * share)
-    assert more(own.at, steps, within, own, others) is None and beyond_steps(steps, within, own, lambda: median_of(others)) is None
+    assert (
+        more(own.at, steps, within, own, others) is None
+        and beyond_steps(steps, within, own, lambda: median_of(others)) is None
+    )
     beyond = int(MAX_RATIO_NEW * usual_of * steps) + steps
     assert more(own.at, steps, beyond, own, others) is not None
     assert beyond_steps(steps, beyond, own, lambda: median_of(others)) is not None

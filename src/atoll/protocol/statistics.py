@@ -173,7 +173,8 @@ def median_of_sorted(values: Sequence[float]) -> float:
 class KeptValues:
     """One value of each learner that has one, kept in order, so that a median needs no sort.
 
-    A value moves to its new place when it changes. The results equal those of a list that is sorted anew, to the bit."""
+    A value moves to its new place when it changes. The results equal those of a list sorted anew, to the bit.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
