@@ -279,7 +279,7 @@ class Scrutiny:
         if wrong is not None:
             return wrong
         wrong = beyond_steps(given.steps, given.tokens, learner.usual, lambda: self.state.members.per_step(learner))
-        alone = self.state.members.per_step(learner) is None  # then it is weighed against nobody
+        alone = self.state.members.per_step(learner) is None  # then there is no one to weigh it against
         return None if alone else wrong
 
     def find_above(self, learner: KnownLearner) -> str | None:

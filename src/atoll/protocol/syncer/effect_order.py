@@ -51,7 +51,7 @@ class EffectOrder:
         self._merges = 0
         """How many of the waiting effects are merges."""
         self._merge_is_blocked = False
-        """What waits in front of the first of them holds it back until a write ends."""
+        """Whether the first of them has to wait until a write ends, because of effects in front of it."""
         self._busy = self._closed = False
 
     @property

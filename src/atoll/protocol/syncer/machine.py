@@ -266,7 +266,7 @@ class Syncer:
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
                 return taken and not given.probe and _awaits_answers(round_)
             case fx.Received(name, msg.Decline(round=number)):
-                # A round that gathers waits for one learner less: there somebody has to look.
+                # Of a round that gathers not: it waits for one learner less.
                 return _awaits_answers(self.state.open_rounds.get(number)) and not self._may_be_asked_ahead([name])
             case fx.Received(_, msg.CutSaved()):
                 return self.cuts.open is None or bool(self.cuts.open.awaited)

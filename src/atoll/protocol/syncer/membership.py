@@ -418,9 +418,9 @@ class Membership:
         return self._answers_s.lower_median
 
     def per_step(self, but: KnownLearner, least: int = 1) -> float | None:
-        """Return the median of the others' usual tokens per step; None: it is known of fewer than `least` of them. A
-        learner of whom nothing is known is judged by all that have made steps, if there are several: one alone, who may
-        be the liar, sets nobody's measure."""
+        """Return the median of the others' usual tokens per step; None: fewer than `least` of them are known. A
+        learner that is not known yet is judged by all that have made steps, if there are several: a single other
+        learner may be the one that lies."""
         if but.usual.known:
             return self._known_per_step.median_without(but.name, least)
         return self._tokens_per_step.median_without(but.name, max(2, least))

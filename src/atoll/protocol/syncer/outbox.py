@@ -44,7 +44,7 @@ class Outbox:
         self.add_effect(Send(learner, self.stamp(message)))
 
     def stamp(self, message: M) -> M:
-        """Return the message with what every message of this moment carries, whoever receives it."""
+        """Return the message with the clock, the term and the cut that every message of this moment carries."""
         return msgspec.structs.replace(message, clock=self.clock, term=self.history.term, cut=self.cut)
 
     def persist(self, *records: AnyRecord, round: int = -1, restored: bool = False) -> None:

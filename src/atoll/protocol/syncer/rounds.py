@@ -43,7 +43,7 @@ RECENT = 512
 
 
 class Ahead(NamedTuple):
-    """What decides in which rounds learners are asked ahead, the same for all of them in one look."""
+    """Facts of one look by which learners with a share are asked ahead, the same for all of them."""
 
     round_s: float
     """Seconds from one round to the next."""
