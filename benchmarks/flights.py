@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from atoll.store.event_parts import read_lines
+
 HERE = Path(__file__).resolve()
 FRAGMENTS = 24
 WARM_UP = 3
@@ -63,7 +65,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     summary = json.loads(done.stdout)
-    rounds = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    rounds = [json.loads(line) for line in read_lines(folder / "events.jsonl")]
     rounds = [event for event in rounds if event["kind"] == "round"][WARM_UP * FRAGMENTS : -FRAGMENTS]
     since = [m["since"] for event in rounds for m in event["members"] if m["since"] is not None]
     return {

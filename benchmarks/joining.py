@@ -38,6 +38,7 @@ from overhead import start_syncer
 import atoll
 from atoll.chaos.tcp_relay import TcpRelay
 from atoll.fabric.local_secrets import publish_secrets, published_secrets, withdraw_secrets
+from atoll.store.event_parts import read_lines
 from atoll.telemetry.events import parse, versions
 from atoll.workloads.gpt import Gpt, GptConfig
 
@@ -91,7 +92,7 @@ class LearnerProcess:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         told = self._hear("joined_s")
-        events = parse(self._events.read_bytes().splitlines(keepends=True))
+        events = parse(read_lines(self._events))
         heard = [one["at"] for one in events if one["kind"] == "joined" and one.get("learner") == self._name]
         return {"from_start_s": told["joined_s"], "from_connecting_s": told["at"] - heard[0]}
 

@@ -59,6 +59,7 @@ from quality_learner import StepTimes, Task
 from safetensors.torch import load_file
 
 from atoll.protocol.records import AnyRecord, BegunRecord, ChangedRecord, DrawnRecord, MergedRecord
+from atoll.store.event_parts import read_lines
 from atoll.store.journal import read_tape
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.text import Text
@@ -271,7 +272,7 @@ def end_run(process: subprocess.Popen[str]) -> None:
 
 
 def read_events(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in read_lines(out / "events.jsonl")]
 
 
 def describe_run(summary: dict[str, Any], events: Sequence[dict[str, Any]]) -> dict[str, Any]:

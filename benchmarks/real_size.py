@@ -35,6 +35,7 @@ from overhead import start_syncer
 import atoll
 from atoll.fabric.transfer import get_json
 from atoll.learner.placement import WISHES, PlacementWish
+from atoll.store.event_parts import read_lines
 from atoll.telemetry.events import versions
 from atoll.workloads.gpt import Gpt, GptConfig
 
@@ -129,7 +130,7 @@ class Loop:
 def write_trace(path: Path | None, steps: list[dict[str, float]], folder: Path) -> None:
     """Every step with its time, and what the run did beside it, by the same clock."""
     if path is not None:
-        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        events = [json.loads(line) for line in read_lines(folder / "events.jsonl")]
         path.write_text(json.dumps({"steps": steps, "events": events}) + "\n")
 
 

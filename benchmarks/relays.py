@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 from seeds import count_cores, find_commit
 
 from atoll.fabric.local_secrets import publish_secrets, published_secrets, withdraw_secrets
+from atoll.store.event_parts import read_lines
 
 SCRIPT = Path(__file__).parents[1] / "tests" / "system" / "scripts" / "line.py"
 FRAGMENTS = 4
@@ -173,8 +174,7 @@ def counted_link(port: int) -> Iterator[CountingProxy]:
 
 
 def events_of(out: Path) -> list[dict[str, Any]]:
-    lines = (out / "events.jsonl").read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in read_lines(out / "events.jsonl") if line.endswith(b"\n")]
 
 
 def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:

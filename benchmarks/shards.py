@@ -26,7 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from atoll.store.event_parts import read_lines
 from atoll.telemetry.events import versions
+from atoll.telemetry.round_members import count_members
 
 HERE = Path(__file__).resolve()
 ATOLL = [sys.executable, "-m", "atoll.cli"]
@@ -90,12 +92,12 @@ def measure(folder: Path, shards: int, options: argparse.Namespace) -> dict[str,
         for process in processes:
             process.kill()
             process.wait()
-    lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in read_lines(out / "events.jsonl")]
     rounds = [one for one in lines if one["kind"] == "round"][WARM_UP * FRAGMENTS :]
     if len(rounds) < FRAGMENTS:
         raise SystemExit(f"only {len(rounds)} rounds are left to measure: ask for more --steps")
     took = rounds[-1]["at"] - rounds[0]["at"]
-    merged = sum(len(one["members"]) for one in rounds[1:]) * 4 * options.parameters / FRAGMENTS
+    merged = sum(map(count_members, rounds[1:])) * 4 * options.parameters / FRAGMENTS
     return {
         "shards": shards,
         "cores": own,

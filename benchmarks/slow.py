@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from atoll.store.event_parts import read_lines
+
 HERE = Path(__file__).resolve()
 STEP_S = 0.4
 LEAST = {"overwrite": {1.5: 0.88, 2.0: 0.85, 4.0: 0.75}, "carry": {1.5: 0.96, 2.0: 0.96, 4.0: 0.96}}
@@ -53,7 +55,7 @@ def measure(folder: Path, factor: float, adopt: str, steps: int) -> dict[str, An
     environment = {**os.environ, "SLOW_FACTOR": str(factor)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     summary = json.loads(done.stdout)
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in read_lines(folder / "events.jsonl")]
     since = [m["since"] for e in events if e["kind"] == "round" for m in e["members"] if m["since"] is not None]
     fast = [
         m["since"]

@@ -40,6 +40,7 @@ from atoll.estimate.spot_trace import NodeChange, SpotTrace, find_absences, load
 from atoll.launch.on_ray.cluster import connect
 from atoll.launch.on_ray.controller import find_controller
 from atoll.observe.clusters import NEVER_S, measure_run
+from atoll.store.event_parts import read_lines
 from atoll.telemetry.events import Event, parse
 
 ROOT = Path(__file__).parent.parent
@@ -90,8 +91,7 @@ class SpotRun:
         return time.time() - self.began
 
     def events(self) -> list[Event]:
-        file = self._folder / "events.jsonl"
-        return list(parse(file.read_bytes().splitlines(keepends=True))) if file.exists() else []
+        return list(parse(read_lines(self._folder / "events.jsonl")))
 
     def wait_for_recoveries(self, count: int) -> None:
         """Of learners, since its beginning."""

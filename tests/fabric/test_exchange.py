@@ -291,6 +291,34 @@ async def test_a_learner_takes_part_in_the_recorded_run(version: str) -> None:
     assert {"Progress", "Contribution", "Leave"} <= {type(message).__name__ for message in said}
 
 
+def as_non_member(data: bytes) -> bytes:
+    """The recorded announcement as a learner receives it that was no member: with the entry of one who was."""
+    announce = decode_from_syncer(data)
+    if not isinstance(announce, msg.Announce):
+        return data
+    return encode(msgspec.structs.replace(announce, members=(msg.Member("learner-1", 1, announce.round, 8),)))
+
+
+async def test_a_learner_that_was_no_member_of_the_announced_rounds_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In frames of this version: the same fields, of which the list has one entry, also where others gave. It takes the
+    versions, and offers its own steps again."""
+    recorded = frames("syncer")
+    others = [as_non_member(data) for data in recorded]
+    announced = [data for data in others if place_of(data)[0] == "Announce"]
+    assert announced and all(len(msgspec.msgpack.decode(data)["members"]) == 1 for data in announced)
+    names = [set(msgspec.msgpack.decode(data)) for data in others]
+    assert names == [set(msgspec.msgpack.decode(data)) for data in recorded]
+    monkeypatch.setattr(f"{__name__}.frames", lambda of: others)
+    heard: list[bytes] = []
+    async with recorded_syncer(heard, "2") as url:
+        learner = await ended(url)
+    said = [decode_from_learner(data) for data in heard]
+    last = [message for message in said if isinstance(message, msg.Progress)][-1]
+    assert learner.heard == len(others) and not learner.lost.is_set()
+    newest = {said["fragment"]: said["version"] for said in map(msgspec.msgpack.decode, announced)}
+    assert last.versions == tuple(newest[fragment] for fragment in sorted(newest))
+
+
 @pytest.mark.parametrize(
     ("version", "says"),
     [

@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.numerics.filter import Filter
+from atoll.numerics.agreement import BUCKETS
+from atoll.numerics.deltas import as_readable
+from atoll.numerics.filter import Filter, measure_round
 from atoll.numerics.fragments import make_plan
+from atoll.numerics.merge import cut_fragment
 from atoll.numerics.references import MOST, draw_references, find_others, median_of_counted
 from atoll.protocol.messages import TensorSpec
 
@@ -62,3 +65,13 @@ def test_in_a_round_of_two_hundred_those_who_harm_are_named_and_nobody_else(samp
         judged = filter_.judge(0, names, given_, round=round, sample=sample)
     suspects = {name for name, one in zip(names, judged, strict=True) if one.suspect}
     assert suspects == {names[10 * number] for number in range(20)} | {names[5]}
+
+
+@pytest.mark.parametrize("members", [3, MOST, 160])
+def test_what_a_shard_tells_of_a_contribution_is_bounded_however_many_there_are(members: int) -> None:
+    """`NormsHere.squares`, where contributions are compared: for each cut a square, dot products and a sketch."""
+    fragment, dice = PLAN.fragments[0], np.random.default_rng(0)
+    given_ = [dice.standard_normal(fragment.size).astype(np.float32) for _ in range(members)]
+    figures = measure_round(fragment, [as_readable(fragment, one) for one in given_], None, round=5)
+    most = 8 * len(cut_fragment(fragment)) * (1 + MOST + BUCKETS)
+    assert figures.nbytes <= members * most < members * 24 * 1024

@@ -362,6 +362,17 @@ def test_an_injected_fault_lasts_until_everybody_it_hit_is_back(say: Say) -> Non
     assert event["kind"] == "mended" and whom == ("a", "b")
 
 
+def test_a_round_that_does_not_name_all_its_members_leaves_open_who_was_in_it(say: Say) -> None:
+    """It names those of a new life, so only who goes on with the same life may be in it without being named."""
+    paused = say(1, "fault", number=3, what="pause", targets=["a"], target="a", seconds=1.0)
+    open_, told_all = round_of(say, 3, of=99), round_of(say, 5, "b")
+    assert told([paused, open_, round_of(say, 6, "a")]) == [("pause", ("a",), 5.0)]
+    assert told([paused, open_]) == [("pause", ("a",), 2.0)], "it was not gone to the end, as far as is known"
+    assert told([paused, open_, told_all]) == [("pause", ("a",), None)]
+    killed = [say(1, "killed", process="a", learner="a"), say(2, "joined", learner="a", incarnation=2)]
+    assert told([*killed, open_]) == [("killed", ("a",), None)]
+
+
 def test_where_the_syncer_was_hit_any_round_will_do(say: Say) -> None:
     timeline = [
         say(1, "fault", number=1, what="syncer-kill", targets=[], target="", seconds=0.0),

@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.protocol.statistics import median
 from atoll.protocol.syncer.claims import (
     KNOWN_STEPS,
     MAX_RATIO,
@@ -25,9 +26,13 @@ def usual(steps: int = 100, tokens: int = 1000, seconds: float = 100.0) -> Usual
     return own
 
 
+def median_of(others: list[float]) -> float | None:
+    return median(others) if others else None
+
+
 def more(now: float, steps: int, tokens: int, own: Usual, others: list[float]) -> str | None:
     """What is wrong with so much more than its last report said."""
-    return beyond_rate(now, own.t + steps, own.total + tokens, own, lambda: others)
+    return beyond_rate(now, own.t + steps, own.total + tokens, own, lambda: median_of(others))
 
 
 # ---- leases -------------------------------------------------------------------------------------------------------
@@ -65,7 +70,7 @@ def test_honest_reports_are_believed_however_they_come(
         now += wait_s
         claimed = round(steps * tokens * size)
         assert more(now, steps, claimed, own, others) is None
-        assert beyond_steps(steps, claimed, own, lambda: others) is None
+        assert beyond_steps(steps, claimed, own, lambda: median_of(others)) is None
         own.add(now, own.t + steps, own.total + min(claimed, steps * tokens))
 
 
@@ -95,7 +100,7 @@ def test_larger_batches_are_believed_where_everybody_has_them() -> None:
 
 
 def test_a_burst_after_a_pause_is_believed() -> None:
-    assert more(100.0, 500, 5000, usual(), lambda: [10.0]) is None, "many steps at once, each of the usual size"
+    assert more(100.0, 500, 5000, usual(), lambda: 10.0) is None, "many steps at once, each of the usual size"
 
 
 def test_nobody_is_judged_by_a_short_life_or_by_nothing() -> None:
@@ -112,10 +117,13 @@ def test_a_short_life_has_the_others_for_a_measure(made: int, usual_of: float, s
     own = usual(made, 10 * made) if made else Usual()
     others = [usual_of, usual_of, 1e9]
     within = int(MAX_RATIO_NEW * usual_of * steps * share)
-    assert more(own.at, steps, within, own, others) is None and beyond_steps(steps, within, own, lambda: others) is None
+    assert (
+        more(own.at, steps, within, own, others) is None
+        and beyond_steps(steps, within, own, lambda: median_of(others)) is None
+    )
     beyond = int(MAX_RATIO_NEW * usual_of * steps) + steps
     assert more(own.at, steps, beyond, own, others) is not None
-    assert beyond_steps(steps, beyond, own, lambda: others) is not None
+    assert beyond_steps(steps, beyond, own, lambda: median_of(others)) is not None
 
 
 def test_what_it_had_before_its_first_report_is_no_measure() -> None:
@@ -132,9 +140,9 @@ def test_a_report_without_a_step_is_no_measure_of_time() -> None:
 
 
 def test_a_contribution_of_few_steps_and_many_tokens_is_not_believed() -> None:
-    assert beyond_steps(24, 240, usual(), lambda: [10.0]) is None
-    assert beyond_steps(1, 240, usual(), lambda: [10.0]) == "240 tokens per step, where 10 are usual"
-    assert beyond_steps(1, 240, usual(), lambda: [240.0]) is None
+    assert beyond_steps(24, 240, usual(), lambda: 10.0) is None
+    assert beyond_steps(1, 240, usual(), lambda: 10.0) == "240 tokens per step, where 10 are usual"
+    assert beyond_steps(1, 240, usual(), lambda: 240.0) is None
 
 
 def test_what_was_trained_on_while_the_line_was_down_is_believed() -> None:

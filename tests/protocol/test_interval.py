@@ -179,6 +179,7 @@ def test_reports_in_one_burst_say_nothing_of_a_step() -> None:
         learner = committing.learner(number)
         learner.step_s = type(learner.step_s)()
         learner.step_s.add(0.0)
+        committing.state.members.update_medians(learner)
     assert committing.commit() == 1.0
 
 

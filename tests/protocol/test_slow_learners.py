@@ -214,6 +214,7 @@ def test_a_newcomer_has_the_time_of_the_median_learner_until_it_is_known() -> No
     gathering.estimates.sync_s.value = 0.5  # one on a slow link has raised it
     newcomer, usual = learners["learner-3"], gathering.deadlines.of(learners["learner-2"])
     newcomer.answer_s.value = newcomer.step_s.value = None
+    world.syncer.members.update_medians(newcomer)
     assert gathering.deadlines.of(newcomer) == pytest.approx(usual) and usual < gathering.deadline_s
     newcomer.answer_s.add(usual)  # it has missed a pull: from now on it has the time that it needs
     assert gathering.deadlines.of(newcomer) == gathering.deadline_s
@@ -228,6 +229,8 @@ def test_one_that_gives_its_last_steps_has_the_time_of_its_own_answers_up_to_a_l
     assert closing.deadlines.of(one) == closing.deadline_s == floor_s, "its answers have been quick"
     one.answer_s = Average()
     one.answer_s.add(0.6 * floor_s)  # it missed a pull, say, and has had so long for it
+    world.syncer.members.update_medians(one)
     assert closing.deadlines.of(one) == pytest.approx(4 * 0.6 * floor_s)
     one.answer_s.add(1000.0)
+    world.syncer.members.update_medians(one)
     assert closing.deadlines.of(one) == 4 * floor_s, "no learner stretches it further"

@@ -79,6 +79,8 @@ TALK = {
     *("first_step_s", "lost", "away_s"),  # how long a first step or an absence takes: for people
     "_loss",  # what rounding took from version 0: for people
     "budgeted",  # without a budget of tokens it is what was reported
+    *("_live_steps_s", "_stepping_steps_s", "_answers_s"),  # the learners' own times in order
+    *("_tokens_per_step", "_known_per_step", "_merged_shares", "merged_share"),  # as `usual` and `_windows`
 }
 COUNTS = {
     *("clock", "due", "interval", "step", "_ahead", "_anchored_at", "_anchors", "_places", "_sorted", "datasets"),

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from atoll.fabric.wire import encode, one_line
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import FromLearner, FromSyncer
+from atoll.protocol.messages import Announce, FromLearner, FromSyncer
 from atoll.protocol.succession import Holder
 
 
@@ -70,7 +70,11 @@ class ControlChannel:
 
     def send(self, message: FromSyncer) -> None:
         """Never waits. A peer that lets too much pile up loses the channel."""
-        if not self._outbox.closed and not self._outbox.put(encode(message)):
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        """Send a message that is encoded already, since several learners receive it."""
+        if not self._outbox.closed and not self._outbox.put(data):
             self.drop("the learner reads too slowly: its queue of messages is full")
 
     def close(self, reason: str) -> None:
@@ -85,6 +89,21 @@ class ControlChannel:
         self.reason = self.reason or one_line(reason)
         self._outbox.close(discard=True)
         self._abort()
+
+
+class SharedAnnouncement:
+    """Encodes the announcement of a round to its non-members, who all receive the same message, once."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Announce, bytes] | None = None
+
+    def encode(self, learner: str, message: FromSyncer) -> bytes:
+        """Encode a message to this learner."""
+        if not isinstance(message, Announce) or any(member.learner == learner for member in message.members):
+            return encode(message)
+        if self._last is None or self._last[0] is not message:
+            self._last = (message, encode(message))
+        return self._last[1]
 
 
 class SendQueue:

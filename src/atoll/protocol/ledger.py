@@ -343,11 +343,16 @@ class Ledger:
 
     def by_learner(self) -> dict[str, Totals]:
         """The same for every learner, over all its incarnations."""
-        found = dict(self._closed_of)
+        return self.fates()[1]
+
+    def fates(self) -> tuple[Totals, dict[str, Totals]]:
+        """Return both, with one look at each account."""
+        by_learner, of_open = dict(self._closed_of), list[Totals]()
         for account in self._open.values():
-            before, fates = found.get(account.learner), account.fates()
-            found[account.learner] = fates if before is None else _sum(before, fates)
-        return found
+            of_open.append(fates := account.fates())
+            before = by_learner.get(account.learner)
+            by_learner[account.learner] = fates if before is None else _sum(before, fates)
+        return _sum(self._closed, *of_open), by_learner
 
     # ---- as a cut carries it ------------------------------------------------------------------------------------
 

@@ -165,9 +165,54 @@ def median(values: Iterable[float]) -> float:
     return median_of_sorted(sorted(values))
 
 
-def median_of_sorted(values: list[float]) -> float:
+def median_of_sorted(values: Sequence[float]) -> float:
     half = len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+
+
+class KeptValues:
+    """One value of each learner that has one, kept in order, so that a median needs no sort.
+
+    A value moves to its new place when it changes. The results equal those of a list sorted anew, to the bit.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._ordered: list[float] = []
+
+    def put(self, name: str, value: float | None) -> None:
+        """Keep this value of the learner in place of the one before; None: it has none any more."""
+        before = self._values.get(name)
+        if value == before:
+            return
+        if before is not None:
+            del self._ordered[bisect_left(self._ordered, before)], self._values[name]
+        if value is not None:
+            insort(self._ordered, value)
+            self._values[name] = value
+
+    @property
+    def median(self) -> float | None:
+        return median_of_sorted(self._ordered) if self._ordered else None
+
+    @property
+    def lower_median(self) -> float | None:
+        """The median; of two values in the middle, the lower one."""
+        return self._ordered[(len(self._ordered) - 1) // 2] if self._ordered else None
+
+    @property
+    def highest(self) -> float | None:
+        return self._ordered[-1] if self._ordered else None
+
+    def median_without(self, name: str, least: int = 1) -> float | None:
+        """Return the median of all values but this learner's; None if there are fewer than `least` of them."""
+        own = self._values.get(name)
+        gap = len(self._ordered) if own is None else bisect_left(self._ordered, own)
+        count = len(self._values) - (own is not None)
+        if count < max(1, least):
+            return None
+        lower, upper = (self._ordered[place + (place >= gap)] for place in ((count - 1) // 2, count // 2))
+        return lower if count % 2 else (lower + upper) / 2
 
 
 # ---- how a loss or a metric is written ------------------------------------------------------------------------------

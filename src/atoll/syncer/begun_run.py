@@ -17,7 +17,7 @@ import msgspec
 
 from atoll.choices import CODEC
 from atoll.config import Outer
-from atoll.fabric.control_channel import ControlChannel
+from atoll.fabric.control_channel import ControlChannel, SharedAnnouncement
 from atoll.fabric.wire import MIB
 from atoll.numerics.codec import body_nbytes, largest_body, make_codec
 from atoll.numerics.fragments import FragmentPlan
@@ -60,6 +60,7 @@ class BegunRun:
         outer = outer_of(history)
         self.model, self.parameters = model, model.parameters
         self._channels, self._relays, self._lead, self._handle = channels, relays, lead, handle
+        self._announcement = SharedAnnouncement()
         codec = make_codec(settings.codec, self.parameters.threads)
         self.inbox = Inbox(self.parameters.plan, codec, moments=settings.shares_moments)
         declare = (lambda *ranks: None) if lead is None else lead.declare_ranks
@@ -166,7 +167,7 @@ class BegunRun:
         if self._lead is not None and isinstance(message, Welcome):
             message = self._lead.address_shards(message)
         if channel is not None:
-            channel.send(message)
+            channel.send_encoded(self._announcement.encode(learner, message))
 
     def _retune(self, outer: Outer) -> None:
         settings = self.machine.settings

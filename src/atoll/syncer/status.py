@@ -125,9 +125,9 @@ class Meter:
         """`traffic`: bytes received and sent so far."""
         elapsed = (self._ended or now) - self._began if self._began else 0.0
         known = sorted(machine.members.learners.items()) if machine else []
-        fates = machine.history.ledger.by_learner() if machine else {}
-        learners = tuple(self._learner(now, one, machine, fates.get(one.name)) for _, one in known)
-        totals = machine.history.ledger.totals() if machine else None
+        totals, fates = machine.history.ledger.fates() if machine else (None, {})
+        last = frozenset(machine.last_members if machine else ())
+        learners = tuple(self._learner(now, one, machine, fates.get(one.name), last) for _, one in known)
         steps, overlap = (machine.steps_between_syncs, machine.overlap) if machine else (spread(()), spread(()))
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
@@ -239,7 +239,10 @@ class Meter:
         busy_s = sum(one.busy_in_term for one in machine.members.learners.values()) if machine else 0.0
         return self._time.goodput(busy_s, now) if busy_s else None
 
-    def _learner(self, now: float, one: KnownLearner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
+    def _learner(
+        self, now: float, one: KnownLearner, machine: Syncer | None, fates: Totals | None, last: frozenset[str]
+    ) -> LearnerStatus:
+        """`last`: names of the members of the last round."""
         assert machine is not None
         life = machine.history.lives.get(one.name)
         return LearnerStatus(
@@ -252,7 +255,7 @@ class Meter:
             tokens_per_s=self._rate(now, one),
             loss=one.loss,
             version_round=self._adopted(one),
-            in_last_round=one.name in machine.last_members,
+            in_last_round=one.name in last,
             merged_share=fates.merged_share() if fates is not None else None,
             alarm=_alarm(one, machine) if one.connected else "",
             suspect=bool(one.suspect) and one.connected,

@@ -28,6 +28,7 @@ from atoll.store.event_parts import read_lines
 from atoll.store.head import read_account
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
+from atoll.telemetry.round_members import names_all
 
 ReportedState: TypeAlias = Literal["ended", "going on", "cut off"]
 
@@ -220,7 +221,10 @@ def _fault(timeline: Sequence[Event], place: int, kind: str) -> ReportedFault:
 
 
 def _again(timeline: Sequence[Event], place: int, name: str) -> float | None:
-    fault = timeline[place]
+    """Return the seconds until the first round that names it. A round of many learners does not name all its members,
+    but a new life in its first round. So where the same life goes on, and no later round that names all tells, the
+    first round that may have held it counts."""
+    fault, perhaps_s, new_life = timeline[place], None, False
     gone = fault["kind"] in DEATHS and name != SYNCER
     over = fault["at"] + float(fault.get("seconds") or 0.0)
     for at in range(place + 1, len(timeline)):
@@ -228,10 +232,16 @@ def _again(timeline: Sequence[Event], place: int, name: str) -> float | None:
         if event["kind"] in (*DEATHS, "left") and name in targets(event) and name != SYNCER:
             gone = True
         elif event["kind"] == "joined" and event["learner"] == name:
-            gone = False
-        elif event["kind"] == "round" and not gone and event["at"] >= over and _in(event, name):
-            return float(event["at"] - fault["at"])
-    return None
+            gone, new_life, perhaps_s = False, True, None
+        elif event["kind"] == "round" and not gone and event["at"] >= over:
+            seconds = float(event["at"] - fault["at"])
+            if _in(event, name):
+                return seconds
+            if names_all(event):
+                perhaps_s = None
+            elif perhaps_s is None and not new_life:
+                perhaps_s = seconds
+    return None if gone else perhaps_s
 
 
 def _in(event: Event, name: str) -> bool:

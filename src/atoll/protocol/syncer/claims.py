@@ -25,10 +25,8 @@ it gives is screened like anybody's. Whoever is trusted with a credential is not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from atoll.protocol.statistics import median
 
 MAX_RATIO = 8.0
 """A claim above this many times the usual value is refused."""
@@ -87,9 +85,9 @@ def beyond_lease(position: int, before: int, leased: int) -> str | None:
     return None
 
 
-Others = Callable[[], Sequence[float]]
-"""The usual tokens per step of the other learners (`Membership.per_step`: none where the learner is not known yet and
-there is only one other). Asked for only where a claim is beyond the learner's own usual: there are many of them."""
+Others = Callable[[], float | None]
+"""The median of the other learners' usual tokens per step (`Membership.per_step`: None where none is known, or where
+the learner is not known yet and there is only one other). Asked for only where a claim is beyond the learner's own."""
 
 
 def beyond_rate(now: float, t: int, total: int, own: Usual, others: Others) -> str | None:
@@ -111,8 +109,8 @@ def beyond_steps(steps: int, tokens: int, own: Usual, others: Others) -> str | N
     ratio = MAX_RATIO if own.known else MAX_RATIO_NEW
     if per_step <= ratio * measure:
         return None
-    if known := others():
-        measure = max(measure, median(known))
+    if (usual := others()) is not None:
+        measure = max(measure, usual)
     elif not own.known:
         return None
     if per_step <= ratio * measure:
@@ -127,8 +125,8 @@ def beyond_declared(steps: int, tokens: int, declared: int) -> str | None:
     return f"{tokens} tokens in {max(1, steps)} steps, where {declared} per step were declared when it joined"
 
 
-def above_others(per_step: float, others: Sequence[float]) -> str | None:
-    """Whether its steps have far more tokens than those of the others, of which there are several."""
-    if len(others) < 2 or per_step <= REPORT_RATIO * (measure := median(others)):
+def above_others(per_step: float, others: float | None) -> str | None:
+    """Whether its steps have far more tokens than those of the others; `others`: their median, if there are several."""
+    if others is None or per_step <= REPORT_RATIO * others:
         return None
-    return f"{per_step:.4g} tokens per step, {per_step / measure:.3g} times the median of the others"
+    return f"{per_step:.4g} tokens per step, {per_step / others:.3g} times the median of the others"

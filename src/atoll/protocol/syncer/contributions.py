@@ -120,6 +120,7 @@ class Contributions:
 
     def _mark_recovered(self, now: float, learner: KnownLearner) -> None:
         learner.state, learner.last_step_at, learner.recovered = "training", now, True
+        self.state.members.update_medians(learner)
         text = f"{learner.name} took the run's parameters and may contribute"
         figures = {"seconds": round(now - learner.joined_at, 3), "busy_before": learner.busy_before}
         self.state.out.note("recovered", text, learner, **figures)
@@ -173,6 +174,7 @@ class Contributions:
             round_.take_answer(seat, given)
             round_.answered_at = now
             learner.answer_s.add(now - seat.asked_at)
+            self.state.members.update_medians(learner)
             learner.misses = learner.strikes = 0
             self.strikes.not_finite.note_accepted(learner)
             learner.helper = ""  # whatever it began with, its numbers are good
@@ -277,14 +279,15 @@ class Scrutiny:
         if wrong is not None:
             return wrong
         wrong = beyond_steps(given.steps, given.tokens, learner.usual, lambda: self.state.members.per_step(learner))
-        return wrong if wrong and self.state.members.per_step(learner) else None  # alone, it is weighed against nobody
+        alone = self.state.members.per_step(learner) is None  # then there is no one to weigh it against
+        return None if alone else wrong
 
     def find_above(self, learner: KnownLearner) -> str | None:
         """Whether its steps have far more tokens than the others'; looked at every `KNOWN_STEPS` of its steps."""
         if not learner.usual.known or learner.t < learner.compared_at:
             return None
         learner.compared_at = learner.t + KNOWN_STEPS
-        return above_others(learner.usual.per_step, self.state.members.per_step(learner))
+        return above_others(learner.usual.per_step, self.state.members.per_step(learner, least=2))
 
     def _beyond_rate(self, now: float, learner: KnownLearner, t: int, total: int) -> str | None:
         usual = learner.usual

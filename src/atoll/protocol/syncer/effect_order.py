@@ -50,6 +50,8 @@ class EffectOrder:
         """What is being written."""
         self._merges = 0
         """How many of the waiting effects are merges."""
+        self._merge_is_blocked = False
+        """Whether the first of them has to wait until a write ends, because of effects in front of it."""
         self._busy = self._closed = False
 
     @property
@@ -89,8 +91,9 @@ class EffectOrder:
     def _take_early_merge(self) -> Merge | None:
         """The next merge, if nothing that waits in front of it concerns its fragment. One round at most is ahead of the
         one that is written: each takes memory."""
-        if not self._merges:
+        if not self._merges or self._merge_is_blocked:
             return None
+        self._merge_is_blocked = True
         rounds, fragments = 0, set[int]()
         for place, effect in enumerate(self._waiting):
             if isinstance(effect, Merge):
@@ -98,6 +101,7 @@ class EffectOrder:
                     return None
                 del self._waiting[place]
                 self._merges -= 1
+                self._merge_is_blocked = False
                 return effect
             if not isinstance(effect, MERGE_MAY_PASS) or (isinstance(effect, Persist) and effect.restored):
                 return None
@@ -120,6 +124,7 @@ class EffectOrder:
         """It is written; `fenced`: by a syncer whose term is over. False: then nothing is told any more."""
         write, self._write = self._write, None
         assert write is not None, "a write has begun"
+        self._merge_is_blocked = False
         if fenced:
             self.close()
         elif isinstance(write, TakeCut):

@@ -169,6 +169,7 @@ class Joining:
         """No round, snapshot or newcomer waits for it; returns its tokens that no version contains."""
         unmerged = round(learner.unmerged_tokens())
         learner.state, learner.tokens = "gone", ()
+        self.state.members.update_medians(learner)
         self.rounds.leave_learner_out(learner, reason)
         self.rounds.cuts.lose_learner(learner)
         self.peers.stop_helping_and_seeking(learner, reason)

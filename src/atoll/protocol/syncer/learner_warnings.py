@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from atoll.protocol.statistics import median, merged_share
+from atoll.protocol.statistics import merged_share
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
@@ -93,10 +93,12 @@ class ShareWatch:
         window.next_t = learner.t + self._steps(1 / LOOKS_PER_H)
         computed = (account.total - account.origin) * len(account.merged)
         window.looks.append(Look(computed, sum(account.merged), sum(account.dropped)))
+        learner.merged_share = window.share
+        self.state.members.update_medians(learner)
         if not window.alarm and window.share is not None and window.share >= LOW:
             window.low_looks = 0  # whatever the others' share is
             return
-        others = self._share_of_others(learner)
+        others = self.state.members.merged_share_of_others(learner)
         if window.share is not None and others is not None:
             self._judge_share(now, learner, window, window.share, others)
 
@@ -123,14 +125,6 @@ class ShareWatch:
     def _tell(self, learner: KnownLearner, text: str, share: float, others: float, *, over: bool) -> None:
         self.state.out.note("low_share", text, learner, over=over, share=round(share, 4), others=round(others, 4))
 
-    def _share_of_others(self, but: KnownLearner) -> float | None:
-        windows = (
-            (one, self._windows.get(one.name)) for one in self.state.members.reachable_learners() if one is not but
-        )
-        shares = [window.share for one, window in windows if window is not None and _is_of(window, one)]
-        known = [share for share in shares if share is not None]
-        return median(known) if known else None
-
     def _end_of_those_gone(self) -> None:
         for name in sorted(self._low):
             learner = self.state.members.learners[name]
@@ -138,6 +132,8 @@ class ShareWatch:
                 text = f"{name}, of whose work little was merged, is gone or has started over"
                 self.state.out.note("low_share", text, learner, over=True)
                 del self._windows[name]
+                learner.merged_share = None
+                self.state.members.update_medians(learner)
                 self._low.discard(name)
 
     def _steps(self, of_h: float) -> int:

@@ -48,6 +48,7 @@ class Liveness:
         learner.misses = 0
         if learner.muted:
             learner.muted = False
+            self.state.members.update_medians(learner)
             self.state.out.note("probed", f"{learner.name} answers again", learner)
 
     def probe_sent(self, now: float, name: str) -> None:
@@ -81,6 +82,7 @@ class Liveness:
     def _tell_steps(self, learner: KnownLearner, *, stalled: bool, excused: bool) -> None:
         began = learner.excused
         learner.stalled, learner.excused = stalled, excused
+        self.state.members.update_medians(learner)
         if not stalled:
             word = "has made its first step" if began else "makes steps again"
             self.state.out.note("steps", f"{learner.name} {word}", learner)

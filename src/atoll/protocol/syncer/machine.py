@@ -21,6 +21,7 @@ They skip the second part (`_is_quiet`), whose cost grows with the number of lea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -45,7 +46,7 @@ from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rollback import Rollback
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.protocol.syncer.state import RunPhase, SyncerState
+from atoll.protocol.syncer.state import Round, RunPhase, SyncerState
 
 
 class Syncer:
@@ -263,8 +264,16 @@ class Syncer:
             case fx.Delivered(name, given):
                 learner, round_ = self._find_connected(name), self.state.open_rounds.get(given.round)
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
-                pulls = round_ is not None and round_.stage == "pulling" and round_.answers_missing > 0
-                return taken and not given.probe and pulls
+                return taken and not given.probe and _awaits_answers(round_)
+            case fx.Received(name, msg.Decline(round=number)):
+                # Of a round that gathers not: it waits for one learner less.
+                return _awaits_answers(self.state.open_rounds.get(number)) and not self._may_be_asked_ahead([name])
+            case fx.Received(_, msg.CutSaved()):
+                return self.cuts.open is None or bool(self.cuts.open.awaited)
+            case fx.Received(_, msg.Ready()) | fx.Received(_, msg.Settled(again=False)):
+                return True  # its newcomer begins with its next report, and no other peer is asked
+            case fx.RelayMeasured(names):
+                return not self._may_be_asked_ahead(names)
             case _:
                 return False
 
@@ -276,12 +285,16 @@ class Syncer:
             return False
         if self.assembly.returning or self.rounds.any_becomes_due(now) or self.end.budget_spent():
             return False
-        if learner.share < 1.0 and self.rounds.closing.due_rounds():  # it may be asked ahead
+        if self.rounds.closing.due_rounds() and self._may_be_asked_ahead([learner.name]):
             return False
         assert self.wake_at is not None
         self.end.note_step(now)
         self.wake_at = min(self.wake_at, self.members.stall_limit(learner))
         return True
+
+    def _may_be_asked_ahead(self, names: Sequence[str]) -> bool:
+        known = (self.members.learners.get(name) for name in names)
+        return any(learner is not None and self.rounds.has_turn_ahead(learner) for learner in known)
 
     # ---- what time brings -------------------------------------------------------------------------------------
 
@@ -376,3 +389,8 @@ class Syncer:
         told = msg.SettingsChanged(settings=self.settings, since=self.state.committed)
         for learner in self.members.connected_learners():
             self.state.out.send(learner.name, told)
+
+
+def _awaits_answers(round_: Round | None) -> bool:
+    """Whether this round goes on with nothing before other answers are there."""
+    return round_ is not None and round_.stage == "pulling" and round_.answers_missing > 0

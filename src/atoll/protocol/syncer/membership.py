@@ -20,7 +20,7 @@ from atoll.protocol import schedule
 from atoll.protocol.history import Life
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
-from atoll.protocol.statistics import Average, median
+from atoll.protocol.statistics import Average, KeptValues
 from atoll.protocol.syncer.budget import Counted, believed_rate, rate_of
 from atoll.protocol.syncer.claims import Usual
 from atoll.protocol.syncer.downloads import Download
@@ -146,6 +146,8 @@ class KnownLearner:
     """Share of the rounds that it takes part in (interval.py)."""
     rising: int = 0
     """Number of commits in a row that found its ways carry a larger share (interval.py)."""
+    merged_share: float | None = None
+    """Share of its last work that was merged, when that was last looked at (learner_warnings.py)."""
     download: Download = field(default_factory=Download)
     """Download of the parameters, while it joins."""
 
@@ -212,6 +214,12 @@ class Membership:
         """Tokens that all learners together trained on, as far as that is believed …"""
         self._uncounted = 0
         """… of which an earlier term was told and did not count these."""
+        self._live_steps_s, self._stepping_steps_s, self._answers_s = KeptValues(), KeptValues(), KeptValues()
+        """Step times of live and of stepping learners, and answer times of reachable ones."""
+        self._tokens_per_step, self._known_per_step = KeptValues(), KeptValues()
+        """Usual tokens per step of reachable learners: of those that have made any, and of those that are known."""
+        self._merged_shares = KeptValues()
+        """`merged_share` of reachable learners."""
 
     def find_or_begin_life(self, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
         """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
@@ -285,6 +293,7 @@ class Membership:
         self._by_name[place : place + known] = [learner]
         self.learners[learner.name] = learner
         self._counted = sum([one.tokens_before + one.budgeted.tokens for one in self._by_name])
+        self.update_medians(learner)
 
     def _come_back(self, now: float, learner: KnownLearner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
@@ -306,6 +315,7 @@ class Membership:
         learner.share = 1.0  # it may have another link now, and its welcome told it of no share
         # It may come without its relay now; a relay tells its rates again.
         learner.up_rates, learner.down_rates = (learner.up_rates[0], 0.0), (learner.down_rates[0], 0.0)
+        self.update_medians(learner)
 
     def restart_learner(self, now: float, learner: KnownLearner) -> None:
         """The same process starts over as a new incarnation (quarantine)."""
@@ -321,7 +331,8 @@ class Membership:
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments
         learner.dropped, learner.position, learner.usual = (), -1, Usual()
-        learner.download = Download()
+        learner.merged_share, learner.download = None, Download()
+        self.update_medians(learner)
 
     def take_report(self, now: float, learner: KnownLearner, progress: Progress, furthest: int) -> None:
         """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
@@ -351,12 +362,26 @@ class Membership:
         learner.dropped, learner.position = progress.dropped, progress.position
         learner.up_rates = (max(0.0, progress.up_rate), learner.up_rates[1])
         learner.down_rates = (max(0.0, progress.down_rate), learner.down_rates[1])
+        self.update_medians(learner)
 
     def take_relay_rates(self, names: Sequence[str], up_rate: float, down_rate: float) -> None:
         """Take in what the link of a relay carries, for the learners that come through it."""
         for learner in [self.learners[name] for name in names if name in self.learners]:
             learner.up_rates = (learner.up_rates[0], max(0.0, up_rate))
             learner.down_rates = (learner.down_rates[0], max(0.0, down_rate))
+
+    def update_medians(self, learner: KnownLearner) -> None:
+        """Take in what this learner adds to the medians below. To be called wherever that changes: its state, whether
+        it is muted, stalled or stopped, its times, what it usually claims, the share of its work that is merged."""
+        reachable, usual, step_s = learner.state == "training", learner.usual, learner.step_s.value
+        live = reachable and not learner.muted and not learner.stalled
+        self._live_steps_s.put(learner.name, step_s if live else None)
+        self._stepping_steps_s.put(learner.name, step_s if live and not learner.stopped else None)
+        self._answers_s.put(learner.name, learner.answer_s.value if reachable else None)
+        per_step = usual.per_step if reachable and usual.tokens > 0 else None
+        self._tokens_per_step.put(learner.name, per_step)
+        self._known_per_step.put(learner.name, per_step if usual.known else None)
+        self._merged_shares.put(learner.name, learner.merged_share if reachable else None)
 
     # These are asked at every event: they repeat the tests of `KnownLearner.live` and `connected` to save the calls.
 
@@ -386,21 +411,23 @@ class Membership:
 
     def step_s(self) -> float | None:
         """ξ_step: the median of the live learners' averages."""
-        known = [one.step_s.value for one in self.live_learners() if one.step_s.value is not None]
-        return median(known) if known else None
+        return self._live_steps_s.median
 
     def answer_s(self) -> float | None:
         """ξ_answer: the median of the learners' averages, of two the quicker."""
-        known = sorted(one.answer_s.value for one in self.reachable_learners() if one.answer_s.value is not None)
-        return known[(len(known) - 1) // 2] if known else None
+        return self._answers_s.lower_median
 
-    def per_step(self, but: KnownLearner) -> list[float]:
-        """The usual tokens per step of the others, where they are known. One of whom nothing is known is judged by all
-        that have made steps, if there are several: one alone, who may be the liar, sets nobody's measure."""
-        others = [one.usual for one in self.reachable_learners() if one is not but and one.usual.tokens > 0]
+    def per_step(self, but: KnownLearner, least: int = 1) -> float | None:
+        """Return the median of the others' usual tokens per step; None: fewer than `least` of them are known. A
+        learner that is not known yet is judged by all that have made steps, if there are several: a single other
+        learner may be the one that lies."""
         if but.usual.known:
-            return [usual.per_step for usual in others if usual.known]
-        return [usual.per_step for usual in others] if len(others) > 1 else []
+            return self._known_per_step.median_without(but.name, least)
+        return self._tokens_per_step.median_without(but.name, max(2, least))
+
+    def merged_share_of_others(self, but: KnownLearner) -> float | None:
+        """Return the median of the others' merged shares; None: none is known."""
+        return self._merged_shares.median_without(but.name)
 
     def total_tokens(self) -> int:
         """Trained on by all together, as far as that is believed."""
@@ -438,8 +465,8 @@ class Membership:
     def longest_stall_s(self) -> float:
         """The longest time that one of the stepping learners may go without a step. The slowest is believed to be at
         most `SLOWER` times as slow as the median learner, of two the quicker."""
-        steps_s = sorted(one.step_s.value for one in self.stepping_learners() if one.step_s.value is not None)
-        longest_s = min(steps_s[-1], SLOWER * steps_s[(len(steps_s) - 1) // 2]) if steps_s else 0.0
+        highest_s, median_s = self._stepping_steps_s.highest or 0.0, self._stepping_steps_s.lower_median or 0.0
+        longest_s = min(highest_s, SLOWER * median_s)
         return max(self.settings.stalled_after_s, STALLED_STEPS * longest_s)
 
 

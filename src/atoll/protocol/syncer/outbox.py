@@ -7,6 +7,7 @@ the records in front of it are durable.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -14,11 +15,13 @@ from atoll.protocol.clock import SYNCER, Clock
 from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.limits import Budgets
-from atoll.protocol.messages import FromSyncer
+from atoll.protocol.messages import FromSyncer, Message
 from atoll.protocol.records import AnyRecord, LentRecord, PlayedRecord, Stretch, encode
 from atoll.protocol.syncer.effects import Discard, Persist, Send, SyncerEffect
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.tape import KEPT, AnyEntry
+
+M = TypeVar("M", bound=Message)
 
 
 class Outbox:
@@ -38,8 +41,11 @@ class Outbox:
         self._effects.append(effect)
 
     def send(self, learner: str, message: FromSyncer) -> None:
-        stamped = msgspec.structs.replace(message, clock=self.clock, term=self.history.term, cut=self.cut)
-        self.add_effect(Send(learner, stamped))
+        self.add_effect(Send(learner, self.stamp(message)))
+
+    def stamp(self, message: M) -> M:
+        """Return the message with the clock, the term and the cut that every message of this moment carries."""
+        return msgspec.structs.replace(message, clock=self.clock, term=self.history.term, cut=self.cut)
 
     def persist(self, *records: AnyRecord, round: int = -1, restored: bool = False) -> None:
         """To be durable before anything that follows is carried out. What was heard of the tape goes with it."""

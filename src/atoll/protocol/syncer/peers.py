@@ -85,6 +85,7 @@ class Peers:
         """It cannot contribute until this is settled."""
         self.end_recovery(newcomer, "it asks anew")
         newcomer.state, newcomer.recovered = "joining", False
+        self.state.members.update_medians(newcomer)
         self.open[newcomer.name] = Recovery(newcomer, newcomer.incarnation, after, now, frozen=frozen)
 
     def settle_recovery(self, now: float, newcomer: KnownLearner, said: Settled) -> KnownLearner | None:

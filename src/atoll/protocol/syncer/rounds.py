@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from math import ceil
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,9 +27,9 @@ from atoll.protocol import records, schedule
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.settings import MOST_PHASES, Settings
 from atoll.protocol.statistics import RecentSamples, Spread
-from atoll.protocol.syncer.closing import DEADLINE_RATIO, OWN_STEPS, RoundClosing
+from atoll.protocol.syncer.closing import DEADLINE_RATIO, OWN_STEPS, Deadlines, RoundClosing
 from atoll.protocol.syncer.cuts import Cuts
-from atoll.protocol.syncer.effects import Commit, ConfirmSent, Judged, Merge, Merged, Part
+from atoll.protocol.syncer.effects import Commit, ConfirmSent, Judged, Merge, Merged, Part, Send
 from atoll.protocol.syncer.interval import RoundInterval
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, Seat, SyncerState
@@ -39,6 +40,19 @@ SILENT_BEATS = 1.5
 NOTHING_LEFT = "nobody has steps left of it"
 RECENT = 512
 """Samples behind the live figures of effective H and of the overlap."""
+
+
+class Ahead(NamedTuple):
+    """Facts of one look by which learners with a share are asked ahead, the same for all of them."""
+
+    round_s: float
+    """Seconds from one round to the next."""
+    first: int
+    """Number of the round that gathers now, or will next."""
+    last_free: int
+    """Number of the last round whose fragment no earlier round takes."""
+    busy: frozenset[int]
+    """Fragments of the rounds that gather or are under way."""
 
 
 class Rounds:
@@ -150,48 +164,59 @@ class Rounds:
         earlier would only make the contribution older."""
         if self.state.settings.synchronous or self.state.draining or self.state.changing_rounds:
             return
-        for learner in self.state.members.stepping_learners():
-            if learner.share < 1.0 and (number := self._next_turn(learner)) is not None:
-                self._ask_ahead(now, learner, number)
+        narrow = [learner for learner in self.state.members.stepping_learners() if learner.share < 1.0]
+        if not narrow or (ahead := self._look_ahead()) is None:
+            return
+        deadlines = self.closing.deadlines
+        for learner in narrow:
+            if (number := self._next_turn(learner, ahead)) is not None:
+                self._ask_ahead(now, learner, number, deadlines)
+
+    def has_turn_ahead(self, learner: KnownLearner) -> bool:
+        """Whether this learner with a share could be asked for a contribution now."""
+        if learner.share == 1.0 or not learner.live or learner.stopped or (ahead := self._look_ahead()) is None:
+            return False
+        return self._next_turn(learner, ahead) is not None
+
+    def _look_ahead(self) -> Ahead | None:
+        """None: the learners' step times are not known yet."""
+        if not (step_s := self.state.members.step_s()):
+            return None
+        first, rounds = self.state.gathering_round, self.state.open_rounds.values()
+        last_free = first + self.state.settings.fragments - 1 - sum(round_.is_under_way for round_ in rounds)
+        busy = frozenset(round_.fragment for round_ in rounds if round_.stage != "ahead")
+        return Ahead(self.interval.steps * step_s, first, last_free, busy)
 
     def _count_asked(self, learner: KnownLearner) -> int:
         """Count the answers of this learner that are on their way."""
         seats = (round_.seats.get(learner.name) for round_ in self.state.open_rounds.values())
         return sum(seat is not None and seat.state == "asked" for seat in seats)
 
-    def _next_turn(self, learner: KnownLearner) -> int | None:
+    def _next_turn(self, learner: KnownLearner, ahead: Ahead) -> int | None:
         """Return the next round in which the learner has a turn and for which its contribution would be just in time.
         None: there is no such round, or as many of its answers are on their way as rounds begin in the time of one
         answer; more would only queue."""
-        settings, step_s = self.state.settings, self.state.members.step_s()
-        if not step_s:
-            return None
-        first, busy = self.state.gathering_round, {round_.fragment for round_ in self._gathering_or_under_way()}
-        lead = ceil(self.interval.lead_s(learner) / (self.interval.steps * step_s))
+        settings = self.state.settings
+        lead = ceil(self.interval.lead_s(learner) / ahead.round_s)
         if self._count_asked(learner) >= max(1, lead):
             return None
         # If the answer takes longer than a cycle, the learner is asked as early as a fragment is free. The answer comes
         # late then and its round waits for it, but otherwise the learner would never be asked.
-        under_way = sum(round_.is_under_way for round_ in self.state.open_rounds.values())
-        last_free = first + settings.fragments - 1 - under_way
-        soonest = max(min(first + lead, last_free), self.state.next_round)
-        for number in range(soonest, min(soonest + 2, first + settings.fragments)):
+        soonest = max(min(ahead.first + lead, ahead.last_free), self.state.next_round)
+        for number in range(soonest, min(soonest + 2, ahead.first + settings.fragments)):
             fragment = schedule.fragment_of(number, settings)
-            ahead = self.state.open_rounds.get(number)
-            free = fragment not in busy and (ahead is None or learner.name not in ahead.seats)
+            round_ = self.state.open_rounds.get(number)
+            free = fragment not in ahead.busy and (round_ is None or learner.name not in round_.seats)
             if free and schedule.has_turn(number, learner.share, settings) and learner.is_ready(fragment):
                 return number
         return None
 
-    def _gathering_or_under_way(self) -> list[Round]:
-        return [round_ for round_ in self.state.open_rounds.values() if round_.stage != "ahead"]
-
-    def _ask_ahead(self, now: float, learner: KnownLearner, number: int) -> None:
+    def _ask_ahead(self, now: float, learner: KnownLearner, number: int, deadlines: Deadlines) -> None:
         fragment = schedule.fragment_of(number, self.state.settings)
         ahead = self.state.open_rounds.get(number)
         if ahead is None:
             ahead = self.state.open_rounds[number] = Round(number, fragment, now, stage="ahead")
-        deadline_s = max(self.closing.deadlines.of(learner), DEADLINE_RATIO * self.interval.lead_s(learner))
+        deadline_s = max(deadlines.of(learner), DEADLINE_RATIO * self.interval.lead_s(learner))
         ahead.add_seat(Seat(learner.name, learner.incarnation, learner.t, deadline_s, asked_at=now))
         gathering = self.state.gathering_round
         pull = Pull(round=number, attempt=1, fragment=fragment, gathering=gathering, deadline_s=deadline_s)
@@ -351,7 +376,9 @@ class Rounds:
         silent = bool(round_.given) and self._leave_out_silent(now, round_, wakes)
         missed = [seat for seat in round_.asked if now >= seat.deadline]
         for seat in missed:  # for all we know the deadline was too short: learn from it
-            self.state.members.learners[seat.learner].answer_s.add(now - seat.asked_at)
+            learner = self.state.members.learners[seat.learner]
+            learner.answer_s.add(now - seat.asked_at)
+            self.state.members.update_medians(learner)
         if missed and not round_.given and len(missed) == len(round_.asked):
             self.closing.estimates.sync_s.add(now - round_.frozen_at)
         for seat in missed:
@@ -421,6 +448,7 @@ class Rounds:
         learner.missed_at = now
         if learner.misses >= 2 and not learner.muted:
             learner.muted = True
+            self.state.members.update_medians(learner)
             text = f"{learner.name} reports but missed {learner.misses} pulls; it is probed from now on"
             self.state.out.note("muted", text, learner)
 
@@ -606,11 +634,12 @@ class Rounds:
     def _announce_version(
         self, round_: Round, members: tuple[Member, ...], digest: str = "", *, restored: bool = False
     ) -> None:
+        """Announce it to every learner: to a member with its own entry, to all others in the same message."""
         announce = Announce(
             round=round_.number,
             fragment=round_.fragment,
             version=self.state.versions[round_.fragment],
-            members=(),
+            members=members[:1],
             gathering=self.state.gathering_round,
             digest=digest,
             progress=self.state.history.schedule_progress,
@@ -618,10 +647,11 @@ class Rounds:
             cuts=self.state.history.kept_cuts,
             restored=restored,
         )
-        own = {member.learner: (member,) for member in members}
+        announce, own = self.state.out.stamp(announce), {member.learner: member for member in members}
         for learner in self.state.members.connected_learners():
-            told = own.get(learner.name, members[:1])
-            self.state.out.send(learner.name, msgspec.structs.replace(announce, members=told))
+            member = own.get(learner.name)
+            message = announce if member is None else msgspec.structs.replace(announce, members=(member,))
+            self.state.out.add_effect(Send(learner.name, message))
 
     def steps_spent(self, under_way: int = 0) -> bool:
         """Whether the budget of steps is spent, or (synchronous) will be with so many rounds that are under way."""
