@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 import pytest
@@ -27,6 +27,8 @@ STEP_S = 0.2
 BODY = 1e6
 """Bytes of a contribution and of a version: at `WIDE` they take half of an interval of one step."""
 WIDE = 1e7
+RISEN = ceil(24 * RISES_AFTER)
+"""Commits after which a share rises."""
 
 
 @dataclass
@@ -344,12 +346,12 @@ def test_a_share_rises_only_once_its_ways_carry_clearly_more() -> None:
         committing.commit()
     assert learner.share == 3 / 8 and len(committing.shares_told()) == 2
     learner.up_rates = learner.down_rates = (0.53 * 2e6, 0.0)
-    committing.commit(times=RISES_AFTER * 24 - 1)
+    committing.commit(times=RISEN - 1)
     assert learner.share == 3 / 8
     committing.commit(times=1)
     assert learner.share == 4 / 8
     learner.up_rates = learner.down_rates = (2e6, 0.0)
-    committing.commit(times=RISES_AFTER * 24)
+    committing.commit(times=RISEN)
     assert learner.share == 1.0 and committing.shares_told()[-1] == ("learner-3", 1.0)
 
 
@@ -362,7 +364,7 @@ def test_a_rate_that_moves_about_changes_no_share_again_and_again() -> None:
         committing.commit(times=3)
     assert committing.shares_told() == [("learner-3", 4 / 8)]
     learner.down_rates = (2e6, 0.0)
-    committing.commit(times=RISES_AFTER * 24)
+    committing.commit(times=RISEN)
     assert committing.shares_told()[1:] == [("learner-3", 1.0)]
 
 

@@ -80,6 +80,10 @@ class LinkedWorld(World):
         merged, dropped = (now - before for now, before in zip(self.count_fates(name), since, strict=True))
         return merged / (merged + dropped)
 
+    def told_shares(self) -> list[float]:
+        """List the shares that learners were told of, in order."""
+        return [float(note.data["share"]) for note in self.said("share") if "share" in note.data]  # type: ignore[arg-type]
+
     def share_of(self, learner: SimulatedLearner | str) -> float:
         return self.syncer.members.learners[learner if isinstance(learner, str) else learner.name].share
 

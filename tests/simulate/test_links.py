@@ -235,6 +235,16 @@ def test_a_link_that_becomes_wider_and_narrower_is_followed_within_two_cycles(ad
     assert world.overlap_p95(settled + 55 * STEP_S) <= world.floor_steps(60) + 1
 
 
+def test_a_learner_whose_own_link_becomes_as_wide_takes_part_in_every_round_within_two_cycles() -> None:
+    world = LinkedWorld([20, 20, 20, 2.5], up_bytes=2e5, down_bytes=2e5, adopt="carry").run_steps(100)
+    assert world.share_of("learner-3") == 0.25
+    world.network.links["learner-3"].set_rates(20 * MBIT, 20 * MBIT)
+    widened, told = world.syncer.committed, len(world.told_shares())
+    world.run_steps(50)
+    assert world.syncer.committed - widened <= 2 * 24 + 2
+    assert world.told_shares()[told:] == [1.0], "told once"
+
+
 @pytest.mark.parametrize("adopt", RULES)
 def test_with_h_2_a_fragment_comes_round_as_soon_as_its_version_is_adopted(adopt: str) -> None:
     world = LinkedWorld([600] * 4, **DEFAULTS, sync_every=2, overlap=1, adopt=adopt).run_steps(60)

@@ -47,9 +47,10 @@ EIGHTHS = 8
 rounds in which the learner has a turn."""
 RISES_AT = 1.05
 """Ratio of what a learner's ways carry to what a larger share takes, from which on it gets the larger share."""
-RISES_AFTER = 4
+RISES_AFTER = 1.25
 """Cycles of P commits in which a learner's ways have to carry a larger share before it gets it. A rate that moves about
-with the load of a machine would else change the share, and tell so, several times in a second."""
+with the load of a machine would else change the share, and tell so, several times in a second. With a share of 1/4 the
+rates are measured anew within 3/4 of a cycle, so every round is the learner's again after two cycles."""
 SMALL_BYTES = 2**18
 """Size of a body that fits into the buffers of its sockets. The time that a smaller one takes is as much that of busy
 processes at both ends as that of the link, so a message names the time, and no width of the link."""
@@ -257,13 +258,11 @@ class RoundInterval:
 
     def _set_shares(self, interval_s: float) -> None:
         """Give each learner the share of the rounds that its ways carry, and tell those whose share changes."""
-        least = 1 / self._state.settings.fragments
         for learner in self._state.members.stepping_learners():
             way = self._narrower_way(learner)
-            carried = interval_s / (HEADROOM * way.seconds) if way.seconds else 1.0
-            share = 1.0 if way.seconds <= self._near_s else _round_share(carried, least)
-            if share > learner.share and way.seconds > self._near_s:
-                share = max(learner.share, _round_share(carried / RISES_AT, least))
+            share = self._carried_share(way.seconds, interval_s)
+            if share > learner.share:
+                share = max(learner.share, self._carried_share(RISES_AT * way.seconds, interval_s))
             # A smaller share holds at once, or bodies queue. A larger one has to last: the queue is gone either way.
             learner.rising = learner.rising + 1 if share > learner.share else 0
             if 0 < learner.rising < RISES_AFTER * self._state.settings.fragments:
@@ -274,6 +273,12 @@ class RoundInterval:
                 reason = _describe_share(share, way, interval_s)
                 self._state.out.send(learner.name, RoundShare(share=share, reason=reason))
                 self._state.out.note("share", f"{learner.name}: {reason}", learner, share=share)
+
+    def _carried_share(self, way_s: float, interval_s: float) -> float:
+        """Return the share of the rounds for which a way has time that takes so long for the body of one."""
+        if way_s <= max(self._near_s, interval_s):
+            return 1.0
+        return _round_share(interval_s / (HEADROOM * way_s), least=1 / self._state.settings.fragments)
 
 
 def _seconds_of(nbytes: float, rates: tuple[float, float]) -> float:
@@ -287,9 +292,7 @@ def _seconds(part: Narrowest) -> float:
 
 
 def _round_share(carried: float, least: float) -> float:
-    """Round down what a link carries of the rounds to a share: 1, a multiple of 1/8, or 1/n below 1/8."""
-    if carried >= 1 / HEADROOM:
-        return 1.0
+    """Round down what a link carries of the rounds to a share: a multiple of 1/8, or 1/n below 1/8."""
     if carried >= 1 / EIGHTHS:
         return floor(EIGHTHS * carried) / EIGHTHS
     return max(least, 1 / ceil(1 / carried))
