@@ -83,6 +83,8 @@ class Meter:
         self.standby: Callable[[], str] = str
         """The machine and process of a standby; empty: none waits."""
         self.disk_free_bytes: Callable[[], int | None] = lambda: None
+        self.upload: Callable[[], str] = str
+        """How much of the first parameters has arrived; empty: none are on their way."""
         self.notice: Callable[[], str] = str
         """What the operator should do soon; empty: nothing."""
 
@@ -178,6 +180,7 @@ class Meter:
             store_alarm=f"the store fails: {store.trouble}" if store is not None and store.trouble else "",
             notice=self.notice()
             or self._nobody_here(now, phase, learners)
+            or self.upload()
             or awaited_learners(machine)
             or describe_downloads(machine)
             or describe_first_steps(learners)
