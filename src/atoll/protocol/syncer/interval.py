@@ -4,11 +4,10 @@ The settings ask for one round per H/P learner steps. Whether links, merge and d
 learner reports how many bytes per second its way up and its way down carry, and the syncer measures its merges and its
 disk. Three figures are computed from that at every commit:
 
-- **The interval**, the longest of: H/P steps; (overlap + 1)/P steps, if H is below P or below the H of the last phase;
-  the time that the narrower way of the median learner needs for the body of one round; the time of merge and disk. A
-  link needs the same seconds for a body however long a step takes, so these times are kept in seconds
-  (`Pace.free_at`). Rounds that follow each other more slowly than their bodies pass do not queue, so a contribution is
-  hardly older than its way is long.
+- **The interval**, the longest of: H/P steps; (overlap + 1)/P steps; the time that the narrower way of the median
+  learner needs for the body of one round; the time of merge and disk. A link needs the same seconds for a body however
+  long a step takes, so these times are kept in seconds (`Pace.free_at`). Rounds that follow each other more slowly than
+  their bodies pass do not queue, so a contribution is hardly older than its way is long.
 - **The rounds under way**: as many as start while the quickest of the last rounds was between freezing and commit, and
   one more; within the memory that the settings allow.
 - **The shares.** A learner whose ways are narrower than those of the median learner takes part in as many rounds as its
@@ -28,17 +27,15 @@ from operator import lt
 
 from atoll.protocol import schedule
 from atoll.protocol.messages import RoundShare
-from atoll.protocol.statistics import median
+from atoll.protocol.statistics import Spread, median
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
 HEADROOM = 1.04
 """Factor from the time that the narrowest part needs to the interval, because measurements are never exact."""
 DRAIN = 0.25
-"""Share by which the interval grows for each version that queues at the median learner. A queue forms while a link is
-narrower than was measured before; with this share it drains within a cycle."""
-MOST_DRAIN = 1.0
-"""Largest share by which the interval grows for a queue."""
+"""Share by which the interval grows for each version that queues at the median learner, up to twice the interval. A
+queue forms while a link is narrower than was measured before; with this share it drains within a cycle."""
 NEAR = 1.15
 """Largest ratio of a learner's time per round to the median learner's at which the learner takes part in every round.
 The pace then follows its link. The measurements of equal links differ by as much."""
@@ -60,11 +57,7 @@ COMMITS = 24
 """Number of commits of which the quickest counts: that round has not waited for another one."""
 MERGES = 5
 """Number of commits whose median is the time of merge and disk. A single pause of the disk must not change the
-interval."""
-FIRST_MERGES = 3
-"""Least number of commits for that median: the first one holds the first use of a kernel."""
-LEAST_RATE = 1.0
-"""Bytes per second. A learner that claims less counts as this: the times that follow from its claim stay finite."""
+interval, and the first commit holds the first use of a kernel: the median counts once most of these are there."""
 MBIT = 1e6 / 8
 
 
@@ -87,8 +80,12 @@ class Narrowest:
             return f"{self.part}: {self.seconds:.3g} of every {interval_s:.3g} s"
         if self.is_small:
             return f"{self.part}: {self.describe_body()} of every {interval_s:.3g} s"
-        used, carried = self.nbytes / interval_s / MBIT, self.nbytes / self.seconds / MBIT
-        return f"{self.part}: {used:.3g} of {carried:.3g} Mbit/s"
+        used, carried = self.use_of_link(interval_s)
+        return f"{self.part}: {used / MBIT:.3g} of {carried / MBIT:.3g} Mbit/s"
+
+    def use_of_link(self, interval_s: float) -> tuple[float, float]:
+        """Return the bytes per second that pass the link, and those that it carries; zeros if the part is no link."""
+        return self.nbytes / interval_s, self.nbytes / self.seconds
 
     @property
     def is_small(self) -> bool:
@@ -158,9 +155,9 @@ class RoundInterval:
         step_s = self._state.members.step_s()
         return max(self.asked_steps, self.carried_s / step_s) if step_s else self.asked_steps
 
-    def note_commit(self, now: float, round_: Round, overlap: float | None) -> None:
-        """Measure a committed round, and compute the interval and the shares anew. `overlap`: the 95th percentile over
-        the last two cycles."""
+    def note_commit(self, now: float, round_: Round, overlap: Spread) -> None:
+        """Measure a committed round, and compute the interval and the shares anew. `overlap`: that of the last two
+        cycles."""
         settings, step_s = self._state.settings, self._state.members.step_s()
         if self._state.draining or round_.attempt > 1 or not step_s:  # step_s is 0 if all reports came in one burst
             return
@@ -181,19 +178,19 @@ class RoundInterval:
         self.needed = min(ceil(min(self._round_s) / interval_s) + 1, schedule.most_flights(settings))
         self._set_shares(interval_s)
 
-    def _interval_by_overlap(self, overlap: float | None) -> float:
-        """Return the interval in steps that the overlap asks for, with an H below P or below that of the last phase.
+    def _interval_by_overlap(self, overlap: Spread) -> float:
+        """Return the interval in steps that the overlap asks for.
 
         A learner reads a fragment again only after it adopted the fragment's last version, so it can sync the fragment
-        once in overlap + 1 steps. A round that came earlier would find hardly any learner ready. However large the
-        overlap is, the interval is at most one step, or that of the last phase."""
+        once in overlap + 1 steps. A round that came earlier would find hardly any learner ready. The 95th percentile
+        counts up to one step, or the interval of the last phase; beyond that the median, which no single learner
+        moves."""
         settings = self._state.settings
+        if overlap.median is None or overlap.p95 is None or settings.synchronous:
+            return 0.0
         last = settings.phases[-1].sync_every if settings.phases else settings.sync_every
         assert last is not None, "phases are resolved"
-        most = max(last, settings.fragments)
-        if overlap is None or settings.sync_every >= most or settings.synchronous:
-            return 0.0
-        return min(overlap + 1, most) / settings.fragments
+        return max(min(overlap.p95 + 1, max(last, settings.fragments)), overlap.median + 1) / settings.fragments
 
     def _tell(self, interval_s: float, step_s: float) -> None:
         """Emit an event if H differs much from the H that the last one named, with the part that sets it."""
@@ -204,6 +201,8 @@ class RoundInterval:
         self._told_h = h
         narrowest = self.narrowest.describe(interval_s) if self.narrowest else ""
         text = f"H is {h:.3g}, {asked_h} was asked: {narrowest}" if narrowest else f"H is {h:.3g}"
+        if not narrowest and h > asked_h + 0.5:
+            text = f"{text}, {asked_h} was asked: a version is adopted {h - 1:.3g} steps after its contribution is read"
         part = self.narrowest.part if self.narrowest else ""
         self._state.out.note("pace", text, h=round(h, 3), asked=asked_h, part=part, narrowest=narrowest)
 
@@ -217,11 +216,11 @@ class RoundInterval:
                 lacking = sum(map(lt, learner.versions, self._state.versions))
                 queues.append(lacking - ceil((way_s + step_s) / interval_s) - 1)
         queue = sorted(queues)[(len(queues) - 1) // 2] if queues else 0
-        return min(MOST_DRAIN, DRAIN * max(0, queue))
+        return min(1.0, DRAIN * max(0, queue))
 
     def _find_narrowest(self) -> Narrowest:
         """Return the part with the longest time per round: merge and disk, or the way that sets the pace."""
-        merge_s = median(self._merges_s) if len(self._merges_s) >= FIRST_MERGES else 0.0
+        merge_s = median(self._merges_s) if 2 * len(self._merges_s) > MERGES else 0.0
         merge = Narrowest("merge and disk", merge_s)
         learners = self._state.members.stepping_learners()
         ways = sorted(map(self._narrower_way, learners), key=_seconds)
@@ -283,8 +282,9 @@ class RoundInterval:
 
 def _seconds_of(nbytes: float, rates: tuple[float, float]) -> float:
     """Return the seconds of a body on the slowest stretch of a way: the learner's own link, and that of its relay. A
-    rate of 0 was not measured; the result is 0 if none was."""
-    return max((nbytes / max(LEAST_RATE, rate) for rate in rates if rate > 0), default=0.0)
+    rate of 0 was not measured; the result is 0 if none was. A claim of less than 1 byte/s counts as 1: the times that
+    follow from it stay finite."""
+    return max((nbytes / max(1.0, rate) for rate in rates if rate > 0), default=0.0)
 
 
 def _seconds(part: Narrowest) -> float:
