@@ -1,18 +1,9 @@
 """Figures of a run behind narrow links: the floor of the overlap, and what the run's events say it really was.
 
-The floor is computed from the links as they were set, for a fragment whose copy is read at the boundary at which its
-learner reports. Six messages cross the link between that boundary and the one at which the version is adopted:
-
-    report up, pull down, body up  |  merge, disk  |  announcement down, request up, body down
-
-    seconds = 6 x delay + up_bytes / up_rate + down_bytes / down_rate + merge_s + disk_s
-    floor   = seconds / step_s, rounded up
-
-The rounding up is the wait for the boundary at which the version is adopted: a version that arrives in the middle of a
-step is taken at its end. Learners are not in phase, though: a member that read its copy before the last one reported
-waits for it, up to one step more (`floor_out_of_phase`). protocol.md counts four crossings by name (pull and answer,
-announcement and request) and the bytes of both bodies; that the report and the first byte of the answer travel too is
-part of its "latency".
+The floor is that of docs/protocol.md, "The floor of the overlap" (`schedule.least_overlap_s`), computed from the links
+as they were set. The rounding up is the wait for the boundary at which the version is adopted: a version that arrives
+in the middle of a step is taken at its end. Learners are not in phase, though: a member that read its copy before the
+last one reported waits for it, up to one step more (`floor_out_of_phase`).
 
 A rate is what the link carries; TCP and HTTP headers, under 2 %, are not counted.
 """
@@ -33,10 +24,10 @@ from shaped_links import Rates
 
 from atoll.numerics.codec import make_codec
 from atoll.observe.timeline import select_kinds, select_paced_rounds
+from atoll.protocol import schedule
 from atoll.protocol.statistics import Spread, spread
 
 Event = dict[str, Any]
-CROSSINGS = 6
 ROW_LENGTH = 256
 """Elements of a row of a pretended learner's tensors."""
 SETTLED_SHARE = 0.95
@@ -70,7 +61,8 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        return self.latency_s + self.up_s + self.down_s + self.merge_s + self.disk_s
+        one_way_s, work_s = self.latency_s / schedule.CROSSINGS, self.merge_s + self.disk_s
+        return schedule.least_overlap_s(one_way_s, self.up_s, self.down_s, work_s)
 
     @property
     def steps(self) -> int:
@@ -88,7 +80,7 @@ def compute_floor(
     """Return the floor of a link with these rates; one without a limit carries bodies in no time."""
     up_s = bodies.up / rates.up if rates.up else 0.0
     down_s = bodies.down / rates.down if rates.down else 0.0
-    return Floor(CROSSINGS * delay_s, up_s, down_s, merge_s, disk_s, step_s)
+    return Floor(schedule.CROSSINGS * delay_s, up_s, down_s, merge_s, disk_s, step_s)
 
 
 def compute_load(

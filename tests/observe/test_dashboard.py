@@ -439,17 +439,20 @@ def test_every_figure_is_there(status: Status) -> None:
 
 def test_links_and_the_narrowest_part_are_metrics(status: Status) -> None:
     usual = status(narrowest="way down of learner-1: 58 of 60 Mbit/s", carried_h=46.2, effective_h=46.0)
+    usual = msgspec.structs.replace(usual, narrowest_used=7.25e6, narrowest_rate=7.5e6)
     narrow = msgspec.structs.replace(usual.learners[1], round_share=0.25, up_rate=5e6, down_rate=7.5e6)
     now = msgspec.structs.replace(usual, learners=(usual.learners[0], narrow))
     found = {one.name: one for one in text_string_to_metric_families(exposition(now).decode())}
     by_label = {name: {tuple(s.labels.values()): s.value for s in one.samples} for name, one in found.items()}
     assert by_label["atoll_narrowest_part"] == {("way down of learner-1",): 1}, "figures in a label would be new series"
+    assert by_label["atoll_narrowest_used_bytes_per_second"] == {(): 7.25e6}
+    assert by_label["atoll_narrowest_rate_bytes_per_second"] == {(): 7.5e6}
     assert by_label["atoll_learner_round_share_ratio"] == {("learner-0",): 1, ("learner-1",): 0.25}
     assert by_label["atoll_learner_up_bytes_per_second"] == {("learner-1",): 5e6}
     assert by_label["atoll_learner_down_bytes_per_second"] == {("learner-1",): 7.5e6}
     assert (by_label["atoll_carried_h_steps"][()], by_label["atoll_effective_h_steps"][()]) == (46.2, 46.0)
     text = exposition(status()).decode()
-    assert "atoll_narrowest_part{" not in text, "nothing makes H larger"
+    assert "atoll_narrowest_part{" not in text and "\natoll_narrowest_" not in text, "nothing makes H larger"
 
 
 def test_before_anybody_came_there_are_metrics_too(status: Status) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from atoll.protocol.messages import RoundShare
 from atoll.protocol.phases import TrainingPhase
 from atoll.protocol.records import BegunRecord, ChangedRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import Spread
 from atoll.protocol.syncer.effects import Send
 from atoll.protocol.syncer.interval import HEADROOM, NEAR, RISES_AFTER, RoundInterval
 from atoll.protocol.syncer.membership import KnownLearner
@@ -27,6 +28,9 @@ STEP_S = 0.2
 BODY = 1e6
 """Bytes of a contribution and of a version: at `WIDE` they take half of an interval of one step."""
 WIDE = 1e7
+NO_SAMPLES = Spread(None, None, None)
+RISEN = ceil(24 * RISES_AFTER)
+"""Commits after which a share rises."""
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Committing:
     settings: Settings = USUAL
     round_s: float = 0.1
     merge_s: float = 0.01
-    overlap: float | None = None
+    overlap: Spread = NO_SAMPLES
     told: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -189,17 +193,17 @@ PHASES = (TrainingPhase(until=0.5, sync_every=2, overlap=1), TrainingPhase(until
 
 
 def test_with_an_h_below_p_a_fragment_is_read_again_once_its_version_is_adopted() -> None:
-    committing = Committing([1e9] * 3, Settings(fragments=24, sync_every=2, overlap=1), merge_s=0.0, overlap=None)
+    committing = Committing([1e9] * 3, Settings(fragments=24, sync_every=2, overlap=1), merge_s=0.0)
     assert committing.commit() == pytest.approx(2 / 24)
-    committing.overlap = 5.0
+    committing.overlap = Spread(3.0, 3.0, 5.0)
     assert committing.commit() == pytest.approx(6 / 24)
-    committing.overlap = 1000.0
-    assert committing.commit() == 1.0, "however long versions take, there is a round per step"
+    committing.overlap = Spread(3.0, 100.0, 1000.0)
+    assert committing.commit() == 1.0, "however long the versions of some take, there is a round per step"
 
 
 def test_in_a_phase_the_last_phases_h_is_the_limit() -> None:
     settings = Settings(fragments=8, sync_every=24, steps=1000, phases=PHASES)
-    committing = Committing([1e9] * 3, settings, merge_s=0.0, overlap=1000.0)
+    committing = Committing([1e9] * 3, settings, merge_s=0.0, overlap=Spread(3.0, 100.0, 1000.0))
     begun = committing.state.settings
     committing.state.change_settings(ChangedRecord(begun.in_phase(1, begun), {}, "phase 1", training_phase=1))
     committing.interval.start_anew()
@@ -207,8 +211,12 @@ def test_in_a_phase_the_last_phases_h_is_the_limit() -> None:
     assert committing.commit() == 3.0, "as with the H of the last phase"
 
 
-def test_the_overlap_does_not_lengthen_an_h_of_p_or_more() -> None:
-    assert Committing([WIDE] * 3, overlap=50.0).commit() == 1.0
+def test_an_overlap_above_h_lengthens_the_interval_by_the_median() -> None:
+    """Rounds would come with some of the learners: the others wait for the version of their last contribution."""
+    assert Committing([WIDE] * 3, overlap=Spread(23.0, 23.0, 50.0)).commit() == 1.0
+    assert Committing([WIDE] * 3, overlap=Spread(50.0, 60.0, 90.0)).commit() == pytest.approx(51 / 24)
+    synchronous = Settings(fragments=24, sync_every=24, synchronous=True)
+    assert Committing([WIDE] * 3, synchronous, overlap=Spread(50.0, 60.0, 90.0)).commit() == 1.0
 
 
 # ---- the drain -----------------------------------------------------------------------------------------------------
@@ -270,7 +278,7 @@ def test_the_last_cycle_and_second_attempts_measure_nothing() -> None:
     assert committing.commit() == 1.0
     committing.state.draining = False
     again = Round(0, 0, 0.0, frozen_at=1.0, merging_at=1.0, attempt=2)
-    committing.interval.note_commit(9.0, again, None)
+    committing.interval.note_commit(9.0, again, NO_SAMPLES)
     assert committing.interval.steps == 1.0
 
 
@@ -345,12 +353,12 @@ def test_a_share_rises_only_once_its_ways_carry_clearly_more() -> None:
         committing.commit()
     assert learner.share == 3 / 8 and len(committing.shares_told()) == 2
     learner.up_rates = learner.down_rates = (0.53 * 2e6, 0.0)
-    committing.commit(times=RISES_AFTER * 24 - 1)
+    committing.commit(times=RISEN - 1)
     assert learner.share == 3 / 8
     committing.commit(times=1)
     assert learner.share == 4 / 8
     learner.up_rates = learner.down_rates = (2e6, 0.0)
-    committing.commit(times=RISES_AFTER * 24)
+    committing.commit(times=RISEN)
     assert learner.share == 1.0 and committing.shares_told()[-1] == ("learner-3", 1.0)
 
 
@@ -363,7 +371,7 @@ def test_a_rate_that_moves_about_changes_no_share_again_and_again() -> None:
         committing.commit(times=3)
     assert committing.shares_told() == [("learner-3", 4 / 8)]
     learner.down_rates = (2e6, 0.0)
-    committing.commit(times=RISES_AFTER * 24)
+    committing.commit(times=RISEN)
     assert committing.shares_told()[1:] == [("learner-3", 1.0)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.protocol.world import World
 
+from atoll.protocol import schedule
 from atoll.protocol.settings import Settings
 from atoll.simulate import world as simulated
 from atoll.simulate.cells import begin_cells, constant_gradient
@@ -29,19 +30,22 @@ class LinkedWorld(World):
         down_bytes: float,
         fragments: int = 24,
         sync_every: int = 24,
+        first_bytes: float = 0.0,
         **settings: Any,
     ) -> None:
-        """`rates`: per learner, Mbit/s of each way."""
+        """`rates`: per learner, Mbit/s of each way. `first_bytes`: of version 0 of a fragment."""
         settings = {"latency_s": 0.04, "jitter": 0.05, "merge_s": 0.01, "seed": 1, **settings}
         super().__init__(len(rates), present=0, fragments=fragments, sync_every=sync_every, **settings)
-        self.up_bytes, self.down_bytes = up_bytes, down_bytes
+        self.up_bytes, self.down_bytes, self.first_bytes = up_bytes, down_bytes, first_bytes
         self.set_body_bytes(up_bytes, down_bytes)
         for number, rate in enumerate(rates):
             self.add_link(f"learner-{number}", rate)
             self.join(f"learner-{number}", STEP_S * (1 + 0.01 * number))
 
     def add_link(self, name: str, mbit: float) -> None:
-        self.network.links[name] = SimulatedLink(mbit * MBIT, mbit * MBIT, self.up_bytes, self.down_bytes)
+        self.network.links[name] = SimulatedLink(
+            mbit * MBIT, mbit * MBIT, self.up_bytes, self.down_bytes, self.first_bytes
+        )
 
     def set_rates(self, mbit: float) -> None:
         for link in self.network.links.values():
@@ -56,10 +60,9 @@ class LinkedWorld(World):
         return self.syncer.rounds.interval.steps * self.settings.fragments
 
     def floor_steps(self, mbit: float) -> int:
-        """By the formula of the protocol: latency, a body each way and the merge, rounded up to a step, and the
-        boundary."""
-        ways_s = (self.up_bytes + self.down_bytes) / (mbit * MBIT)
-        return ceil((5 * self.network.longest_s + ways_s + self.merge_s) / STEP_S) + 1
+        """Return the floor of the overlap (docs/protocol.md), and the step by which learners are out of phase."""
+        up_s, down_s = self.up_bytes / (mbit * MBIT), self.down_bytes / (mbit * MBIT)
+        return ceil(schedule.least_overlap_s(self.network.longest_s, up_s, down_s, self.merge_s) / STEP_S) + 1
 
     def members_since(self, seconds: float, name: str = "") -> list[dict[str, Any]]:
         notes = [note for at, note in self.notes if note.kind == "round" and at >= seconds]
@@ -79,6 +82,10 @@ class LinkedWorld(World):
         """`since`: its fates when the counting begins."""
         merged, dropped = (now - before for now, before in zip(self.count_fates(name), since, strict=True))
         return merged / (merged + dropped)
+
+    def told_shares(self) -> list[float]:
+        """List the shares that learners were told of, in order."""
+        return [float(note.data["share"]) for note in self.said("share") if "share" in note.data]  # type: ignore[arg-type]
 
     def share_of(self, learner: SimulatedLearner | str) -> float:
         return self.syncer.members.learners[learner if isinstance(learner, str) else learner.name].share

@@ -23,8 +23,9 @@ INT4 = {"up_bytes": 20e6 / 24 * 0.53, "down_bytes": 20e6 / 24 * 0.53}
 DEFAULTS = {"up_bytes": 20e6 / 24 * 2, "down_bytes": 20e6 / 24 * 4}
 """Bytes of a body of 20M parameters in 24 fragments: bf16 up, fp32 down."""
 RULES = ("overwrite", "carry")
-LEAST = {"overwrite": 0.8, "carry": 0.97}
-"""Merged share of the steady part."""
+LEAST = {"overwrite": 0.83, "carry": 0.97}
+"""Merged share of the steady part. Overwrite drops the overlap: at 16 Mbit/s 4.3 of 27.2 steps, which leaves 0.84 over
+many cycles and a little less or more over three."""
 
 # ---- links --------------------------------------------------------------------------------------------------------
 
@@ -61,6 +62,31 @@ def test_h_is_what_the_links_carry_and_the_overlap_at_its_floor(
     rounds = [note for at, note in world.notes if note.kind == "round" and at > steady]
     assert min(len(note.data["members"]) for note in rounds) == 4  # type: ignore[arg-type]
     assert world.invariants.link_checks.checked > 50
+
+
+@pytest.mark.parametrize(("mbit", "h"), [(16, 27), (22, 24)])
+def test_behind_links_that_are_narrow_from_the_start_all_learners_begin_together(mbit: float, h: float) -> None:
+    """Version 0 is 80 MB in fp32: one learner trained alone for 52 s while three fetched it."""
+    world = LinkedWorld([mbit] * 4, **INT4, first_bytes=4 * 20e6 / 24, adopt="overwrite")
+    while not world.said("begun"):
+        world.run_steps(10)
+    begun = next(at for at, note in world.notes if note.kind == "begun")
+    assert begun == pytest.approx(2 * 80e6 / (mbit * MBIT), rel=0.05), "up, then down to the others at once"
+    steps = [learner.t for learner in world.learners.values()]
+    assert max(steps) - min(steps) <= 1, "none trains alone"
+    world.run_steps(2 * h)
+    steady, fates = world.now, {name: world.count_fates(name) for name in world.learners}
+    world.run_steps(2 * h)
+    rounds = [note.data for note in world.said("round")]
+    assert {len(data["members"]) for data in rounds} == {4}  # type: ignore[arg-type]
+    assert world.h == pytest.approx(h, rel=0.02)
+    assert world.overlap_p95(0.0) <= world.floor_steps(mbit) + 1
+    assert world.overlap_p95(steady) <= world.floor_steps(mbit)
+    shares = [world.merged_share(name, fates[name]) for name in world.learners]
+    assert sum(shares) / len(shares) >= LEAST["overwrite"]
+    if world.h > 24.5:
+        assert world.syncer.rounds.interval.narrowest is not None
+        assert world.syncer.rounds.interval.narrowest.part.partition(" of learner-")[0] in ("way up", "way down")
 
 
 # ---- a learner with a narrower link --------------------------------------------------------------------------------
@@ -233,6 +259,27 @@ def test_a_link_that_becomes_wider_and_narrower_is_followed_within_two_cycles(ad
     world.run_steps(110)
     assert world.h == pytest.approx(55, rel=0.02)
     assert world.overlap_p95(settled + 55 * STEP_S) <= world.floor_steps(60) + 1
+
+
+def test_a_learner_whose_own_link_becomes_as_wide_takes_part_in_every_round_within_two_cycles() -> None:
+    world = LinkedWorld([20, 20, 20, 2.5], up_bytes=2e5, down_bytes=2e5, adopt="carry").run_steps(100)
+    assert world.share_of("learner-3") == 0.25
+    world.network.links["learner-3"].set_rates(20 * MBIT, 20 * MBIT)
+    widened, told = world.syncer.committed, len(world.told_shares())
+    world.run_steps(50)
+    assert world.syncer.committed - widened <= 2 * 24 + 2
+    assert world.told_shares()[told:] == [1.0], "told once"
+
+
+def test_with_a_latency_of_6_s_rounds_follow_as_fast_as_versions_are_adopted() -> None:
+    world = LinkedWorld(
+        [600] * 4, up_bytes=2e5, down_bytes=2e5, latency_s=6.0, fragments=4, sync_every=4, lost_after_s=60.0
+    )
+    world.invariants.link_checks.watch_fault()  # reports that are 6 s old: no floor is known
+    world.run_steps(1500)
+    overlap = world.syncer.rounds.overlap.median
+    assert overlap is not None and overlap > 100, "H is 4"
+    assert world.h == pytest.approx(overlap + 1, rel=0.1)
 
 
 @pytest.mark.parametrize("adopt", RULES)

@@ -239,6 +239,21 @@ async def test_nobody_else_may_send_first_parameters(stage: Stage) -> None:
         await other.link.put_initial("b", other.session, 0, data, compute_digest(data), WAIT_S)
 
 
+async def test_bytes_of_the_first_parameters_are_told_while_they_arrive(stage: Stage) -> None:
+    await stage.open()
+    uploader = stage.join("a")
+    await uploader.until(Welcome)
+    assert "sends the first parameters" not in stage.service.figures().notice
+    sizes = [4 * part.size for part in uploader.plan.fragments]
+    values = np.ones(sizes[0] // 4, dtype=np.float32).view(np.uint8).data
+    await uploader.link.put_initial("a", uploader.session, 0, values, compute_digest(values), WAIT_S)
+    arrived, whole = f"{sizes[0] / 1e6:.3g}", f"{sum(sizes) / 1e6:.3g}"
+    assert f"a sends the first parameters: {arrived} of {whole} MB" in stage.service.figures().notice
+    rest = np.ones(sizes[1] // 4, dtype=np.float32).view(np.uint8).data
+    await uploader.link.put_initial("a", uploader.session, 1, rest, compute_digest(rest), WAIT_S)
+    assert "sends the first parameters" not in stage.service.figures().notice
+
+
 # ---- contributions ------------------------------------------------------------------------------------------------
 
 

@@ -120,3 +120,15 @@ def step_after(step: float, rounds: int, settings: Settings) -> float:
     the one float next to such a number: the same in one term and in many, and never short of a budget by rounding.
     """
     return (round(step * settings.fragments) + rounds * settings.sync_every) / settings.fragments
+
+
+CROSSINGS = 6
+"""Messages and bodies that cross the link, one after another, between the boundary at which a copy is read and the one
+at which the version that holds it is adopted: report, pull, body, announcement, request, version."""
+
+
+def least_overlap_s(one_way_s: float, up_s: float, down_s: float, work_s: float, crossings: int = CROSSINGS) -> float:
+    """Return the seconds from reading a copy to having the version that holds it, on links that are free. `up_s`,
+    `down_s`: seconds that a body takes on each way; `work_s`: merge and disk. The overlap is at least so many steps,
+    rounded up (docs/protocol.md, "The floor of the overlap")."""
+    return crossings * one_way_s + up_s + down_s + work_s

@@ -1,8 +1,10 @@
 """Invariant of worlds with links: the overlap is at its floor once links are steady, so nothing waits in a queue.
 
-    floor = ⌈(latency + a body up + a body down + merge + disk) / step⌉ + the boundary
+    floor = ⌈schedule.least_overlap_s / step⌉ + the boundary
 
-The floor follows from the links as they are set, not from what the state machines measure. A contribution is checked if
+The formula is that of docs/protocol.md, "The floor of the overlap". The boundary is the step by which learners are out
+of phase. The floor follows from the links as they are set, not from what the state machines measure. A contribution is
+checked if
 
 - its learner takes part in every round;
 - it was read at least STEADY_CYCLES cycles after the last change of a link, of the roster, of H or of the term;
@@ -21,6 +23,7 @@ from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Any
 
+from atoll.protocol import schedule
 from atoll.protocol.learner.ways import RECENT
 from atoll.protocol.syncer.interval import HEADROOM
 from atoll.simulate.oracle import Violation
@@ -44,11 +47,14 @@ class LinkChecks:
         learners: Mapping[str, SimulatedLearner],
         link_seconds: Callable[[str], tuple[float, float]],
         *,
-        fixed_s: float,
+        one_way_s: float,
+        work_s: float,
+        crossings: int = schedule.CROSSINGS,
     ) -> None:
         """`link_seconds`: seconds that a contribution and a version take on a learner's links; (0, 0): it has none.
-        `fixed_s`: seconds that messages of a round, merge and disk take."""
-        self._learners, self._link_seconds, self._fixed_s = learners, link_seconds, fixed_s
+        `work_s`: seconds that merge and disk take."""
+        self._learners, self._link_seconds = learners, link_seconds
+        self._one_way_s, self._work_s, self._crossings = one_way_s, work_s, crossings
         self._seen: tuple[object, ...] = ()
         """Links, roster, shares and H at the last commit."""
         self._changed_at = 0
@@ -88,7 +94,8 @@ class LinkChecks:
             step_s = self._learners[name].step_s
             drained = read_in >= self._changed_at + STEADY_CYCLES * settings.fragments + HEADROOM_ROUNDS
             down_s = ways[name][1] if drained else 2 * ways[name][1]
-            floor = ceil((self._fixed_s + up_s + down_s) / step_s) + 1
+            floor_s = schedule.least_overlap_s(self._one_way_s, up_s, down_s, self._work_s, self._crossings)
+            floor = ceil(floor_s / step_s) + 1
             self.checked += 1
             if member["overlap"] > floor + TOLERANCE:
                 said = f"{name} adopts what it gave to round {read_in} {member['overlap']} steps later, not {floor}"

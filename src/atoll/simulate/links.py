@@ -22,6 +22,8 @@ class SimulatedLink:
     """Bytes of a contribution."""
     down_bytes: float
     """Bytes of a version."""
+    first_bytes: float = 0.0
+    """Bytes of version 0 of a fragment; 0: version 0 passes like any other, and goes up in no time."""
     _up_free_at: float = 0.0
     _down_free_at: float = 0.0
     carried: float = 0.0

@@ -322,8 +322,12 @@ class Network:
 
     def upload_all(self, learner: SimulatedLearner) -> None:
         """Version 0; sent again and again until it is there, or the connection is gone."""
-        if (connection := learner.connection) is not None:
-            self.queue.call_at(connection.at("payload", self.queue.now + self.delay()), self._initial, connection)
+        if (connection := learner.connection) is None:
+            return
+        through_at, link = self.queue.now, self.links.get(learner.name)
+        if link is not None and link.first_bytes:
+            through_at, _ = link.pass_up(self.queue.now, learner.fragments * link.first_bytes / link.up_bytes)
+        self.queue.call_at(connection.at("payload", through_at + self.delay()), self._initial, connection)
 
     def _initial(self, connection: Connection) -> object:
         learner: SimulatedLearner = connection.learner
@@ -384,11 +388,12 @@ class Network:
             return False
         if why := self.find_break(learner, syncer) or ("no parameters" if syncer.served[fragment] < 0 else ""):
             return self._not_fetched(learner, machine, fragment, why)
-        through_at, seconds = link.pass_down(self.queue.now)
+        value, version = syncer.theta[fragment], syncer.served[fragment]
+        nbytes = link.first_bytes if version == 0 and link.first_bytes else link.down_bytes
+        through_at, seconds = link.pass_down(self.queue.now, nbytes / link.down_bytes)
         arrives_at = through_at + self.delay()
         self.arrive_nearly(learner, link, arrives_at)
-        figures = (round(link.down_bytes), seconds, arrives_at - seconds - asked_at)
-        value, version = syncer.theta[fragment], syncer.served[fragment]
+        figures = (round(nbytes), seconds, arrives_at - seconds - asked_at)
         self.queue.call_at(arrives_at, self._fetched, learner, machine, syncer, fragment, version, value, figures)
         return None
 
@@ -413,6 +418,9 @@ class Network:
         if self.apart and (why := self.find_break(learner, syncer)):
             return self._not_fetched(learner, machine, fragment, why)
         learner.fetched[fragment] = value
+        if version == 0 and (link := self.links.get(learner.name)) is not None and link.first_bytes:
+            lacking = sum(held < 0 and other != fragment for other, held in enumerate(machine.versions))
+            learner.handle_event(learner_fx.Lacking(round(lacking * link.first_bytes)))
         return learner.handle_event(learner_fx.Fetched(fragment, version, *figures))
 
     def _not_fetched(self, learner: SimulatedLearner, machine: LearnerMachine, fragment: int, why: str) -> object:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop
 from math import inf
 
-from atoll.protocol import records
+from atoll.protocol import records, schedule
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.history import History
 from atoll.protocol.learner import effects as learner_fx
@@ -170,10 +170,11 @@ class World:
         )
 
     def make_invariants(self) -> Invariants:
-        trips = 5 if self._drawn_relays is None and self._drawn_shards is None else 9
-        fixed_s = trips * self.network.longest_s + self.merge_s + 4 * self.disk.sync_s
+        parts = self._drawn_relays is not None or self._drawn_shards is not None
+        crossings = schedule.CROSSINGS + (4 if parts else 0)  # to a relay or to shards, and back
+        work_s = self.merge_s + 4 * self.disk.sync_s
         if self._drawn_shards is not None:
-            fixed_s += SHARD_AGAIN_S  # a shard that does not know of the round yet is asked again
+            work_s += SHARD_AGAIN_S  # a shard that does not know of the round yet is asked again
         return Invariants(
             self.settings,
             self.disk,
@@ -182,7 +183,13 @@ class World:
             outer_lr=self.outer_lr,
             gradient=self.gradient,
             trip_s=self.network.longest_s,
-            link_checks=LinkChecks(self.learners, self.link_seconds, fixed_s=fixed_s),
+            link_checks=LinkChecks(
+                self.learners,
+                self.link_seconds,
+                one_way_s=self.network.longest_s,
+                work_s=work_s,
+                crossings=crossings,
+            ),
         )
 
     @property

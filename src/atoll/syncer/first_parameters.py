@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Refused
 from atoll.protocol.shard_messages import InitialHere
 from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer.downloads import Download
 from atoll.syncer.lead import ShardLead
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.ranks import LearnerRanks
@@ -130,6 +132,11 @@ class FirstParameters:
         if self.is_complete:
             self._parameters.commit_initial()
 
+    def count_bytes(self, codec: str) -> int:
+        """Return the bytes of all bodies together, in this form."""
+        fragments = self._parameters.plan.fragments
+        return sum(count_initial_bytes(part) if codec else 4 * part.size for part in fragments)
+
     def has_fragment(self, fragment: int) -> bool:
         return fragment in self._here
 
@@ -177,10 +184,12 @@ class FirstUpload:
         """Other shards that hold all their parts."""
         self._loss = 0.0
         """Relative error that was told of the parameters; of several ranks the largest."""
+        self._uploader, self._progress = "", Download()
 
     def ask_learner(self, channel: ControlChannel) -> None:
         self._first.ask_learner(channel.learner, channel.session)
         self._loss = 0.0
+        self._uploader, self._progress = channel.learner, Download()
         self._shards_here.clear()
         if self._lead is not None:
             self._lead.ask_initial(channel.learner, channel.session, channel.token)
@@ -190,7 +199,18 @@ class FirstUpload:
             raise PeerError(f"{learner} was not asked for the first parameters")
         body = self._first.make_room(fragment, self._ranks.find_sender(learner, rank), codec)
         self._tell(fx.Uploading(learner, body.nbytes))
+        if not self._progress.whole:
+            self._note_arrived(-self._first.count_bytes(codec))
         return body
+
+    def _note_arrived(self, nbytes: int) -> None:
+        self._progress.note_lacking(time.monotonic(), self._progress.lacking - nbytes, most=0)
+
+    def describe_progress(self) -> str:
+        """Return a notice while the first parameters are on their way; empty: they are not, or none has begun."""
+        if self._first.is_complete or not self._progress.is_under_way or self._uploader not in self._channels:
+            return ""
+        return f"{self._uploader} sends the first parameters: {self._progress.describe()}."
 
     async def take_body(
         self,
@@ -218,12 +238,14 @@ class FirstUpload:
             if whole is None:  # other ranks' parts are to come
                 if not known:
                     self._tell(fx.Uploading(learner, 0))
+                    self._note_arrived(body.nbytes)
                 return
             received = whole
         known = self._first.has_fragment(fragment)
         self._first.accept_fragment(fragment, received)
         if not known:
             self._tell(fx.Uploading(learner, 0))
+            self._note_arrived(body.nbytes)
         self._end_if_complete(learner, session)
 
     def hear_shard(self, shard: int, message: InitialHere) -> None:

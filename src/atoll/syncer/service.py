@@ -118,6 +118,7 @@ class SyncerService:
             config.service, lambda: self._run, events.say, secrets=run_store.secrets, succeeds=succeeds
         )
         self.meter.notice, self.meter.standby = access.notice, lambda: run_store.standby
+        self.meter.upload = lambda: self.begun.first.describe_progress() if self.begun is not None else ""
         self.meter.disk_free_bytes = lambda: run_store.disk_free_bytes
         known = NameOwners(None if found is None else found.history.owners)
         apart = f"this run's syncer has {shards} shards, to which learners send directly: let them join it, no relay"

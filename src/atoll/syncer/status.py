@@ -83,6 +83,8 @@ class Meter:
         self.standby: Callable[[], str] = str
         """The machine and process of a standby; empty: none waits."""
         self.disk_free_bytes: Callable[[], int | None] = lambda: None
+        self.upload: Callable[[], str] = str
+        """How much of the first parameters has arrived; empty: none are on their way."""
         self.notice: Callable[[], str] = str
         """What the operator should do soon; empty: nothing."""
 
@@ -135,6 +137,7 @@ class Meter:
         outer = [figures for of_fragment in self._outer.values() for figures in of_fragment]
         store, (evaluator, evaluator_at) = self.store(), self.evaluator()
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
+        used_of_link, link_rate = measure_narrowest(machine)
         return RunStatus(
             run=run,
             phase=phase,
@@ -178,6 +181,7 @@ class Meter:
             store_alarm=f"the store fails: {store.trouble}" if store is not None and store.trouble else "",
             notice=self.notice()
             or self._nobody_here(now, phase, learners)
+            or self.upload()
             or awaited_learners(machine)
             or describe_downloads(machine)
             or describe_first_steps(learners)
@@ -205,6 +209,8 @@ class Meter:
             rounds_under_way=machine.rounds.interval.allowed if machine else 0,
             carried_h=machine.rounds.interval.steps * settings.fragments if machine else None,
             narrowest=describe_narrowest(machine) if machine else "",
+            narrowest_used=used_of_link,
+            narrowest_rate=link_rate,
             shortage=describe_shortage(machine) if machine else "",
             step_s=machine.members.step_s() if machine else None,
             rho=fmean(rho for rho, _ in outer) if outer else None,
@@ -395,6 +401,16 @@ def describe_narrowest(machine: Syncer) -> str:
     if interval.narrowest is None or step_s is None or machine.phase != "running":
         return ""
     return interval.narrowest.describe(interval.steps * step_s)
+
+
+def measure_narrowest(machine: Syncer | None) -> tuple[float | None, float | None]:
+    """Return the bytes per second that rounds take of the link that makes H larger, and those that it carries; None if
+    no link does."""
+    if machine is None or not describe_narrowest(machine):
+        return None, None
+    interval, step_s = machine.rounds.interval, machine.members.step_s()
+    assert interval.narrowest is not None and step_s is not None, "it was described"
+    return interval.narrowest.use_of_link(interval.steps * step_s) if interval.narrowest.nbytes else (None, None)
 
 
 def describe_shortage(machine: Syncer) -> str:

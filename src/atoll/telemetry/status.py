@@ -174,6 +174,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """H that rounds are spaced by: the one asked for, or as large as the narrowest part needs."""
     narrowest: str = ""
     """Part that makes it larger, and how much of the part is used: "way down of site-2: 58 of 60 Mbit/s"."""
+    narrowest_used: float | None = None
+    """Bytes per second that rounds take of that link; None: no link makes H larger."""
+    narrowest_rate: float | None = None
+    """Bytes per second that the link carries."""
     shortage: str = ""
     """Part that makes effective H larger than H (a link, the merge, memory), and what would fit; empty: none does."""
     step_s: float | None = None

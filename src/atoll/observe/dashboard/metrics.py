@@ -57,6 +57,12 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("rounds_under_way_limit", "Rounds that may be between freezing and commit.", status.rounds_under_way),
         ("behind", "1 while a link, the syncer or its memory makes H larger.", 1.0 if status.shortage else 0.0),
         ("grace_seconds", "How long a round waits beyond its quorum.", status.grace_s),
+        (
+            "narrowest_used_bytes_per_second",
+            "What rounds take of the link that makes H larger than set.",
+            status.narrowest_used,
+        ),
+        ("narrowest_rate_bytes_per_second", "What that link carries.", status.narrowest_rate),
         ("round_gap_seconds", "Median time between two commits.", status.median_gap_s),
         ("tokens_per_second", "Of all learners together.", status.tokens_per_s),
         ("outer_gradient_autocorrelation", "Cosine of a merged gradient and the one before it.", status.rho),

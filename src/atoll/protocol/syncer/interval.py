@@ -4,11 +4,10 @@ The settings ask for one round per H/P learner steps. Whether links, merge and d
 learner reports how many bytes per second its way up and its way down carry, and the syncer measures its merges and its
 disk. Three figures are computed from that at every commit:
 
-- **The interval**, the longest of: H/P steps; (overlap + 1)/P steps, if H is below P or below the H of the last phase;
-  the time that the narrower way of the median learner needs for the body of one round; the time of merge and disk. A
-  link needs the same seconds for a body however long a step takes, so these times are kept in seconds
-  (`Pace.free_at`). Rounds that follow each other more slowly than their bodies pass do not queue, so a contribution is
-  hardly older than its way is long.
+- **The interval**, the longest of: H/P steps; (overlap + 1)/P steps; the time that the narrower way of the median
+  learner needs for the body of one round; the time of merge and disk. A link needs the same seconds for a body however
+  long a step takes, so these times are kept in seconds (`Pace.free_at`). Rounds that follow each other more slowly than
+  their bodies pass do not queue, so a contribution is hardly older than its way is long.
 - **The rounds under way**: as many as start while the quickest of the last rounds was between freezing and commit, and
   one more; within the memory that the settings allow.
 - **The shares.** A learner whose ways are narrower than those of the median learner takes part in as many rounds as its
@@ -28,17 +27,15 @@ from operator import lt
 
 from atoll.protocol import schedule
 from atoll.protocol.messages import RoundShare
-from atoll.protocol.statistics import median
+from atoll.protocol.statistics import Spread, median
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
 HEADROOM = 1.04
 """Factor from the time that the narrowest part needs to the interval, because measurements are never exact."""
 DRAIN = 0.25
-"""Share by which the interval grows for each version that queues at the median learner. A queue forms while a link is
-narrower than was measured before; with this share it drains within a cycle."""
-MOST_DRAIN = 1.0
-"""Largest share by which the interval grows for a queue."""
+"""Share by which the interval grows for each version that queues at the median learner, up to twice the interval. A
+queue forms while a link is narrower than was measured before; with this share it drains within a cycle."""
 NEAR = 1.15
 """Largest ratio of a learner's time per round to the median learner's at which the learner takes part in every round.
 The pace then follows its link. The measurements of equal links differ by as much."""
@@ -47,9 +44,10 @@ EIGHTHS = 8
 rounds in which the learner has a turn."""
 RISES_AT = 1.05
 """Ratio of what a learner's ways carry to what a larger share takes, from which on it gets the larger share."""
-RISES_AFTER = 4
+RISES_AFTER = 1.25
 """Cycles of P commits in which a learner's ways have to carry a larger share before it gets it. A rate that moves about
-with the load of a machine would else change the share, and tell so, several times in a second."""
+with the load of a machine would else change the share, and tell so, several times in a second. With a share of 1/4 the
+rates are measured anew within 3/4 of a cycle, so every round is the learner's again after two cycles."""
 SMALL_BYTES = 2**18
 """Size of a body that fits into the buffers of its sockets. The time that a smaller one takes is as much that of busy
 processes at both ends as that of the link, so a message names the time, and no width of the link."""
@@ -59,11 +57,7 @@ COMMITS = 24
 """Number of commits of which the quickest counts: that round has not waited for another one."""
 MERGES = 5
 """Number of commits whose median is the time of merge and disk. A single pause of the disk must not change the
-interval."""
-FIRST_MERGES = 3
-"""Least number of commits for that median: the first one holds the first use of a kernel."""
-LEAST_RATE = 1.0
-"""Bytes per second. A learner that claims less counts as this: the times that follow from its claim stay finite."""
+interval, and the first commit holds the first use of a kernel: the median counts once most of these are there."""
 MBIT = 1e6 / 8
 
 
@@ -86,8 +80,12 @@ class Narrowest:
             return f"{self.part}: {self.seconds:.3g} of every {interval_s:.3g} s"
         if self.is_small:
             return f"{self.part}: {self.describe_body()} of every {interval_s:.3g} s"
-        used, carried = self.nbytes / interval_s / MBIT, self.nbytes / self.seconds / MBIT
-        return f"{self.part}: {used:.3g} of {carried:.3g} Mbit/s"
+        used, carried = self.use_of_link(interval_s)
+        return f"{self.part}: {used / MBIT:.3g} of {carried / MBIT:.3g} Mbit/s"
+
+    def use_of_link(self, interval_s: float) -> tuple[float, float]:
+        """Return the bytes per second that pass the link, and those that it carries; zeros if the part is no link."""
+        return self.nbytes / interval_s, self.nbytes / self.seconds
 
     @property
     def is_small(self) -> bool:
@@ -157,9 +155,9 @@ class RoundInterval:
         step_s = self._state.members.step_s()
         return max(self.asked_steps, self.carried_s / step_s) if step_s else self.asked_steps
 
-    def note_commit(self, now: float, round_: Round, overlap: float | None) -> None:
-        """Measure a committed round, and compute the interval and the shares anew. `overlap`: the 95th percentile over
-        the last two cycles."""
+    def note_commit(self, now: float, round_: Round, overlap: Spread) -> None:
+        """Measure a committed round, and compute the interval and the shares anew. `overlap`: that of the last two
+        cycles."""
         settings, step_s = self._state.settings, self._state.members.step_s()
         if self._state.draining or round_.attempt > 1 or not step_s:  # step_s is 0 if all reports came in one burst
             return
@@ -180,19 +178,19 @@ class RoundInterval:
         self.needed = min(ceil(min(self._round_s) / interval_s) + 1, schedule.most_flights(settings))
         self._set_shares(interval_s)
 
-    def _interval_by_overlap(self, overlap: float | None) -> float:
-        """Return the interval in steps that the overlap asks for, with an H below P or below that of the last phase.
+    def _interval_by_overlap(self, overlap: Spread) -> float:
+        """Return the interval in steps that the overlap asks for.
 
         A learner reads a fragment again only after it adopted the fragment's last version, so it can sync the fragment
-        once in overlap + 1 steps. A round that came earlier would find hardly any learner ready. However large the
-        overlap is, the interval is at most one step, or that of the last phase."""
+        once in overlap + 1 steps. A round that came earlier would find hardly any learner ready. The 95th percentile
+        counts up to one step, or the interval of the last phase; beyond that the median, which no single learner
+        moves."""
         settings = self._state.settings
+        if overlap.median is None or overlap.p95 is None or settings.synchronous:
+            return 0.0
         last = settings.phases[-1].sync_every if settings.phases else settings.sync_every
         assert last is not None, "phases are resolved"
-        most = max(last, settings.fragments)
-        if overlap is None or settings.sync_every >= most or settings.synchronous:
-            return 0.0
-        return min(overlap + 1, most) / settings.fragments
+        return max(min(overlap.p95 + 1, max(last, settings.fragments)), overlap.median + 1) / settings.fragments
 
     def _tell(self, interval_s: float, step_s: float) -> None:
         """Emit an event if H differs much from the H that the last one named, with the part that sets it."""
@@ -203,6 +201,8 @@ class RoundInterval:
         self._told_h = h
         narrowest = self.narrowest.describe(interval_s) if self.narrowest else ""
         text = f"H is {h:.3g}, {asked_h} was asked: {narrowest}" if narrowest else f"H is {h:.3g}"
+        if not narrowest and h > asked_h + 0.5:
+            text = f"{text}, {asked_h} was asked: a version is adopted {h - 1:.3g} steps after its contribution is read"
         part = self.narrowest.part if self.narrowest else ""
         self._state.out.note("pace", text, h=round(h, 3), asked=asked_h, part=part, narrowest=narrowest)
 
@@ -216,11 +216,11 @@ class RoundInterval:
                 lacking = sum(map(lt, learner.versions, self._state.versions))
                 queues.append(lacking - ceil((way_s + step_s) / interval_s) - 1)
         queue = sorted(queues)[(len(queues) - 1) // 2] if queues else 0
-        return min(MOST_DRAIN, DRAIN * max(0, queue))
+        return min(1.0, DRAIN * max(0, queue))
 
     def _find_narrowest(self) -> Narrowest:
         """Return the part with the longest time per round: merge and disk, or the way that sets the pace."""
-        merge_s = median(self._merges_s) if len(self._merges_s) >= FIRST_MERGES else 0.0
+        merge_s = median(self._merges_s) if 2 * len(self._merges_s) > MERGES else 0.0
         merge = Narrowest("merge and disk", merge_s)
         learners = self._state.members.stepping_learners()
         ways = sorted(map(self._narrower_way, learners), key=_seconds)
@@ -257,13 +257,11 @@ class RoundInterval:
 
     def _set_shares(self, interval_s: float) -> None:
         """Give each learner the share of the rounds that its ways carry, and tell those whose share changes."""
-        least = 1 / self._state.settings.fragments
         for learner in self._state.members.stepping_learners():
             way = self._narrower_way(learner)
-            carried = interval_s / (HEADROOM * way.seconds) if way.seconds else 1.0
-            share = 1.0 if way.seconds <= self._near_s else _round_share(carried, least)
-            if share > learner.share and way.seconds > self._near_s:
-                share = max(learner.share, _round_share(carried / RISES_AT, least))
+            share = self._carried_share(way.seconds, interval_s)
+            if share > learner.share:
+                share = max(learner.share, self._carried_share(RISES_AT * way.seconds, interval_s))
             # A smaller share holds at once, or bodies queue. A larger one has to last: the queue is gone either way.
             learner.rising = learner.rising + 1 if share > learner.share else 0
             if 0 < learner.rising < RISES_AFTER * self._state.settings.fragments:
@@ -275,11 +273,18 @@ class RoundInterval:
                 self._state.out.send(learner.name, RoundShare(share=share, reason=reason))
                 self._state.out.note("share", f"{learner.name}: {reason}", learner, share=share)
 
+    def _carried_share(self, way_s: float, interval_s: float) -> float:
+        """Return the share of the rounds for which a way has time that takes so long for the body of one."""
+        if way_s <= max(self._near_s, interval_s):
+            return 1.0
+        return _round_share(interval_s / (HEADROOM * way_s), least=1 / self._state.settings.fragments)
+
 
 def _seconds_of(nbytes: float, rates: tuple[float, float]) -> float:
     """Return the seconds of a body on the slowest stretch of a way: the learner's own link, and that of its relay. A
-    rate of 0 was not measured; the result is 0 if none was."""
-    return max((nbytes / max(LEAST_RATE, rate) for rate in rates if rate > 0), default=0.0)
+    rate of 0 was not measured; the result is 0 if none was. A claim of less than 1 byte/s counts as 1: the times that
+    follow from it stay finite."""
+    return max((nbytes / max(1.0, rate) for rate in rates if rate > 0), default=0.0)
 
 
 def _seconds(part: Narrowest) -> float:
@@ -287,9 +292,7 @@ def _seconds(part: Narrowest) -> float:
 
 
 def _round_share(carried: float, least: float) -> float:
-    """Round down what a link carries of the rounds to a share: 1, a multiple of 1/8, or 1/n below 1/8."""
-    if carried >= 1 / HEADROOM:
-        return 1.0
+    """Round down what a link carries of the rounds to a share: a multiple of 1/8, or 1/n below 1/8."""
     if carried >= 1 / EIGHTHS:
         return floor(EIGHTHS * carried) / EIGHTHS
     return max(least, 1 / ceil(1 / carried))
