@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
@@ -58,12 +59,13 @@ def find_machine() -> str:
     return f"{platform.machine()} {level}"
 
 
-def play_case(case: Case, folder: Path) -> Sections:
+def play_case(case: Case) -> Sections:
     """Run a case, and read what it left. RunStopped: it did not come to its end."""
-    with LockstepRun(case, folder) as run:
-        run.play()
-        run.replay()
-    sections = read_sections(folder)
+    with tempfile.TemporaryDirectory(prefix="atoll-decisions-") as folder:
+        with LockstepRun(case, Path(folder)) as run:
+            run.play()
+            run.replay()
+        sections = read_sections(Path(folder))
     sections["replay"] = run.replayed
     return {name: lines for name, lines in sections.items() if name in case.sections}
 
@@ -124,6 +126,7 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true", help="compare with what is recorded (the default)")
     parser.add_argument("--only", metavar="LAYOUT/CASE", help="cases whose name begins so, such as shards or plain/small")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write the lines that are hashed to this folder")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at once [default: 2]")
     parser.add_argument("--list", action="store_true", help="list the cases")
     options = parser.parse_args()
     cases = [case for case in CASES if case.title.startswith(options.only or "")]
@@ -139,24 +142,26 @@ def main() -> int:
         print(f"recorded on {recorded['machine']}, this is {machine}: values are not compared")
     warm_kernels()
     differ, began = 0, time.monotonic()
-    for number, case in enumerate(cases, 1):
-        print(f"{number:2} of {len(cases)}  {case.title:28}", end=" ", flush=True)
-        with tempfile.TemporaryDirectory(prefix="atoll-decisions-") as folder:
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = [pool.submit(play_case, case) for case in cases]
+        for number, (case, outcome) in enumerate(zip(cases, outcomes, strict=True), 1):
+            verdict, text = "as recorded", ""
             try:
-                sections = play_case(case, Path(folder) / "case")
+                sections = outcome.result()
             except RunStopped as stopped:
-                differ += 1
-                print(f"did not end\n{stopped}")
-                continue
-        if options.keep is not None:
-            write_lines(options.keep, case, sections)
-        if options.write:
-            recorded["cases"][case.title] = hash_sections(sections)
-            print(f"{sum(map(len, sections.values())):4} lines  {time.monotonic() - began:5.0f} s")
-            continue
-        differences = compare_case(sections, recorded["cases"].get(case.title, {}), kinds)
-        differ += bool(differences)
-        print("\n".join(["differs", *differences]) if differences else f"as recorded  {time.monotonic() - began:5.0f} s")
+                verdict, text = "did not end", str(stopped)
+            else:
+                if options.keep is not None:
+                    write_lines(options.keep, case, sections)
+                if options.write:
+                    verdict = f"{sum(map(len, sections.values()))} lines"
+                    recorded["cases"][case.title] = hash_sections(sections)
+                elif differences := compare_case(sections, recorded["cases"].get(case.title, {}), kinds):
+                    verdict, text = "differs", "\n".join(differences)
+            differ += bool(text)
+            print(f"{number:2} of {len(cases)}  {case.title:24} {verdict:12} {time.monotonic() - began:5.0f} s", flush=True)
+            if text:
+                print(text, flush=True)
     if options.write:
         RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
     elif len(cases) > 1:

@@ -4,9 +4,8 @@ Gradients are small multiples of 2^-6 drawn by NumPy, the learning rate and the 
 has more than two terms. So no step rounds anything, and it makes no difference which instructions torch uses.
 
 Options: --layout NAME (`plain`, or `fsdp` over the ranks of the process group), --wide (fragments too large for work on
-an event loop), --leave-after STEP (learner-1 leaves by itself after this step), --pause-at STEP (learner-1 waits after
-this step until the file `go-on` is in the current folder, and says so by a file `paused`). A learner joins once the file
-`may-join-NUMBER` is there.
+an event loop), --leave-after STEP (learner-1 leaves by itself after this step), --device (learner-1 encodes what it
+sends, as on a GPU). A learner joins once the file `may-join-NUMBER` is there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--layout", choices=("plain", "fsdp"), default="plain")
 parser.add_argument("--wide", action="store_true")
 parser.add_argument("--leave-after", type=int, default=0)
-parser.add_argument("--pause-at", type=int, default=0)
+parser.add_argument("--device", action="store_true")
 options = parser.parse_args()
 
 SHAPES = ((6, 301), (901, 150), (3, 40)) if options.wide else ((6, 10), (9, 5), (3, 4))
@@ -59,7 +58,8 @@ if "ATOLL_REPLAY" not in os.environ:
     while not Path(f"may-join-{os.environ['ATOLL_LEARNER'].rpartition('-')[2]}").exists():
         time.sleep(0.02)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-with atoll.Learner(model, optimizer) as learner:
+placement = "device" if options.device and os.environ["ATOLL_LEARNER"] == "learner-1" else None
+with atoll.Learner(model, optimizer, placement=placement, join_wait_s=3600) as learner:
     number = int(learner.name.rpartition("-")[2])
     draws = np.random.default_rng(1 + number)
     while not learner.done:
@@ -67,10 +67,6 @@ with atoll.Learner(model, optimizer) as learner:
         model(gradients).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if number == 1 and options.pause_at == learner.steps + 1 and "ATOLL_REPLAY" not in os.environ:
-            Path("paused").touch()
-            while not Path("go-on").exists():
-                time.sleep(0.02)
         learner.step(tokens=8 * (1 + number))
         if number == 1 and options.leave_after == learner.steps:
             break

@@ -99,6 +99,9 @@ VALUES = {"digest", "digests", "squares", "buffers", "moved", "marks", "factors"
           "norm", "loss"}  # fmt: skip
 """Fields that depend on the bits of values, and so on how the machine multiplies."""
 
+STATE_DIGESTS = ("Saved", "CutSaved")
+"""Messages with the digest of a learner's saved state, which has times in it."""
+
 CHANCE = {
     "Progress": "is sent after as many steps as chance has it",
     "Heartbeat": "is sent when nothing else was for a while",
@@ -156,8 +159,8 @@ def mask(line: str) -> str:
 
 
 def count(lines: Iterator[str]) -> list[str]:
-    """Sort lines, each once with how often it came."""
-    return [f"{number}× {line}" for line, number in sorted(Counter(lines).items())]
+    """Sort lines, by what does not depend on the bits of values; each comes once, with how often it came."""
+    return sorted((f"{number}× {line}" for line, number in Counter(lines).items()), key=lambda line: (mask(line), line))
 
 
 # ---- what lies in the run's folder ----------------------------------------------------------------------------------
@@ -218,6 +221,8 @@ def _list_sent(tapped: list[dict[str, Any]]) -> Iterator[str]:
             kind, data = line.get("frame") or line["heard"]
         else:
             continue
+        if kind in STATE_DIGESTS:
+            data.pop("digest", None)
         if kind not in CHANCE:
             way = "hears" if "heard" in line else "sends"
             yield f"{line['by']} {way} {kind} on {line.get('on', 'training')} {_dump(data)}"

@@ -71,6 +71,10 @@ class Case:
     """Options of exact_steps.py."""
     die_at: dict[str, str] = field(default_factory=dict)
     """Process → the point at which it kills itself once, and is started again."""
+    hold: str = ""
+    """A request of learner-1's couriers that waits until `drive` is done with the run (tap.py)."""
+    held: int = 1
+    """How many times it is sent: by each rank, to each shard that has a part."""
     drive: Callable[[LockstepRun], None] | None = None
     """What is done to the run while it goes on."""
     replayed: bool = True
@@ -125,8 +129,11 @@ class LockstepRun:
         for number in range(LEARNERS):
             (self.folder / f"may-join-{number}").touch()
             self._wait_for_learner(number)
-        if self.case.drive is not None:
-            self.case.drive(self)
+        if self.case.hold:
+            self.wait_until(self._all_are_held, "learner-1 is about to send")
+            if self.case.drive is not None:
+                self.case.drive(self)
+            (self.folder / "go-on").touch()
         self.wait_until(self._all_have_ended, "the run ends")
 
     def _start_syncer(self) -> None:
@@ -156,6 +163,8 @@ class LockstepRun:
         for rank in range(ranks):
             more = {"ATOLL_JOIN": url, "ATOLL_LEARNER": f"learner-{number}", "RANK": str(rank)}
             more["ATOLL_FOLDER"] = str(self.folder / f"of-{number}")
+            if number == 1 and self.case.hold:
+                more["ATOLL_HOLD"] = self.case.hold
             if ranks > 1:
                 more |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             self._start(f"learner-{number}.{rank}", partial(self._spawn, words, more))
@@ -214,8 +223,14 @@ class LockstepRun:
     def _wait_for_learner(self, number: int) -> None:
         self.wait_until(lambda: len(self.read_events("joined")) > number, f"learner-{number} joins")
 
+    def _all_are_held(self) -> bool:
+        return len(list(self.folder.glob("held-*"))) == self.case.held
+
     def _all_have_ended(self) -> bool:
         return all(process.poll() == 0 for process in self._processes.values())
+
+    def read_tap(self, process: str) -> str:
+        return "".join(path.read_text() for path in sorted(self.tap.glob(f"{process}.*.jsonl")))
 
     def restart(self, name: str) -> None:
         """Kill a process, and start it again."""

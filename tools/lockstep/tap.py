@@ -9,13 +9,17 @@ One line of JSON each, in $ATOLL_TAP/<process>.<pid>.jsonl, written at once: a p
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 Patch = Callable[[ModuleType], None]
 TIMED = {"atoll-received"}
@@ -54,6 +58,8 @@ class Tap:
             "aiohttp.web_protocol": self._watch_answers,
             "atoll.mailbox.channel": self._watch_frames,
         }
+        if "ATOLL_HOLD" in os.environ:
+            patches["aiohttp.client"] = hold_request
         sys.meta_path.insert(0, Finder(patches))  # type: ignore[arg-type]
 
     def write(self, line: dict[str, Any]) -> None:
@@ -107,6 +113,49 @@ class Tap:
             return frames
 
         owner.send, owner.receive = send_frame, receive_frames
+
+
+def hold_request(module: ModuleType) -> None:
+    """Keep back the request that ATOLL_HOLD names (METHOD /path), until the file `go-on` is in the current folder. The
+    file `held-…` says that it would be sent now, and that what is to be refused at that moment was (`send_wrong`)."""
+    send, held = module.ClientSession._request, os.environ["ATOLL_HOLD"]
+
+    async def send_later(session: Any, method: str, url: Any, **how: Any) -> Any:
+        parts = urlsplit(str(url))
+        if f"{method} {parts.path}" == held and not Path("go-on").exists():
+            await send_wrong(partial(send, session), str(url), how["headers"])
+            Path(f"held-{os.environ.get('RANK', '0')}-{parts.port}").touch()
+            while not Path("go-on").exists():
+                await asyncio.sleep(0.02)
+        return await send(session, method, url, **how)
+
+    module.ClientSession._request = send_later
+
+
+async def send_wrong(send: Callable[..., Any], url: str, headers: dict[str, str]) -> None:
+    """Send what a port has to refuse while it waits for this body. Its answers are in what it writes down."""
+    size, (root, _, path) = int(headers["Content-Length"]), url.partition("/v1/")
+    learner, number, attempt = path.partition("?")[0].split("/")[1:]
+    rank = f"?{path.partition('?')[2]}" if "?" in path else ""
+    right = {name: value for name, value in headers.items() if name != "Content-Length"}
+    for way, data, more in (
+        (url, size, {"Atoll-Session": "0123456789abcdef"}),
+        (f"{root}/v1/contributions/{learner}/{int(number) + 9}/{attempt}{rank}", size, {}),
+        (f"{root}/v1/contributions/nobody/{number}/{attempt}{rank}", size, {}),
+        (url, size + 1, {}),
+        (url, size, {"Atoll-Digest": "0" * 32}),
+        (url, size, {}),
+        (f"{root}/v1/initial/{learner}/0{rank}", size, {}),
+    ):
+        await _ask(send, "PUT", way, data=bytes(data), headers={**right, **more})
+    for place in ("99", f"0?learner={learner}&rank=9", "0?learner=nobody&rank=0", "0?codec=zip", "0?have=x"):
+        await _ask(send, "GET", f"{root}/v1/fragments/{place}", headers=right)
+
+
+async def _ask(send: Callable[..., Any], method: str, url: str, **how: Any) -> None:
+    response = await send(method, url, allow_redirects=False, **how)
+    await response.read()
+    response.close()
 
 
 def _kind(channel: Any) -> str:
