@@ -28,7 +28,7 @@ parser.add_argument("--leave-after", type=int, default=0)
 parser.add_argument("--device", action="store_true")
 options = parser.parse_args()
 
-SHAPES = ((6, 301), (901, 150), (3, 40)) if options.wide else ((6, 10), (9, 5), (3, 4))
+SHAPES = ((6, 301), (1400, 640), (3, 40)) if options.wide else ((6, 10), (9, 5), (3, 4))
 
 
 class Tensors(nn.Module):

@@ -24,7 +24,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 SCRIPT = FOLDER / "exact_steps.py"
-WAIT_S = 120.0
+WAIT_S = 300.0
 LEARNERS = 2
 PATIENT = {
     "synchronous": "true", "wait_for_learners_s": 600, "startup_s": 600, "assemble_s": 600, "join_stall_s": 600,

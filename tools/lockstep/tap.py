@@ -57,6 +57,7 @@ class Tap:
             "aiohttp.web_ws": self._watch_server_sockets,
             "aiohttp.web_protocol": self._watch_answers,
             "atoll.mailbox.channel": self._watch_frames,
+            "atoll.fabric.wire": have_patience,
         }
         if "ATOLL_HOLD" in os.environ:
             patches["aiohttp.client"] = hold_request
@@ -113,6 +114,12 @@ class Tap:
             return frames
 
         owner.send, owner.receive = send_frame, receive_frames
+
+
+def have_patience(module: ModuleType) -> None:
+    """Let no connection be lost because a busy machine answers late."""
+    names = ("hello_s", "header_s", "dial_s", "ping_s", "send_s", "body_grace_s", "body_idle_s")
+    module.FabricLimits = partial(module.FabricLimits, **dict.fromkeys(names, 120.0))  # type: ignore[attr-defined]
 
 
 def hold_request(module: ModuleType) -> None:
