@@ -28,21 +28,22 @@ import argparse
 import hashlib
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-TOOLS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TOOLS.parent / "src"), str(TOOLS / "lockstep")]
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lockstep"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from lockstep_cases import CASES
 from lockstep_lines import Sections, mask, read_sections
 from lockstep_run import Case, LockstepRun, RunStopped
 
-RECORDED = TOOLS / "decisions.json"
+from atoll.numerics import kernels
+
+RECORDED = Path(__file__).resolve().parent / "decisions.json"
 SHOWN = 12
 """Lines of a difference that are shown."""
 MARK = 6
@@ -81,6 +82,11 @@ def hash_sections(sections: Sections) -> Hashes:
     }
 
 
+def find_kinds(recorded: str) -> tuple[str, ...]:
+    """Return which hashes are compared here. `recorded`: the kind of machine that recorded them."""
+    return ("decisions", "values") if recorded == find_machine() else ("decisions",)
+
+
 def compare_case(sections: Sections, recorded: Hashes, kinds: tuple[str, ...]) -> list[str]:
     """Return what differs, for people; nothing: all is as recorded."""
     differences = []
@@ -114,17 +120,13 @@ def write_lines(folder: Path, case: Case, sections: Sections) -> None:
     (folder / f"{case.title.replace('/', '.')}.txt").write_text(text)
 
 
-def warm_kernels() -> None:
-    """Compile what processes would compile while others wait for them."""
-    lines = "from atoll.numerics import kernels; kernels.warm(); from atoll.courier.body import load_kernels; load_kernels()"
-    subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TOOLS.parent / 'src')!r}); {lines}"], check=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="record the hashes in tools/decisions.json")
     parser.add_argument("--compare", action="store_true", help="compare with what is recorded (the default)")
-    parser.add_argument("--only", metavar="LAYOUT/CASE", help="cases whose name begins so, such as shards or plain/small")
+    parser.add_argument(
+        "--only", metavar="LAYOUT/CASE", help="cases whose name begins so, such as shards or plain/small"
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write the lines that are hashed to this folder")
     parser.add_argument("--jobs", type=int, default=2, help="cases at once [default: 2]")
     parser.add_argument("--list", action="store_true", help="list the cases")
@@ -137,10 +139,11 @@ def main() -> int:
     machine = find_machine()
     if options.write and recorded["machine"] != machine:
         recorded = {"machine": machine, "cases": {}}
-    kinds = ("decisions", "values") if recorded["machine"] == machine else ("decisions",)
+    kinds = find_kinds(recorded["machine"])
     if not options.write and len(kinds) == 1:
         print(f"recorded on {recorded['machine']}, this is {machine}: values are not compared")
-    warm_kernels()
+    if not kernels.are_compiled():
+        kernels.warm()  # or every process would
     differ, began = 0, time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
         outcomes = [pool.submit(play_case, case) for case in cases]
@@ -159,7 +162,10 @@ def main() -> int:
                 elif differences := compare_case(sections, recorded["cases"].get(case.title, {}), kinds):
                     verdict, text = "differs", "\n".join(differences)
             differ += bool(text)
-            print(f"{number:2} of {len(cases)}  {case.title:24} {verdict:12} {time.monotonic() - began:5.0f} s", flush=True)
+            print(
+                f"{number:2} of {len(cases)}  {case.title:24} {verdict:12} {time.monotonic() - began:5.0f} s",
+                flush=True,
+            )
             if text:
                 print(text, flush=True)
     if options.write:

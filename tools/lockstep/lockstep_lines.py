@@ -143,7 +143,9 @@ def read_sections(folder: Path) -> Sections:
         "members": sorted(_show(record) for record in journal if not isinstance(record, (*DECISIONS, PlayedRecord))),
         "tapes": list(_read_tapes(journal)),
         "adopted": sorted(_list_adopted(tapped), key=lambda line: line.partition(" ")[0]),
-        "shards": [line for number in range(2, MOST_SHARDS) for line in _read_chain(out / "shards" / str(number), number)],
+        "shards": [
+            line for number in range(2, MOST_SHARDS) for line in _read_chain(out / "shards" / str(number), number)
+        ],
         "sums": sorted(_read_sums(folder / "relay" / "sums.jsonl")),
         "sent": count(_list_sent(tapped)),
         "answers": count(_list_answers(tapped)),
@@ -212,6 +214,7 @@ def _read_tap(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _list_sent(tapped: list[dict[str, Any]]) -> Iterator[str]:
+    reported: set[str] = set()
     for line in tapped:
         if "sent" in line:
             kind, data = line["sent"].pop("type"), line["sent"]
@@ -221,6 +224,9 @@ def _list_sent(tapped: list[dict[str, Any]]) -> Iterator[str]:
             kind, data = line.get("frame") or line["heard"]
         else:
             continue
+        if kind == "Progress" and line["by"] not in reported:
+            reported.add(line["by"])
+            yield f"{line['by']} lacks at first {data.get('lacking_bytes', 0)} bytes"
         if kind in STATE_DIGESTS:
             data.pop("digest", None)
         if kind not in CHANCE:

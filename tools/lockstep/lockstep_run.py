@@ -77,6 +77,8 @@ class Case:
     """How many times it is sent: by each rank, to each shard that has a part."""
     drive: Callable[[LockstepRun], None] | None = None
     """What is done to the run while it goes on."""
+    may_fail: tuple[str, ...] = ()
+    """Processes that do not end well, since the case ends them."""
     replayed: bool = True
     """The run is replayed: every version again, bit for bit."""
     sections: tuple[str, ...] = SECTIONS
@@ -107,7 +109,9 @@ class LockstepRun:
     def __enter__(self) -> LockstepRun:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -212,7 +216,7 @@ class LockstepRun:
             for name, process in list(self._processes.items()):
                 if process.poll() == -signal.SIGKILL and name in self.case.die_at:
                     self._processes[name] = self._commands[name]()
-                elif process.poll():
+                elif process.poll() and name not in self.case.may_fail:
                     raise RunStopped(f"{self.case.title}: {name} ended with {process.poll()}\n{self._read_log()}")
             time.sleep(0.02)
 
@@ -227,7 +231,7 @@ class LockstepRun:
         return len(list(self.folder.glob("held-*"))) == self.case.held
 
     def _all_have_ended(self) -> bool:
-        return all(process.poll() == 0 for process in self._processes.values())
+        return all(process.poll() is not None for process in self._processes.values())
 
     def read_tap(self, process: str) -> str:
         return "".join(path.read_text() for path in sorted(self.tap.glob(f"{process}.*.jsonl")))
@@ -245,12 +249,17 @@ class LockstepRun:
         words = ["-m", "atoll.cli", "replay", self.out, "--json", SCRIPT, "--", *self._script_words]
         env = {**self._env, "ATOLL_TAP": ""}
         done = subprocess.run(
-            [sys.executable, *map(str, words)], cwd=self.folder, env=env, capture_output=True, text=True, timeout=WAIT_S,
-            check=False,
+            [sys.executable, *map(str, words)], cwd=self.folder, env=env, capture_output=True, text=True, check=False,
+            timeout=WAIT_S,
         )  # fmt: skip
         if not done.stdout:
             raise RunStopped(f"{self.case.title}: the replay said nothing\n{done.stderr[-4000:]}")
         self.replayed = [f"{name}: {json.dumps(value)}" for name, value in sorted(json.loads(done.stdout).items())]
+
+    def kill_courier(self, name: str) -> None:
+        """Kill the courier of a rank, such as learner-1.1."""
+        [path] = self.tap.glob(f"{name}.*.jsonl")
+        os.kill(int(path.name.rsplit(".", 2)[1]), signal.SIGKILL)
 
     # ---- looking --------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class Tap:
             "aiohttp.web_protocol": self._watch_answers,
             "atoll.mailbox.channel": self._watch_frames,
             "atoll.fabric.wire": have_patience,
+            "atoll.syncer.lead": fetch_in_pieces,
         }
         if "ATOLL_HOLD" in os.environ:
             patches["aiohttp.client"] = hold_request
@@ -122,6 +123,11 @@ def have_patience(module: ModuleType) -> None:
     module.FabricLimits = partial(module.FabricLimits, **dict.fromkeys(names, 120.0))  # type: ignore[attr-defined]
 
 
+def fetch_in_pieces(module: ModuleType) -> None:
+    """Let the finished model come in pieces also where it is small."""
+    module.CHUNK = 1 << 17  # type: ignore[attr-defined]
+
+
 def hold_request(module: ModuleType) -> None:
     """Keep back the request that ATOLL_HOLD names (METHOD /path), until the file `go-on` is in the current folder. The
     file `held-…` says that it would be sent now, and that what is to be refused at that moment was (`send_wrong`)."""
@@ -132,7 +138,7 @@ def hold_request(module: ModuleType) -> None:
         if f"{method} {parts.path}" == held and not Path("go-on").exists():
             await send_wrong(partial(send, session), str(url), how["headers"])
             Path(f"held-{os.environ.get('RANK', '0')}-{parts.port}").touch()
-            while not Path("go-on").exists():
+            while not Path("go-on").exists():  # noqa: ASYNC110 (another process makes it)
                 await asyncio.sleep(0.02)
         return await send(session, method, url, **how)
 
@@ -148,6 +154,7 @@ async def send_wrong(send: Callable[..., Any], url: str, headers: dict[str, str]
     for way, data, more in (
         (url, size, {"Atoll-Session": "0123456789abcdef"}),
         (f"{root}/v1/contributions/{learner}/{int(number) + 9}/{attempt}{rank}", size, {}),
+        (f"{root}/v1/contributions/{learner}/0/{attempt}{rank}", size, {}),
         (f"{root}/v1/contributions/nobody/{number}/{attempt}{rank}", size, {}),
         (url, size + 1, {}),
         (url, size, {"Atoll-Digest": "0" * 32}),
