@@ -19,7 +19,8 @@ Each case has two hashes. `decisions` has # in the place of digests and measures
 machine. `values` has them; it is compared where the file was recorded on a machine of the same kind, since kernels may
 contract a product and a sum on one processor and not on another.
 
-Exit code 1: a hash differs; the first lines that do are shown.
+A case that differs is run once more: on a busy machine a request may come to a shard two seconds before the lead's word
+of it. Exit code 1: a hash differs both times; the first lines that do are shown.
 """
 
 from __future__ import annotations
@@ -135,39 +136,41 @@ def main() -> int:
     if options.list or not cases:
         print("\n".join(f"{case.title:28} {case.about}" for case in CASES))
         return 0 if options.list else 2
-    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"machine": "", "cases": {}}
-    machine = find_machine()
+    machine, recorded = find_machine(), {"machine": "", "cases": {}}
+    if RECORDED.exists() and not (options.write and len(cases) == len(CASES)):
+        recorded = json.loads(RECORDED.read_text())
     if options.write and recorded["machine"] != machine:
         recorded = {"machine": machine, "cases": {}}
     kinds = find_kinds(recorded["machine"])
-    if not options.write and len(kinds) == 1:
+    if len(kinds) == 1:
         print(f"recorded on {recorded['machine']}, this is {machine}: values are not compared")
     if not kernels.are_compiled():
         kernels.warm()  # or every process would
+
+    def judge(case: Case) -> tuple[str, list[str]]:
+        """Run a case, and return a word on it, with what differs; a difference has to come twice."""
+        for _ in range(1 if options.write else 2):
+            try:
+                sections = play_case(case)
+            except RunStopped as stopped:
+                word, differences = "did not end", [str(stopped)]
+                continue
+            if options.keep is not None:
+                write_lines(options.keep, case, sections)
+            if options.write:
+                recorded["cases"][case.title] = hash_sections(sections)
+                return f"{sum(map(len, sections.values()))} lines", []
+            word, differences = "differs", compare_case(sections, recorded["cases"].get(case.title, {}), kinds)
+            if not differences:
+                return "as recorded", []
+        return word, differences
+
     differ, began = 0, time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
-        outcomes = [pool.submit(play_case, case) for case in cases]
-        for number, (case, outcome) in enumerate(zip(cases, outcomes, strict=True), 1):
-            verdict, text = "as recorded", ""
-            try:
-                sections = outcome.result()
-            except RunStopped as stopped:
-                verdict, text = "did not end", str(stopped)
-            else:
-                if options.keep is not None:
-                    write_lines(options.keep, case, sections)
-                if options.write:
-                    verdict = f"{sum(map(len, sections.values()))} lines"
-                    recorded["cases"][case.title] = hash_sections(sections)
-                elif differences := compare_case(sections, recorded["cases"].get(case.title, {}), kinds):
-                    verdict, text = "differs", "\n".join(differences)
-            differ += bool(text)
-            print(
-                f"{number:2} of {len(cases)}  {case.title:24} {verdict:12} {time.monotonic() - began:5.0f} s",
-                flush=True,
-            )
-            if text:
-                print(text, flush=True)
+        for number, (case, (word, differences)) in enumerate(zip(cases, pool.map(judge, cases), strict=True), 1):
+            differ += bool(differences)
+            print(f"{number:2} of {len(cases)}  {case.title:24} {word:12} {time.monotonic() - began:5.0f} s")
+            print("\n".join(differences), end="\n" if differences else "", flush=True)
     if options.write:
         RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
     elif len(cases) > 1:
