@@ -4,7 +4,10 @@ Sections, each a list of lines:
 
     journal   the journal's decisions, in order: rounds, versions, terms, settings, the end
     members   its other records, sorted: joins, ends of lives, cuts, leases, which may come in any order
-    tapes     for every learner the entries of its tape, in order: adoptions, what it was told of the run, its end
+    tapes     for every learner its tape's adoptions, marks of cuts, leases and states taken, in order, but for those
+              before the first step, which come in any. How far the run
+              is (InformedEntry) is told as often as chance has it, and the end of the run (StoppedEntry) comes before
+              or after what else happens at the last step
     adopted   for every learner (fragment, version, rule, step, steps kept, dropped), as its training process said
     shards    each other shard's own chain, in order
     sums      what relays summed: round, fragment, members, weights
@@ -45,7 +48,7 @@ from atoll.protocol.records import (
     StartedRecord,
     TermRecord,
 )
-from atoll.protocol.tape import BeganEntry
+from atoll.protocol.tape import BeganEntry, InformedEntry, StoppedEntry
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 
@@ -61,6 +64,7 @@ LEFT_OUT = {
     "session": "is drawn for each process",
     "atoll-session": "is drawn for each process",
     "process": "is drawn for each process",
+    "atoll-relay": "is drawn for each relay's process",
     "secret": "is drawn for each learner",
     "proof": "is made from a secret",
     "ticket": "is drawn for each transfer of a state",
@@ -99,8 +103,8 @@ VALUES = {"digest", "digests", "squares", "buffers", "moved", "marks", "factors"
           "norm", "loss"}  # fmt: skip
 """Fields that depend on the bits of values, and so on how the machine multiplies."""
 
-STATE_DIGESTS = ("Saved", "CutSaved")
-"""Messages with the digest of a learner's saved state, which has times in it."""
+STATE_DIGESTS = ("Saved", "CutSaved", "CutHere")
+"""Messages with the digest of a saved state, which has times or the run's name in it."""
 
 CHANCE = {
     "Progress": "is sent after as many steps as chance has it",
@@ -114,6 +118,7 @@ CHANCE = {
     "Arriving": "is told when little is still to come",
     "PartArriving": "is told when little is still to come",
     "PartLacking": "is sent twice a second",
+    "Goodbye": "comes or is too late where a process ends",
 }
 """Messages and frames that are sent as often as chance has it, and why."""
 
@@ -142,7 +147,7 @@ def read_sections(folder: Path) -> Sections:
         "journal": [_show(record) for record in journal if isinstance(record, DECISIONS)],
         "members": sorted(_show(record) for record in journal if not isinstance(record, (*DECISIONS, PlayedRecord))),
         "tapes": list(_read_tapes(journal)),
-        "adopted": sorted(_list_adopted(tapped), key=lambda line: line.partition(" ")[0]),
+        "adopted": [line for *_, line in sorted(_list_adopted(tapped), key=lambda found: found[:3])],
         "shards": [
             line for number in range(2, MOST_SHARDS) for line in _read_chain(out / "shards" / str(number), number)
         ],
@@ -175,7 +180,11 @@ def _read_tapes(journal: list[AnyRecord]) -> Iterator[str]:
             known = entries.setdefault(f"{tape.learner}.{tape.incarnation}", {})
             known.update(enumerate(tape.entries, start=tape.first))
     for name, tape in sorted(entries.items()):
-        yield from (f"{name} {_show(entry)}" for _, entry in sorted(tape.items()) if not isinstance(entry, BeganEntry))
+        told = [
+            one for _, one in sorted(tape.items()) if not isinstance(one, BeganEntry | InformedEntry | StoppedEntry)
+        ]
+        first = sorted(_show(entry) for entry in told if entry.t == 0)
+        yield from (f"{name} {line}" for line in (*first, *(_show(entry) for entry in told if entry.t > 0)))
 
 
 def _read_chain(folder: Path, number: int) -> Iterator[str]:
@@ -241,8 +250,9 @@ def _list_answers(tapped: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{line['by']} answers {line['asked']}: {line['status']} {_dump(answer)}"
 
 
-def _list_adopted(tapped: list[dict[str, Any]]) -> Iterator[str]:
-    """Pair what each training process was ordered to adopt with what it says of it."""
+def _list_adopted(tapped: list[dict[str, Any]]) -> Iterator[tuple[str, int, int, str]]:
+    """Pair what each training process was ordered to adopt with what it says of it. Yield process, step, and fragment
+    where it is adopted before the first step: versions 0 come in any order."""
     rules: dict[tuple[str, int, int], str] = {}
     for line in tapped:
         kind, data = line.get("frame") or line.get("heard") or ("", {})
@@ -251,7 +261,8 @@ def _list_adopted(tapped: list[dict[str, Any]]) -> Iterator[str]:
         elif kind == "VersionTaken":
             adopted = data["adopted"]
             rule = rules.get((line["by"], adopted["fragment"], adopted["version"]), "?")
-            yield f"{line['by']} adopts {_dump({**adopted, 'rule': rule})}"
+            place = adopted["fragment"] if adopted["t"] == 0 else 0
+            yield line["by"], adopted["t"], place, f"{line['by']} adopts {_dump({**adopted, 'rule': rule})}"
 
 
 # ---- lines ----------------------------------------------------------------------------------------------------------
