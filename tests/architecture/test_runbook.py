@@ -13,6 +13,7 @@ SECTIONS = dict(re.findall(r"^## (.+)\n\n((?:- .*\n)+)", PAGE, re.MULTILINE))
 HOURS = (
     "Syncer host lost",
     "Disk lost",
+    "Part of the journal lost",
     "Bucket lost",
     "Link cut",
     "Region lost",
