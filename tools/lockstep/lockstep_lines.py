@@ -5,9 +5,7 @@ Sections, each a list of lines:
     journal   the journal's decisions, in order: rounds, versions, terms, settings, the end
     members   its other records, sorted: joins, ends of lives, cuts, leases, which may come in any order
     tapes     for every learner its tape's adoptions, marks of cuts, leases and states taken, in order, but for those
-              before the first step, which come in any. How far the run
-              is (InformedEntry) is told as often as chance has it, and the end of the run (StoppedEntry) comes before
-              or after what else happens at the last step
+              before the first step, which come in any
     adopted   for every learner (fragment, version, rule, step, steps kept, dropped), as its training process said
     shards    each other shard's own chain, in order
     sums      what relays summed: round, fragment, members, weights
@@ -122,6 +120,9 @@ CHANCE = {
 }
 """Messages and frames that are sent as often as chance has it, and why."""
 
+CHANCE_ENTRIES = (BeganEntry, InformedEntry, StoppedEntry)
+"""Entries of tapes that name the machine, are made as often as chance has it, or come before or after others."""
+
 CHANCE_EVENTS = {
     "run": "names the run",
     "started": "names a process",
@@ -180,11 +181,9 @@ def _read_tapes(journal: list[AnyRecord]) -> Iterator[str]:
             known = entries.setdefault(f"{tape.learner}.{tape.incarnation}", {})
             known.update(enumerate(tape.entries, start=tape.first))
     for name, tape in sorted(entries.items()):
-        told = [
-            one for _, one in sorted(tape.items()) if not isinstance(one, BeganEntry | InformedEntry | StoppedEntry)
-        ]
-        first = sorted(_show(entry) for entry in told if entry.t == 0)
-        yield from (f"{name} {line}" for line in (*first, *(_show(entry) for entry in told if entry.t > 0)))
+        kept = [entry for _, entry in sorted(tape.items()) if not isinstance(entry, CHANCE_ENTRIES)]
+        early = sorted(_show(entry) for entry in kept if entry.t == 0)
+        yield from (f"{name} {line}" for line in (*early, *(_show(entry) for entry in kept if entry.t > 0)))
 
 
 def _read_chain(folder: Path, number: int) -> Iterator[str]:
