@@ -9,7 +9,7 @@ make real ones. A rank that dies ends the learner: until the leader notices, its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from atoll.courier.rank_channel import FetchPart, PartFetched, PartUploaded, UploadPart
@@ -92,6 +92,8 @@ class RankedWorld(LearnerWorld, Protocol):
     def draw_delay(self, most_s: float) -> float: ...
 
     def on_supply(self, learner: RankedLearner, supply: fx.Supply) -> None: ...
+
+    def on_final_stop(self, learner: RankedLearner, rank: int, adopted: Sequence[int]) -> None: ...
 
 
 class RankedLearner(SimulatedLearner):
@@ -245,6 +247,9 @@ class RankedLearner(SimulatedLearner):
 
     def watch_rank(self, rank: int, done: str) -> None:
         self.world.rank_checks.watch_rank(self, rank, f"{done} after step {self.t}")
+
+    def watch_final_stop(self, rank: int, adopted: Sequence[int]) -> None:
+        self.world.on_final_stop(self, rank, adopted)
 
     def watch_rank_adoption(self, rank: int, order: AdoptOrder, dropped: int) -> None:
         self.world.rank_checks.watch_rank_adoption(self, rank, order)

@@ -460,6 +460,9 @@ class World:
     def on_supply(self, learner: SimulatedLearner, supply: learner_fx.Supply) -> None:
         self.invariants.learner_checks.check_supply(learner, supply)
 
+    def on_final_stop(self, learner: RankedLearner, rank: int, adopted: Sequence[int]) -> None:
+        self.invariants.learner_checks.watch_final_stop(learner, rank, adopted)
+
     def on_contribution_sent(self, learner: SimulatedLearner, copy: learner_fx.Copied) -> None:
         self.invariants.watch_contribution(learner, copy)
 
