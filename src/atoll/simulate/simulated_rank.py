@@ -67,6 +67,8 @@ class RankWorld(Protocol):
 
     def watch_rank(self, rank: int, done: str) -> None: ...
 
+    def watch_save(self, epoch: int, cut: int) -> None: ...
+
     def watch_final_stop(self, rank: int, adopted: Sequence[int]) -> None: ...
 
     def watch_rank_adoption(self, rank: int, order: AdoptOrder, dropped: int) -> None: ...
@@ -159,6 +161,7 @@ class SimulatedRank:
                 self._forget(epoch, reset)
             case fx.Save(cut):
                 self._learner.watch_rank(self.rank, f"saves for cut {cut}")
+                self._learner.watch_save(self.epoch, cut)
                 self._learner.tell_courier(self.rank, fx.Saved(cut, self._learner.t, "file", "digest"))
             case StopOrder(final=True):
                 self._learner.watch_final_stop(self.rank, self.adopted)

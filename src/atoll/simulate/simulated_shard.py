@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 from typing import Protocol
@@ -73,6 +73,8 @@ class ShardChecks(Protocol):
     def watch_shard(self, shard: SimulatedShard, fragment: int) -> None: ...
 
     def watch_missing_head(self, shard: SimulatedShard, decision: msg.RoundDecided) -> None: ...
+
+    def watch_orders(self, shard: SimulatedShard, event: sh.ShardEvent, effects: Sequence[sh.ShardEffect]) -> None: ...
 
 
 class ShardWorld(Protocol):
@@ -225,7 +227,9 @@ class SimulatedShard:
 
     def handle(self, event: sh.ShardEvent) -> None:
         self.world.events += 1
-        for effect in self.machine.handle(event):
+        effects = self.machine.handle(event)
+        self.world.shard_checks.watch_orders(self, event, effects)
+        for effect in effects:
             if not self.alive:
                 return
             self._carry_out(effect)
