@@ -247,7 +247,7 @@ def test_a_rollback_takes_back_from_its_first_round_to_the_last(since: int, roun
 
 
 def test_what_an_earlier_rollback_took_back_is_not_taken_back_again() -> None:
-    """Behind four rounds the run goes back to two; behind six to one. Rounds 2 and 3 are gone already, round 1 is not."""
+    """Behind four rounds the run goes back to two; behind six to one. Then rounds 2 and 3 are gone already."""
     back = RestoredRecord(2, 4, (1, 1), ("", ""), (), "bad")
     lines = [*(merged(number) for number in range(4)), back, merged(4), merged(5)]
     assert undone(lines, 1, 2) == (Undone("a", 1, (1 << 4, (1 << 1) + (1 << 5))),)

@@ -58,15 +58,3 @@ mutant(
     (Shard, "hello", lambda plain: lambda self, url, cuts: plain(self, url, ())),
     kind="shards",
 )
-
-
-def _last_term_too(plain: Plain) -> Any:
-    def broken(self: Shard, message: Any) -> Any:
-        newest, late = self.term, message.term == self.term - 1
-        found = plain(self, replace(message, term=newest) if late else message)
-        return found
-
-    return broken
-
-
-mutant("a shard obeys a lead one term old", (Shard, "_hear", _last_term_too), kind="shards")

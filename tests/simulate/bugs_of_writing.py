@@ -13,7 +13,6 @@ from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.connection import ConnectionState
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.leases import Leases, LeasesState
-from atoll.protocol.messages import CutSaved
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
@@ -100,34 +99,14 @@ mutant("leases are restored as if none of them had been used up", (Leases, "rest
 
 def _booked_by_name(plain: Plain) -> Any:
     def broken(self: ledger.Ledger, record: records.MergedRecord) -> None:
-        live = dict(self.open)  # keys are names and incarnations: the last of a name counts
-        members = (replace(one, incarnation=live.get(one.learner, one.incarnation)) for one in record.members)
+        live = {learner: incarnation for learner, incarnation in self.open}
+        members = (replace(share, incarnation=live.get(share.learner, share.incarnation)) for share in record.members)
         plain(self, replace(record, members=tuple(members)))
 
     return broken
 
 
 mutant("what a dead life gave is booked to the live one of its name", (ledger.Ledger, "merged", _booked_by_name))
-
-
-def _of_any_life(plain: Plain) -> Any:
-    def broken(self: Cuts, *args: Any) -> Any:
-        """Whoever has a name now stands in for the life that the cut was taken in."""
-        if self.open is not None:
-            for name in self.open.awaited:
-                self.open.awaited[name] = self.state.members.learners[name].incarnation
-        if isinstance(args[-1], CutSaved):
-            args = (*args[:-1], replace(args[-1], incarnation=args[0].incarnation))
-        return plain(self, *args)
-
-    return broken
-
-
-mutant(
-    "a part of a cut that an earlier life saved is taken",
-    (Cuts, "note_saved", _of_any_life),
-    (Cuts, "complete_if_ready", _of_any_life),
-)
 
 # ---- terms --------------------------------------------------------------------------------------------------------
 

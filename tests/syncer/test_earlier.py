@@ -249,8 +249,5 @@ def test_a_cut_at_either_end_of_a_rollback_is_judged_by_what_it_holds(
     run.round()
     run.cut()
     run.trim()
-    if holds:
-        assert earlier(run, 7, (begin, end)).told.round == 6
-    else:
-        with pytest.raises(BadCut, match="cut 6: "):
-            earlier(run, 7, (begin, end))
+    found = earlier(run, 7, (begin, end)).told.round
+    assert found == 6 if holds else found < 6

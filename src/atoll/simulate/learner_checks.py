@@ -48,7 +48,7 @@ class LearnerChecks:
         self._told: dict[LearnerMachine, tuple[list[int], set[int]]] = {}
         """By machine: the versions that it was told of, and fragments of which it was sent one before it was told."""
         self._final: dict[str, list[int]] = {}
-        """By session, of learners that left a finished run: the versions that the run ended with."""
+        """Versions that the run ended with, keyed by session of the learners that left it."""
 
     def watch_help(self, help_: Help, versions: list[int]) -> None:
         self._wanted[help_.ticket] = list(versions)
@@ -111,8 +111,8 @@ class LearnerChecks:
         """Ranks may still have to carry out the order to take their own values for version 0: it lies in front of the
         order to stop, at which they are judged (`watch_final_stop`)."""
         self._final[learner.session] = list(self._oracle.versions)
-        held = learner.machine.versions if isinstance(learner, RankedLearner) else learner.adopted
-        self._check_has_model(learner, held, learner.name)
+        versions = learner.machine.versions if isinstance(learner, RankedLearner) else learner.adopted
+        self._check_has_model(learner, versions, learner.name)
 
     def watch_final_stop(self, learner: RankedLearner, rank: int, adopted: Sequence[int]) -> None:
         """The training process of a rank carries out the order to stop for good."""

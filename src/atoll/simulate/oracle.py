@@ -150,7 +150,7 @@ class Oracle:
         self._shares: list[list[tuple[int, Share]]] = [[] for _ in range(self._fragments)]
         """Per fragment, versions in order, and the shares in them."""
         self._alive: list[list[tuple[int, Share]]] = [[] for _ in range(self._fragments)]
-        """Those that no rollback has taken back."""
+        """Shares that no rollback has taken back."""
         self._merged_of: dict[tuple[str, int], list[int]] = {}
         """Tokens per fragment that were merged of each life."""
 
@@ -241,18 +241,18 @@ class Oracle:
         return None
 
     def _check_undone(self, record: records.RestoredRecord) -> None:
-        """What every fragment got behind the round that is gone back to, and nothing before: by versions, where the
-        product counts rounds."""
+        """A rollback takes back all that fragments got behind the round that it goes back to, and nothing before. This
+        counts versions, where the product counts rounds."""
         lost: dict[tuple[str, int], list[int]] = {}
         for f, then in enumerate(self._versions_at[record.round]):
             for version, share in self._alive[f]:
                 if version > then:
                     row = lost.setdefault((share.learner, share.incarnation), [0] * self._fragments)
                     row[f] += share.tokens - share.filtered
-            self._alive[f] = [one for one in self._alive[f] if one[0] <= then]
-        told = {(one.learner, one.incarnation): list(one.tokens) for one in record.undone}
-        if told != lost:
-            said = f"going back to round {record.round} takes {lost} tokens back, {told} is written"
+            self._alive[f] = [(version, share) for version, share in self._alive[f] if version <= then]
+        written = {(undone.learner, undone.incarnation): list(undone.tokens) for undone in record.undone}
+        if written != lost:
+            said = f"going back to round {record.round} takes {lost} tokens back, {written} is written"
             raise Violation("a rollback takes back what came since", said)
 
     def _roll_back(self, record: records.RestoredRecord) -> None:

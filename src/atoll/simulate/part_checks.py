@@ -110,14 +110,14 @@ class RankInvariants:
 
 
 class ShardOrders:
-    """What one process of a shard was told, by which its effects are judged."""
+    """Orders that one process of a shard was given, by which its effects are judged."""
 
     def __init__(self) -> None:
         self._term = 0
         self._carried_out: dict[int, int] = {}
-        """By fragment, the order that was stepped last."""
+        """Order that was stepped last, keyed by fragment."""
         self._heads: dict[int, str] = {}
-        """By order, the head behind what was written for it."""
+        """Head behind what was written, keyed by order."""
         self._void: set[int] = set()
         """Orders that were taken back, or that a newer connection took up anew."""
 
@@ -125,7 +125,7 @@ class ShardOrders:
         """Return what the shard does that it was not told to."""
         match event:
             case LeadSaid(message) if message.term < self._term:
-                heeded = [one for one in effects if not isinstance(one, LeaveLead)]
+                heeded = [effect for effect in effects if not isinstance(effect, LeaveLead)]
                 return f"heeds term {message.term} after term {self._term}: {heeded}" if heeded else None
             case LeadSaid(message):
                 self._term = message.term
@@ -173,7 +173,7 @@ class ShardInvariants:
     ) -> None:
         """`read_initial`: the first parameters that leads hold which may be about to decide them."""
         self._orders: dict[int, tuple[Shard, ShardOrders]] = {}
-        """By number, the process that runs."""
+        """Process that runs, and what it was told, keyed by the number of the shard."""
         self._oracle, self._shards, self._holders, self._read_initial = oracle, shards, holders, read_initial
 
     def watch_decision(self, record: MergedRecord) -> None:
