@@ -7,14 +7,16 @@ from typing import Any, Self
 
 import msgspec
 import pytest
-from tests.protocol.world import SimulatedLearner, World
+from tests.protocol.world import TENSORS, SimulatedLearner, World
 
 from atoll.protocol import records
 from atoll.protocol.effects import Note
 from atoll.protocol.history import History, HistoryState
 from atoll.protocol.learner import effects as learner_fx
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.messages import Announce, CutSaved, Lease, Register
+from atoll.protocol.messages import Announce, CutSaved, Lease, Recover, Register, Welcome
+from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as syncer_fx
 
 
@@ -263,6 +265,32 @@ def test_a_part_of_another_cut_does_not_count() -> None:
     assert world.syncer.cuts.open is not None and "learner-1" in world.syncer.cuts.open.awaited
     world.inject(syncer_fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
     assert world.learners_of(4) == set(world.learners)
+
+
+@pytest.mark.parametrize("incarnation", [0, 2])
+def test_a_part_that_another_life_saved_does_not_count(incarnation: int) -> None:
+    world = CutWorld(cut_wait_s=50.0)
+    world.learners["learner-1"].saves = False
+    world.run_until(round=4).run_until(seconds=1.0)
+    said = CutSaved(of=4, incarnation=incarnation, t=3, file="file", digest="digest")
+    world.inject(syncer_fx.Received("learner-1", said))
+    assert world.syncer.cuts.open is not None and "learner-1" in world.syncer.cuts.open.awaited
+
+
+def test_a_learner_names_the_life_that_was_told_to_save() -> None:
+    """The part is written in the background: another life may have begun when it is durable."""
+    learner = LearnerMachine("a", "session", TENSORS)
+    learner.restore("run", [3, 3], learner_fx.Stepped(10, (4, 4), (40, 40)), incarnation=1)
+    settings = Settings(learners=2, fragments=2, sync_every=4).resolved(10)
+    welcome = Welcome(
+        run="run", settings=settings, fingerprint="p", versions=(3, 3), gathering=8, committed=8, incarnation=1, term=1
+    )
+    learner.handle(0.0, learner_fx.Arrived(welcome))
+    asked = learner.handle(1.0, learner_fx.Arrived(Recover(incarnation=2, reason="strikes", term=1, cut=8)))
+    assert any(isinstance(effect, learner_fx.Save) for effect in asked) and learner.incarnation == 2
+    said = learner.handle(2.0, learner_fx.Saved(8, 10, "file", "digest"))
+    parts = [one.message for one in said if isinstance(one, learner_fx.Say) and isinstance(one.message, CutSaved)]
+    assert [(part.of, part.incarnation) for part in parts] == [(8, 1)]
 
 
 def test_one_that_was_not_asked_is_not_in_the_cut_whatever_it_says() -> None:

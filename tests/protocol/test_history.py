@@ -338,3 +338,24 @@ def test_numbers_are_distinct_dense_enough_and_never_change(names: list[str], le
     assert all(number < max(learners, len(names)) for number in numbers.values())
     for so_far in range(len(names)):
         assert number_learners(names[:so_far], learners).items() <= numbers.items()
+
+
+# ---- both ends of a rollback ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cut", "gone"), [(7, False), (8, False), (9, True), (11, True), (12, True), (13, False)])
+def test_a_cut_between_both_ends_of_a_rollback_holds_what_was_rolled_back(cut: int, gone: bool) -> None:
+    """Back to 8 rounds, behind 12. Cut n is taken behind n rounds: that of 8 holds what the run went back to."""
+    history = History(BEGUN)
+    history.rolled_back = [(2, 4), (8, 12)]
+    assert history.is_rolled_back(cut) == gone
+
+
+@pytest.mark.parametrize(("cuts", "good"), [((6, 8, 12), 8), ((6, 9, 12), 6), ((6, 13), 13)])
+def test_the_good_cut_is_the_newest_that_no_rollback_took_back(cuts: tuple[int, ...], good: int) -> None:
+    history = History(BEGUN)
+    history.rolled_back = [(8, 12)]
+    history.trend = msgspec.structs.replace(history.trend, good=20)
+    for cut in cuts:
+        history.apply(CutDoneRecord(cut, cut, ("a",), "manifest"))
+    assert history.good_cut == good

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.protocol.ledger import Fate, Ledger, LedgerState, Totals
-from atoll.protocol.records import GoneRecord, JoinedRecord, MergedRecord, Share
+from atoll.protocol.records import GoneRecord, JoinedRecord, MergedRecord, Share, Undone
 from atoll.protocol.statistics import after_adoption
 
 
@@ -602,3 +602,32 @@ def test_the_state_does_not_grow_with_the_run() -> None:
         run.happen("kill", "a", 0, 1)
         sizes.append(len(msgspec.msgpack.encode(run.ledger.state())))
     assert max(sizes) <= sizes[0] + 60, "a few larger numbers, not one entry more"
+
+
+# ---- one account for each life --------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_life_gave_is_booked_to_no_other_life_of_its_name() -> None:
+    """Its contribution was under way when it went; a new life of the same name is there when it is merged."""
+    ledger = a_ledger()
+    ledger.closed(gone(ledger.closing("a", 1)))
+    ledger.joined("a", 2, 100)
+    none = (0, 0)
+    assert ledger.reported("a", 2, 130, (30, 30), none, none) is None
+    live = ledger.open["a", 2]
+    ledger.merged(round_of(0, 1, share(80, total=90)))
+    assert ledger.open["a", 2] is live
+    assert fates(ledger) == {"computed": (130, 130), "merged": (80, 0), "lost": (20, 100), "in_flight": (30, 30)}
+    ledger.merged(round_of(1, 1, share(25, total=130, incarnation=2)))
+    assert ledger.open["a", 2].merged == (0, 25)
+
+
+def test_what_is_rolled_back_of_a_dead_life_is_in_no_account_of_the_live_one() -> None:
+    ledger = a_ledger()
+    ledger.merged(round_of(0, 1, share(80, total=90)))
+    ledger.closed(gone(ledger.closing("a", 1)))
+    ledger.joined("a", 2, 100)
+    live = ledger.open["a", 2]
+    ledger.roll_back([Undone("a", 1, (80, 0))])
+    assert ledger.open["a", 2] is live
+    assert ledger.totals().rolled_back == (80, 0) and not any(ledger.totals().balance())

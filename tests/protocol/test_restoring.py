@@ -11,8 +11,9 @@ from tests.protocol.world import World
 
 from atoll.protocol.effects import Note
 from atoll.protocol.messages import Announce, Recover, Welcome
-from atoll.protocol.records import MergedRecord, PassedRecord, RestoredRecord, ScoredRecord
+from atoll.protocol.records import MergedRecord, PassedRecord, RestoredRecord, ScoredRecord, Share, Undone
 from atoll.protocol.syncer import effects as fx
+from atoll.protocol.syncer.rollback import undone
 
 
 def trained(rounds: int = 8, **settings: Any) -> World:
@@ -234,3 +235,24 @@ def test_an_operator_who_answers_an_alarm_has_the_run_rolled_back_with_the_next_
     score(world, None)
     world.run(world.now + 0.5)
     assert restored(world).round == 8
+
+
+@pytest.mark.parametrize(("since", "rounds"), [(2, range(2, 7)), (3, range(3, 7)), (6, range(6, 7)), (7, range(0))])
+def test_a_rollback_takes_back_from_its_first_round_to_the_last(since: int, rounds: range) -> None:
+    """Seven rounds, each with tokens of its own, so that their sum tells which they were."""
+    lines = [merged(number) for number in range(7)]
+    due = [sum(1 << number for number in rounds if number % 2 == fragment) for fragment in (0, 1)]
+    expected = (Undone("a", 1, (due[0], due[1])),) if rounds else ()
+    assert undone(lines, since, 2) == expected
+
+
+def test_what_an_earlier_rollback_took_back_is_not_taken_back_again() -> None:
+    """Behind four rounds the run goes back to two; behind six to one. Then rounds 2 and 3 are gone already."""
+    back = RestoredRecord(2, 4, (1, 1), ("", ""), (), "bad")
+    lines = [*(merged(number) for number in range(4)), back, merged(4), merged(5)]
+    assert undone(lines, 1, 2) == (Undone("a", 1, (1 << 4, (1 << 1) + (1 << 5))),)
+
+
+def merged(number: int) -> MergedRecord:
+    share = Share("a", 1, number + 1, 1, 1 << number, 1.0, 0)
+    return MergedRecord(number, number % 2, number // 2 + 1, 1, "", (share,), "")

@@ -53,6 +53,26 @@ def test_a_non_member_carries_from_its_base() -> None:
     assert isinstance(adopt, fx.Adopt) and adopt.copy_t is None
 
 
+def test_a_version_that_came_before_the_own_copy_was_merged_is_carried_from_the_base() -> None:
+    """It was on its way when the next one was announced, which contains the copy."""
+    learner = a_learner()
+    learner.handle(1.0, announce(4, 8, Member("b", 1, 9)))
+    learner.handle(1.1, announce(5, 10, Member("a", 1, 9, 30)))
+    (adopt,) = of(fx.Adopt, learner.handle(1.2, fx.Fetched(0, 4)))
+    assert isinstance(adopt, fx.Adopt)
+    assert (adopt.rule, adopt.version, adopt.copy_t, adopt.held_tokens) == ("carry", 4, None, 0)
+
+
+def test_a_copy_is_subtracted_by_the_first_version_that_contains_it_alone() -> None:
+    learner = a_learner()
+    learner.handle(1.0, announce(4, 8, Member("a", 1, 9, 30)))
+    learner.handle(1.1, fx.Fetched(0, 4))
+    learner.handle(1.2, fx.Adopted(0, 4, 10, 1, 10))
+    learner.handle(1.3, announce(5, 10, Member("b", 1, 9)))
+    (adopt,) = of(fx.Adopt, learner.handle(1.4, fx.Fetched(0, 5)))
+    assert isinstance(adopt, fx.Adopt) and (adopt.rule, adopt.copy_t, adopt.held_tokens) == ("carry", None, 0)
+
+
 def test_a_version_that_nobody_has_told_of_yet_is_fetched_again_once_it_is() -> None:
     """A fetch brings the newest; whether our steps are in it only its announcement will say."""
     learner = a_learner()

@@ -145,6 +145,17 @@ def _not_again(plain: Plain) -> Any:
 mutant("a fetch that failed is not tried again", (Versions, "retry_later", _not_again))
 mutant("the copy that a version holds is not named", (Versions, "copy_in", always(None)))
 
+
+def _last_contribution(plain: Plain) -> Any:
+    def broken(self: Versions, fragment: int, version: int) -> int | None:
+        merged = self._merged.get(fragment)
+        return merged[1] if merged is not None else None
+
+    return broken
+
+
+mutant("carry subtracts the last copy, whether the version holds it or not", (Versions, "copy_in", _last_contribution))
+
 # ---- talking ------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from atoll.protocol.learner import connection
 from atoll.protocol.learner import effects as learner_fx
 from atoll.protocol.learner.connection import ConnectionState
 from atoll.protocol.learner.versions import Versions
-from atoll.protocol.leases import Leases
+from atoll.protocol.leases import Leases, LeasesState
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
@@ -85,6 +85,28 @@ def _leases_lost(plain: Plain) -> Any:
 
 
 mutant("a cut forgets the samples that came back", (history.History, "restore", _leases_lost))
+
+
+def _from_the_first(plain: Plain) -> Any:
+    def broken(state: LeasesState) -> Leases:
+        return plain(replace(state, holdings=tuple(replace(held, first=0) for held in state.holdings)))
+
+    return broken
+
+
+mutant("leases are restored as if none of them had been used up", (Leases, "restore", _from_the_first))
+
+
+def _booked_by_name(plain: Plain) -> Any:
+    def broken(self: ledger.Ledger, record: records.MergedRecord) -> None:
+        live = {learner: incarnation for learner, incarnation in self.open}
+        members = (replace(share, incarnation=live.get(share.learner, share.incarnation)) for share in record.members)
+        plain(self, replace(record, members=tuple(members)))
+
+    return broken
+
+
+mutant("what a dead life gave is booked to the live one of its name", (ledger.Ledger, "merged", _booked_by_name))
 
 # ---- terms --------------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,9 @@ EASY = [
     "a relay counts a learner twice",
     "a member whose relay is gone is left out of its round's sum",
     "a relay is told of a round that came to nothing as if it were committed",
+    "carry subtracts the last copy, whether the version holds it or not",
+    "a rollback takes back a round too few",
+    "a rollback takes back a round too many",
 ]
 """Found by almost any seed: these are looked for in every run of the tests."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from atoll.learner.meeting import Meeting
+from atoll.mailbox.channel import StopOrder, ToTraining
 from atoll.simulate import campaign
 from atoll.simulate.cells import LAYOUTS, CellModel, begin_cells, front_of, join_parts, take_part
 from atoll.simulate.faults import Fault
@@ -29,6 +31,37 @@ def test_ranks_that_encode_for_longer_than_a_round_waits_give_their_last_steps(s
     plan = msgspec.structs.replace(plan, faults=())
     outcome = campaign.run(plan, campaign.make(plan, traced=False))
     assert not outcome.invariant, outcome.message
+
+
+ENDED_AS_IT_BEGAN = [(1336631, 5), (21346, 4), (22441, 3)]
+"""Seeds and numbers of learners: the run ends before the ranks of the learner that gave version 0 know it by its
+number."""
+
+
+@pytest.mark.parametrize(("seed", "learners"), ENDED_AS_IT_BEGAN)
+def test_ranks_leave_a_run_that_ends_as_it_begins_with_version_0(seed: int, learners: int) -> None:
+    """The learner was judged by what its ranks had carried out when it said that it leaves. The order to take their own
+    values for version 0 was on its way to them, in front of the order to stop."""
+    plan = campaign.plan(seed, learners, "ranks")
+    outcome = campaign.run(plan, campaign.make(plan, traced=False))
+    assert not outcome.invariant, outcome.message
+
+
+@pytest.mark.parametrize(("seed", "learners"), ENDED_AS_IT_BEGAN)
+def test_ranks_that_stop_before_they_take_version_0_are_found(
+    monkeypatch: pytest.MonkeyPatch, seed: int, learners: int
+) -> None:
+    plain = Meeting.add
+
+    def add_stop_first(self: Meeting, frame: ToTraining) -> None:
+        plain(self, frame)
+        if isinstance(frame, StopOrder):
+            self.waiting.rotate(1)
+
+    monkeypatch.setattr(Meeting, "add", add_stop_first)
+    plan = campaign.plan(seed, learners, "ranks")
+    outcome = campaign.run(plan, campaign.make(plan, traced=False))
+    assert outcome.invariant == "the last to go has the model" and "rank 0 of" in outcome.message, outcome.message
 
 
 def test_ranks_are_drawn_apart() -> None:

@@ -235,3 +235,19 @@ def test_what_a_rollback_holds_is_in_the_memory_ceiling(
     settings, plan = run.history.begun.settings, run.parameters.plan
     guarded = memory_bound(plan, replace(settings, guard="rollback"), slots=1)
     assert held[0] < guarded.fixed - memory_bound(plan, settings, slots=1).fixed + (256 << 10)
+
+
+@pytest.mark.parametrize(("begin", "end", "holds"), [(6, 9, True), (5, 6, False), (5, 8, False), (3, 5, True)])
+def test_a_cut_at_either_end_of_a_rollback_is_judged_by_what_it_holds(
+    tmp_path: Path, begin: int, end: int, holds: bool
+) -> None:
+    """Payloads behind cut 6 are gone, so its own state is all that there is. It is what a rollback to 6 rounds went
+    back to, and what one from behind 6 rounds took back."""
+    run = with_rounds(tmp_path / "run", 6)
+    run.cut()
+    run.round()
+    run.round()
+    run.cut()
+    run.trim()
+    found = earlier(run, 7, (begin, end)).told.round
+    assert found == 6 if holds else found < 6

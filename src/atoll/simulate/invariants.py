@@ -15,6 +15,8 @@
     quorum                          a round asks and merges K, or as many as there are
     one fenced writer               a syncer speaks for its own term; learners heed no term older than they heard of
     a cut never waits for the dead
+    a part of a cut is of its life  of each learner, of the life that it had when the cut was taken
+    carry subtracts what is merged  the copy that an adopted version holds and the one before does not, or else the base
     no step blocks                  in an asynchronous run no training process ever waits
     an honest claim is believed     nobody is refused for the tokens or samples it says it trained on
     bounded memory                  what the machines keep does not grow with the run
@@ -50,6 +52,7 @@ from atoll.protocol.messages import (
     Started,
     Welcome,
 )
+from atoll.protocol.records import EndedRecord, RestoredRecord, TailRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import effects as syncer_fx
 from atoll.protocol.syncer.machine import Syncer
@@ -63,6 +66,8 @@ from atoll.simulate.timing import Timing
 from atoll.simulate.training import Training
 from atoll.store.audit import PLAIN_FIELDS
 
+NEVER_LOST = (EndedRecord, RestoredRecord, TailRecord)
+"""Records that are synced with any durability; `must_be_synced`, which decides it, is held against these."""
 SUMS = 8
 """All accounts are added up once in so many rounds; each of them is checked whenever it changes."""
 
@@ -95,6 +100,8 @@ class Invariants:
         self._recovered: set[tuple[str, int]] = set()
         self._asked: dict[str, set[str]] = {}
         """Per newcomer, the peers that were asked to help it, in any term: what was on its way may still arrive."""
+        self._saved: dict[tuple[str, int, int], set[int]] = {}
+        """Lives that saved a part of a cut, keyed by learner, cut and step."""
         self._begin()
 
     def _begin(self) -> None:
@@ -106,6 +113,8 @@ class Invariants:
         self._accounts: dict[tuple[str, int], Account] = {}
         self._helping: set[str] = set()
         """Newcomers that a peer helps now."""
+        self._lives_at: dict[int, dict[str, int]] = {}
+        """Per cut, the incarnation of each learner when it was taken."""
 
     def restarted(self, syncer: SimulatedSyncer) -> None:
         """Another process, which knows what is durable: nothing that was told may be missing."""
@@ -125,6 +134,14 @@ class Invariants:
             raise Violation("nothing acknowledged is lost", said)
         self._begin()
         self.drains.restarted(syncer)
+
+    def watch_power_cut(self) -> None:
+        """The machine is about to go down: what it loses may be rounds alone, and only where they are not synced."""
+        disk = self._disk
+        for record in disk.journal[disk.synced :]:
+            if disk.every_round or isinstance(record, NEVER_LOST):
+                said = f"a power cut takes a record that had to be synced: {record}"
+                raise Violation("acknowledged = durable", said)
 
     # ---- after an event -----------------------------------------------------------------------------------------
 
@@ -203,8 +220,12 @@ class Invariants:
                 self.oracle.catch_up()
             case syncer_fx.Merge(number, fragment, parts):
                 self._watch_merge(syncer, number, fragment, parts)
+            case syncer_fx.TakeCut(cut, history) if syncer is self._newest:
+                self._lives_at[cut] = {name: life.incarnation for name, life in history.lives.items()}
             case syncer_fx.CompleteCut():
                 self.timing.watch_cut(effect)
+                if syncer is self._newest:
+                    self._check_parts(effect)
             case syncer_fx.CommitRestored(versions):
                 # Held against these versions and not the newest: a syncer that stood still since its record was
                 # written may have a successor by now.
@@ -216,6 +237,17 @@ class Invariants:
                 self._watch_commit(syncer, number, fragment, version)
             case _:
                 pass
+
+    def watch_save(self, learner: SimulatedLearner, cut: int, life: int) -> None:
+        self._saved.setdefault((learner.name, cut, learner.t), set()).add(life)
+
+    def _check_parts(self, done: syncer_fx.CompleteCut) -> None:
+        lives = self._lives_at[done.cut]
+        for name, part in done.saved:
+            told, saved = lives.get(name, 0), self._saved.get((name, done.cut, part.t), set())
+            if part.incarnation != told or (saved and told not in saved):  # tests may say that a part was saved
+                said = f"cut {done.cut} was taken in life {told} of {name}; its part is of life {part.incarnation}"
+                raise Violation("a part of a cut is of its life", f"{said}, lives {saved} saved then", name)
 
     def _watch_message(self, syncer: SimulatedSyncer, learner: str, message: FromSyncer) -> None:
         if syncer is self._newest:
@@ -358,6 +390,12 @@ class Invariants:
         if learner.adopted[f] < self.oracle.least[f] <= adopt.version and adopt.rule != "overwrite":
             said = f"{learner.name} takes version {adopt.version} of fragment {f} by {adopt.rule} after a rollback"
             raise Violation("a rollback leaves nothing behind", said, learner.name, f)
+        if adopt.rule == "carry" and committed == value:
+            merged_t = self.oracle.find_copy(learner.name, learner.life, f, learner.adopted[f], adopt.version)
+            if adopt.copy_t != merged_t:
+                said = f"{learner.name} subtracts its copy of step {adopt.copy_t} (None: its base) from version "
+                said += f"{adopt.version} of fragment {f}, which contains that of step {merged_t}"
+                raise Violation("carry subtracts what is merged", said, learner.name, f)
         if dropped < 0:
             said = f"{learner.name} adopts version {adopt.version} of fragment {f}: more was merged than was there"
             raise Violation("ledger balances", said, learner.name, f)

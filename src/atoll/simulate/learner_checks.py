@@ -47,6 +47,8 @@ class LearnerChecks:
         """Per ticket, what was committed when its peer was asked."""
         self._told: dict[LearnerMachine, tuple[list[int], set[int]]] = {}
         """By machine: the versions that it was told of, and fragments of which it was sent one before it was told."""
+        self._final: dict[str, list[int]] = {}
+        """Versions that the run ended with, keyed by session of the learners that left it."""
 
     def watch_help(self, help_: Help, versions: list[int]) -> None:
         self._wanted[help_.ticket] = list(versions)
@@ -106,9 +108,21 @@ class LearnerChecks:
             raise Violation("leases come in order", said, learner.name)
 
     def _check_last_leave(self, learner: SimulatedLearner) -> None:
-        final = self._oracle.versions
-        if any(held < version for held, version in zip(learner.adopted, final, strict=True)):
-            said = f"{learner.name} leaves with versions {learner.adopted}, the run ended with {final}"
+        """Ranks may still have to carry out the order to take their own values for version 0: it lies in front of the
+        order to stop, at which they are judged (`watch_final_stop`)."""
+        self._final[learner.session] = list(self._oracle.versions)
+        versions = learner.machine.versions if isinstance(learner, RankedLearner) else learner.adopted
+        self._check_has_model(learner, versions, learner.name)
+
+    def watch_final_stop(self, learner: RankedLearner, rank: int, adopted: Sequence[int]) -> None:
+        """The training process of a rank carries out the order to stop for good."""
+        if learner.session in self._final:
+            self._check_has_model(learner, adopted, f"rank {rank} of {learner.name}")
+
+    def _check_has_model(self, learner: SimulatedLearner, versions: Sequence[int], who: str) -> None:
+        final = self._final[learner.session]
+        if any(held < version for held, version in zip(versions, final, strict=True)):
+            said = f"{who} leaves with versions {list(versions)}, the run ended with {final}"
             raise Violation("the last to go has the model", said, learner.name)
 
     def _check_nothing_missing(self, learner: SimulatedLearner, event: fx.LearnerEvent) -> None:

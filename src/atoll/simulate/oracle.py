@@ -147,6 +147,12 @@ class Oracle:
         self._until: dict[tuple[str, int], int] = {}
         """(session, fragment) → the last step of it that a version contains."""
         self.samples = Samples()
+        self._shares: list[list[tuple[int, Share]]] = [[] for _ in range(self._fragments)]
+        """Per fragment, versions in order, and the shares in them."""
+        self._alive: list[list[tuple[int, Share]]] = [[] for _ in range(self._fragments)]
+        """Shares that no rollback has taken back."""
+        self._merged_of: dict[tuple[str, int], list[int]] = {}
+        """Tokens per fragment that were merged of each life."""
 
     @property
     def history(self) -> History:
@@ -203,6 +209,8 @@ class Oracle:
 
     def _merge(self, record: records.MergedRecord) -> None:
         f = record.fragment
+        for share in record.members:
+            self._book(record, share)
         given = {one.learner: (one.weight, self._check_share(record, one).delta) for one in record.members}
         self.theta[f] -= self._outer_lr * _merge_groups(given, record.groups)
         self.versions[f] = record.version
@@ -211,8 +219,45 @@ class Oracle:
         if not isfinite(self.theta[f]):
             raise Violation("no broken numbers are committed", f"fragment {f} is {self.theta[f]}", fragment=f)
 
+    def _book(self, record: records.MergedRecord, share: Share) -> None:
+        """Each life has an account of its own: what is merged of one changes no other's."""
+        f = record.fragment
+        self._shares[f].append((record.version, share))
+        self._alive[f].append((record.version, share))
+        own = self._merged_of.setdefault((share.learner, share.incarnation), [0] * self._fragments)
+        own[f] += share.tokens
+        life = self.history.lives[share.learner]
+        account = self.history.ledger.open.get((share.learner, life.incarnation))
+        due = self._merged_of.get((share.learner, life.incarnation), [0] * self._fragments)
+        if account is not None and list(account.merged) != due:
+            said = f"life {life.incarnation} of {share.learner} is booked {account.merged} merged tokens, not {due}"
+            raise Violation("one account for each life", said, share.learner, f)
+
+    def find_copy(self, learner: str, life: int, fragment: int, held: int, version: int) -> int | None:
+        """Return the step of the copy that this version contains of a life, and that the version held does not."""
+        for newest, share in reversed(self._shares[fragment]):
+            if held < newest <= version and (share.learner, share.incarnation) == (learner, life):
+                return share.t
+        return None
+
+    def _check_undone(self, record: records.RestoredRecord) -> None:
+        """A rollback takes back all that fragments got behind the round that it goes back to, and nothing before. This
+        counts versions, where the product counts rounds."""
+        lost: dict[tuple[str, int], list[int]] = {}
+        for f, then in enumerate(self._versions_at[record.round]):
+            for version, share in self._alive[f]:
+                if version > then:
+                    row = lost.setdefault((share.learner, share.incarnation), [0] * self._fragments)
+                    row[f] += share.tokens - share.filtered
+            self._alive[f] = [(version, share) for version, share in self._alive[f] if version <= then]
+        written = {(undone.learner, undone.incarnation): list(undone.tokens) for undone in record.undone}
+        if written != lost:
+            said = f"going back to round {record.round} takes {lost} tokens back, {written} is written"
+            raise Violation("a rollback takes back what came since", said)
+
     def _roll_back(self, record: records.RestoredRecord) -> None:
         """Every fragment goes up by one and holds what it held then."""
+        self._check_undone(record)
         then = self._versions_at[record.round]
         self.theta = [self.values[f, version] for f, version in enumerate(then)]
         self.versions, self.least = list(record.versions), list(record.versions)

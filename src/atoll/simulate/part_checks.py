@@ -7,6 +7,8 @@ a contribution is of one read      its parts are of all ranks, of copies made af
 
 decisions name existing heads      before anybody is told of a round, every shard that holds a part of it has written it
                                    down: the record of the round names a record of that shard's chain
+a shard acts on its own orders     it follows no term below the newest it heard, undoes only what was taken back or
+                                   taken up anew, and uses norms and heads only of the order that it carries out
 a shard holds what was decided     after every decision, and when it has come back, its part of a fragment is that of
                                    the committed version; so no void record is ever read. Before version 0 is decided,
                                    it holds nothing, or what a lead that lives is about to decide
@@ -26,7 +28,22 @@ from atoll.mailbox.channel import AdoptOrder
 from atoll.protocol.messages import ContributionKey
 from atoll.protocol.records import AnyRecord, MergedRecord
 from atoll.protocol.relay import SumAsked
-from atoll.protocol.shard_messages import RoundDecided
+from atoll.protocol.shard import (
+    Abandon,
+    Apply,
+    LeadLost,
+    LeadSaid,
+    LeaveLead,
+    RestoreParameters,
+    Shard,
+    ShardEffect,
+    ShardEvent,
+    Step,
+    Undo,
+    UseNorms,
+    Written,
+)
+from atoll.protocol.shard_messages import RoundDecided, TakeUp, Unstage
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.shard_effects import LEAD
 from atoll.simulate.cells import Cells, take_part
@@ -92,6 +109,60 @@ class RankInvariants:
             raise Violation("a contribution is of one read", said, learner, fragment)
 
 
+class ShardOrders:
+    """Orders that one process of a shard was given, by which its effects are judged."""
+
+    def __init__(self) -> None:
+        self._term = 0
+        self._carried_out: dict[int, int] = {}
+        """Order that was stepped last, keyed by fragment."""
+        self._heads: dict[int, str] = {}
+        """Head behind what was written, keyed by order."""
+        self._void: set[int] = set()
+        """Orders that were taken back, or that a newer connection took up anew."""
+
+    def find_wrong(self, event: ShardEvent, effects: Sequence[ShardEffect]) -> str | None:
+        """Return what the shard does that it was not told to."""
+        match event:
+            case LeadSaid(message) if message.term < self._term:
+                heeded = [effect for effect in effects if not isinstance(effect, LeaveLead)]
+                return f"heeds term {message.term} after term {self._term}: {heeded}" if heeded else None
+            case LeadSaid(message):
+                self._term = message.term
+                if isinstance(message, Unstage):
+                    self._void.add(message.order)
+                elif isinstance(message, TakeUp):
+                    self._void |= set(self._carried_out.values())
+            case LeadLost():
+                self._void |= set(self._carried_out.values())
+            case Written(order, head):
+                self._heads[order] = head
+            case _:
+                pass
+        return next((wrong for effect in effects if (wrong := self._judge(effect)) is not None), None)
+
+    def _judge(self, effect: ShardEffect) -> str | None:
+        match effect:
+            case Step(stage):
+                self._carried_out[stage.fragment] = stage.order
+            case RestoreParameters():
+                self._carried_out.clear()
+                self._void.clear()
+            case Undo(fragment) if self._carried_out.get(fragment) not in self._void:
+                return f"undoes order {self._carried_out.get(fragment)}, which nobody took back"
+            case Abandon(order) if order not in self._void:
+                return f"abandons order {order}, which nobody took back"
+            case UseNorms(norms) if self._carried_out.get(norms.fragment) != norms.order:
+                return f"uses norms of order {norms.order} for order {self._carried_out.get(norms.fragment)}"
+            case Apply(RoundDecided(fragment=fragment, head=head), staged=True):
+                order = self._carried_out.get(fragment, -1)
+                if self._heads.get(order) != head:
+                    return f"commits order {order}, {self._heads.get(order)!r}, where {head!r} is decided"
+            case _:
+                pass
+        return None
+
+
 class ShardInvariants:
     def __init__(
         self,
@@ -101,6 +172,8 @@ class ShardInvariants:
         read_initial: Callable[[], list[list[float]]],
     ) -> None:
         """`read_initial`: the first parameters that leads hold which may be about to decide them."""
+        self._orders: dict[int, tuple[Shard, ShardOrders]] = {}
+        """Process that runs, and what it was told, keyed by the number of the shard."""
         self._oracle, self._shards, self._holders, self._read_initial = oracle, shards, holders, read_initial
 
     def watch_decision(self, record: MergedRecord) -> None:
@@ -117,6 +190,14 @@ class ShardInvariants:
     def watch_missing_head(self, shard: SimulatedShard, decision: RoundDecided) -> None:
         said = f"shard {shard.number} is told of {decision.head!r} for round {decision.round}, which it has not written"
         raise Violation("decisions name existing heads", said, fragment=decision.fragment)
+
+    def watch_orders(self, shard: SimulatedShard, event: ShardEvent, effects: Sequence[ShardEffect]) -> None:
+        machine, orders = self._orders.get(shard.number, (None, ShardOrders()))
+        if machine is not shard.machine:
+            orders = ShardOrders()
+            self._orders[shard.number] = (shard.machine, orders)
+        if (wrong := orders.find_wrong(event, effects)) is not None:
+            raise Violation("a shard acts on its own orders", f"shard {shard.number} {wrong}")
 
     def watch_shard(self, shard: SimulatedShard, fragment: int) -> None:
         version, oracle = shard.versions[fragment], self._oracle

@@ -95,6 +95,8 @@ class RankedWorld(LearnerWorld, Protocol):
 
     def on_supply(self, learner: RankedLearner, supply: fx.Supply) -> None: ...
 
+    def on_final_stop(self, learner: RankedLearner, rank: int, adopted: Sequence[int]) -> None: ...
+
 
 class RankedLearner(SimulatedLearner):
     world: RankedWorld
@@ -116,6 +118,8 @@ class RankedLearner(SimulatedLearner):
         self.plans = model.make_plans(layout.boxes)
         self.ranks: list[SimulatedRank] = []
         self._epoch = 0
+        self._lives = {0: 0}
+        """Incarnation that begins with each epoch."""
         self._pending: AgreedFacts | None = None
         """The exchange that was begun last, where nobody has taken what it says."""
         self._frames: deque[StepReport | FromRank | Goodbye] = deque()
@@ -239,7 +243,8 @@ class RankedLearner(SimulatedLearner):
                 self.stop(final, failed=False)
             case fx.Own():
                 self.plain = self.plain and all(rank.theta == rank.base for rank in self.ranks)
-            case ForgetOrder(reset=reset):
+            case ForgetOrder(epoch, reset):
+                self.life = self._lives[epoch]
                 if reset:
                     self.broken, self.moments = False, 0
                 if self.leased is not None:
@@ -254,6 +259,12 @@ class RankedLearner(SimulatedLearner):
 
     def watch_rank(self, rank: int, done: str) -> None:
         self.world.rank_checks.watch_rank(self, rank, f"{done} after step {self.t}")
+
+    def watch_save(self, epoch: int, cut: int) -> None:
+        self.world.on_save(self, cut, self._lives[epoch])
+
+    def watch_final_stop(self, rank: int, adopted: Sequence[int]) -> None:
+        self.world.on_final_stop(self, rank, adopted)
 
     def watch_rank_adoption(self, rank: int, order: AdoptOrder, dropped: int) -> None:
         self.world.rank_checks.watch_rank_adoption(self, rank, order)
@@ -422,6 +433,7 @@ class RankedLearner(SimulatedLearner):
                 self._send(effect)
             case fx.ForgetVersions(reset=reset):
                 self._epoch += 1
+                self._lives[self._epoch] = self.machine.incarnation
                 self.outgoing.clear()
                 self._send(ForgetOrder(self._epoch, reset))
             case fx.CancelRead(number):

@@ -78,6 +78,8 @@ class LearnerWorld(TrainingWorld, Protocol):
 
     def on_contribution_sent(self, learner: SimulatedLearner, copy: learner_fx.Copied) -> None: ...
 
+    def on_save(self, learner: SimulatedLearner, cut: int, life: int) -> None: ...
+
     def on_leave_asked(self, learner: SimulatedLearner) -> None: ...
 
     def on_left(self, learner: SimulatedLearner) -> None: ...
@@ -264,6 +266,7 @@ class SimulatedLearner(Training):
                 self.wake_soon()
             case learner_fx.ForgetVersions(reset=reset):
                 self.forget(reset)
+                self.life = self.machine.incarnation
                 self.wake_soon()
             case learner_fx.Save(cut):
                 self._save(cut)
@@ -356,6 +359,7 @@ class SimulatedLearner(Training):
 
     def _save(self, cut: int) -> None:
         if self.saves:
+            self.world.on_save(self, cut, self.life)
             fact = learner_fx.Saved(cut, self.t, "file", "digest")
             self.world.queue.call_later(self.world.network.delay(), self.handle_event, fact)
 

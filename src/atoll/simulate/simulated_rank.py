@@ -6,6 +6,7 @@ fragment. It does nothing that all ranks do not do after the same step. What it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +68,10 @@ class RankWorld(Protocol):
     def hear_order(self, frame: ToTraining) -> None: ...
 
     def watch_rank(self, rank: int, done: str) -> None: ...
+
+    def watch_save(self, epoch: int, cut: int) -> None: ...
+
+    def watch_final_stop(self, rank: int, adopted: Sequence[int]) -> None: ...
 
     def watch_rank_adoption(self, rank: int, order: AdoptOrder, dropped: int) -> None: ...
 
@@ -160,7 +165,10 @@ class SimulatedRank:
                 self._forget(epoch, reset)
             case fx.Save(cut):
                 self._learner.watch_rank(self.rank, f"saves for cut {cut}")
+                self._learner.watch_save(self.epoch, cut)
                 self._learner.tell_courier(self.rank, fx.Saved(cut, self._learner.t, "file", "digest"))
+            case StopOrder(final=True):
+                self._learner.watch_final_stop(self.rank, self.adopted)
             case _:
                 loop = StopOrder | fx.Supply | fx.AskToLeave | fx.HoldBack | fx.BeginTraining
                 assert isinstance(frame, loop), frame

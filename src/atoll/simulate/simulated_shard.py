@@ -74,6 +74,8 @@ class ShardChecks(Protocol):
 
     def watch_missing_head(self, shard: SimulatedShard, decision: msg.RoundDecided) -> None: ...
 
+    def watch_orders(self, shard: SimulatedShard, event: sh.ShardEvent, effects: Sequence[sh.ShardEffect]) -> None: ...
+
 
 class ShardWorld(Protocol):
     """What a shard needs of the world around it."""
@@ -229,6 +231,7 @@ class SimulatedShard:
         self.world.events += 1
         effects = self.machine.handle(event)
         self.world.on_handled(sh.Shard, self.machine.process, event, effects)
+        self.world.shard_checks.watch_orders(self, event, effects)
         for effect in effects:
             if not self.alive:
                 return

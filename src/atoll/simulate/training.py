@@ -187,6 +187,8 @@ class Training:
         """Its model never blended a version with values of its own."""
         self.t = 0
         self.tokens_total = 0
+        self.life = 0
+        """Incarnation that its counters belong to: it may lag behind the courier's."""
         self.moments = 0
         """Stands for the inner optimizer's state: the steps that went into it."""
         self.set_first_weights(world.start_theta)

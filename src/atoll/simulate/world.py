@@ -330,6 +330,7 @@ class World:
             syncer.end("the syncer died")
         self.simulated_syncers = [syncer for syncer in self.simulated_syncers if syncer.alive]
         if power:
+            self.invariants.watch_power_cut()
             self.disk.power_cut()
         self.queue.call_later(self.down_s if down_s is None else down_s, self.start_syncer, self.disk.claim)
 
@@ -474,6 +475,13 @@ class World:
 
     def on_supply(self, learner: SimulatedLearner, supply: learner_fx.Supply) -> None:
         self.invariants.learner_checks.check_supply(learner, supply)
+
+    def on_save(self, learner: SimulatedLearner, cut: int, life: int) -> None:
+        """A training process saves its part of a cut, of this life."""
+        self.invariants.watch_save(learner, cut, life)
+
+    def on_final_stop(self, learner: RankedLearner, rank: int, adopted: Sequence[int]) -> None:
+        self.invariants.learner_checks.watch_final_stop(learner, rank, adopted)
 
     def on_contribution_sent(self, learner: SimulatedLearner, copy: learner_fx.Copied) -> None:
         self.invariants.watch_contribution(learner, copy)

@@ -125,17 +125,6 @@ def progress_of(
     )
 
 
-def cut_saved(saved: Saved, incarnation: int) -> CutSaved:
-    return CutSaved(
-        of=saved.cut,
-        incarnation=incarnation,
-        t=saved.t,
-        file=saved.file,
-        digest=saved.digest,
-        reason=saved.reason,
-    )
-
-
 class ConnectionState:
     """A learner's line to the syncer: who it is there, whom it listens to, and what it says.
 
@@ -233,11 +222,27 @@ class Marker:
         """The newest cut it has heard of."""
         self._kept: tuple[int, ...] = ()
         """The complete ones that the run keeps."""
+        self._saving = (0, 0)
+        """Cut that was last saved for, and the incarnation that was told to."""
 
-    def look_for_cut(self, message: FromSyncer, *, training: bool) -> None:
-        """`training`: it holds the run's parameters and has made its steps on them."""
+    def look_for_cut(self, message: FromSyncer, *, training: bool, incarnation: int) -> None:
+        """`training`: it holds the run's parameters and has made its steps on them. `incarnation`: the life that these
+        steps belong to, which this message may end."""
         if isinstance(message, Welcome | Announce):
             self._kept = message.cuts
         if message.cut > self._newest and not isinstance(message, Welcome) and training:
             self._do(Save(message.cut, self._kept))
+            self._saving = (message.cut, incarnation)
         self._newest = message.cut if isinstance(message, Welcome) else max(self._newest, message.cut)
+
+    def answer(self, saved: Saved, incarnation: int) -> CutSaved:
+        """Say that a part is saved. `incarnation`: the present one; the part may be of the life before it."""
+        cut, life = self._saving
+        return CutSaved(
+            of=saved.cut,
+            incarnation=life if saved.cut == cut else incarnation,
+            t=saved.t,
+            file=saved.file,
+            digest=saved.digest,
+            reason=saved.reason,
+        )

@@ -26,7 +26,7 @@ from atoll.protocol.absence import describe_outcome, find_outcome
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.effects import Note, Tick
 from atoll.protocol.learner import effects as fx
-from atoll.protocol.learner.connection import ConnectionState, Counters, Marker, cut_saved, progress_of
+from atoll.protocol.learner.connection import ConnectionState, Counters, Marker, progress_of
 from atoll.protocol.learner.copies import Copies, Orders, Pulls, Standing
 from atoll.protocol.learner.peer_state import Helping, Seeking
 from atoll.protocol.learner.versions import Versions
@@ -249,7 +249,7 @@ class LearnerMachine:
                 self._pulls.note_undelivered(now, event)
                 self._fetch_missing()
             case fx.Saved():
-                self._connection.send_message(now, cut_saved(event, self.incarnation))
+                self._connection.send_message(now, self._marker.answer(event, self.incarnation))
             case fx.Captured():
                 self._helping.take_copy(now, event)
             case fx.StateCame() | fx.StateFailed() | fx.Taken():
@@ -270,7 +270,8 @@ class LearnerMachine:
     def _hear_message(self, now: float, message: msg.FromSyncer) -> None:
         if self._connection.accepts_message(message):
             ended = self.phase == "ending" and self.recovered
-            self._marker.look_for_cut(message, training=ended or self.phase == "training")
+            training = ended or self.phase == "training"
+            self._marker.look_for_cut(message, training=training, incarnation=self.incarnation)
             self._route_message(now, message)
 
     def _route_message(self, now: float, message: msg.FromSyncer) -> None:

@@ -7,6 +7,7 @@ what was in flight (a copy is kept until its fragment is adopted).
 
 Rules kept here, each with its test:
 - a cut never waits for dead learners, nor for anybody past its deadline; the manifest names those left out, and why;
+- a part that another life of a learner saved is not taken;
 - a cut is completed only after the syncer's own part is durable;
 - one cut is open at a time, and after one that took longer than `BRIEF_S` none is taken for `REST` times the rest of
   it: while one of a large model is written, rounds and steps on the same machine take up to a fifth longer. But one
@@ -86,8 +87,12 @@ class Cuts:
         self.state.out.add_effect(TakeCut(rounds, self.state.history.state(), last=last))
 
     def note_saved(self, learner: KnownLearner, said: CutSaved) -> None:
+        """Take a learner's word that it saved. A part counts only if the life that the cut waits for saved it, and is
+        still the learner's present one."""
         open_ = self.open
-        if open_ is None or said.of != open_.cut or open_.awaited.get(learner.name) != learner.incarnation:
+        if open_ is None or said.of != open_.cut:
+            return
+        if not said.incarnation == learner.incarnation == open_.awaited.get(learner.name):
             return
         del open_.awaited[learner.name]
         if said.reason:
