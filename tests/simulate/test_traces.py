@@ -36,8 +36,8 @@ from atoll.simulate.world import World
 
 RECORDED = Path(__file__).parents[2] / "tools" / "traces.json"
 SAMPLE = 3
-UNTIL_S = 60.0
-SEEDS: dict[WorldKind, int] = {"plain": 2, "ranks": 0, "shards": 2, "relays": 0}
+UNTIL_S = 35.0
+SEEDS: dict[WorldKind, int] = {"plain": 2, "ranks": 0, "shards": 5, "relays": 0}
 """Of each kind a world in which all that is changed below happens before UNTIL_S."""
 
 
