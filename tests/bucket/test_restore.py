@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,19 +10,21 @@ import pytest
 from rich.console import Console
 from tests.store.written import OUTER, WrittenRun, ended_run, whole
 
-from atoll.bucket.claims import StoredHead, claim_term, release_term
+from atoll.bucket.claims import StoredHead, claim_term, release_term, write_head
 from atoll.bucket.client import ObjectBucket, open_bucket
 from atoll.bucket.layout import CUTS, RELEASED, read_listing, released_key
 from atoll.cli.store import finish_upload, open_copy, restore
 from atoll.config import Config, Service
 from atoll.launch.restoring import _describe_loss, attach_store
 from atoll.protocol.errors import ConfigError, RunFailed
-from atoll.store.disk import Corrupt
+from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.durable_end import EndLost, check_end, find_end
 from atoll.store.head import read_head
 from atoll.store.rebuild import NotKept, load_newest
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
 from atoll.store.writer_lease import acquire
+from atoll.syncer.run_store import RunStore
 
 pytest.importorskip("obstore")
 
@@ -183,6 +186,36 @@ def test_a_torn_piece_of_the_journal_is_refused_where_no_cut_lies_before_it(
     with pytest.raises(ConfigError, match="holds no cut with them"):
         restore(url=url, out=tmp_path / "less", take_over=False, read_only=False, accept_loss=False)
     assert not (tmp_path / "less").exists()
+
+
+def test_a_restored_run_knows_its_durable_end(stored: WrittenRun, url: str, tmp_path: Path) -> None:
+    restore(url=url, out=tmp_path / "again", take_over=False, read_only=False, accept_loss=False)
+    again = RunDir(tmp_path / "again")
+    assert check_end(again, LocalDisk()) == find_end(again, LocalDisk()) and verify_run(again.path).ok
+    segment = max(again.journal.glob("segment-*.log"))
+    os.truncate(segment, segment.stat().st_size - 1)
+    assert "the journal ends" in verify_run(again.path).problem
+    with pytest.raises(EndLost, match="the journal ends"):
+        RunStore(again, acquire(again.journal))
+
+
+def test_a_bucket_that_holds_less_than_it_held_is_refused_until_that_is_accepted(
+    stored: WrittenRun, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was told and is not here yet is no loss of the bucket's."""
+    bucket = open_bucket(url)
+    rounds, term = load_newest(stored.dir).round, read_listing(bucket.list_objects()).newest_term
+    write_head(bucket, term, StoredHead(rounds + 9, rounds, 0.0))
+    restore(url=url, out=tmp_path / "whole", take_over=False, read_only=False, accept_loss=False)
+    release_term(bucket, term + 1)
+    write_head(bucket, term + 1, StoredHead(rounds + 9, rounds + 2, 0.0))
+    lost = f"ends at round {rounds - 1}, but round {rounds + 1} was in it"
+    with pytest.raises(EndLost, match=lost):
+        restore(url=url, out=tmp_path / "less", take_over=False, read_only=False, accept_loss=False)
+    assert not (tmp_path / "less").exists()
+    restore(url=url, out=tmp_path / "less", take_over=False, read_only=False, accept_loss=True)
+    assert "lacks a part of its journal in the bucket" in capsys.readouterr().out
+    assert check_end(RunDir(tmp_path / "less"), LocalDisk()) is not None and verify_run(tmp_path / "less").ok
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from atoll.syncer.shard_store import ShardStore
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-FEW = ("--set", "fragments=2", "--set", "sync_every=4", "--set", "evaluate_every=0", "--set", "cut_every=20")
+FEW = ("--set", "fragments=2", "--set", "sync_every=4", "--set", "evaluate_every=0", "--set", "cut_every=10")
 LAYOUTS = ["plain", pytest.param("sharded", marks=pytest.mark.faults)]
 if find_spec("obstore") is not None:
     LAYOUTS.append(pytest.param("restored", marks=pytest.mark.faults))
@@ -66,7 +66,7 @@ def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for stage, seen in (("none", rounds_in_term), ("snapshot", rounds_behind_cut)):
             begun = len(run.events("reigned"))
             run.start("train", "--resume", run.out)
-            run.until(lambda events, begun=begun, seen=seen: len(run.events("reigned")) > begun and seen(events) > 4)
+            run.until(lambda events, begun=begun, seen=seen: len(run.events("reigned")) > begun and seen(events) > 3)
             run.kill_everything()
             found[stage] = Path(shutil.copytree(run.out, run.folder / stage))
         if request.param == "restored":
@@ -104,7 +104,7 @@ def delete_segment(out: RunDir) -> None:
 def cut_journal(out: RunDir, more: int = 0) -> None:
     path = newest_segment(out)
     with path.open("r+b") as file:
-        file.truncate(ends_of_appends(out, path)[-4] + more)
+        file.truncate(ends_of_appends(out, path)[-3] + more)
 
 
 def cut_in_record(out: RunDir) -> None:
