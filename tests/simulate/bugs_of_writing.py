@@ -99,7 +99,7 @@ mutant("leases are restored as if none of them had been used up", (Leases, "rest
 
 def _booked_by_name(plain: Plain) -> Any:
     def broken(self: ledger.Ledger, record: records.MergedRecord) -> None:
-        live = {learner: incarnation for learner, incarnation in self.open}
+        live = dict(self.open.keys())  # incarnations by name: at most one life of each is open
         members = (replace(share, incarnation=live.get(share.learner, share.incarnation)) for share in record.members)
         plain(self, replace(record, members=tuple(members)))
 
