@@ -15,7 +15,7 @@ Sections, each a list of lines:
     model     digest of the finished model's tensors
 
 `sent`, `answers` and `events` are sorted: two learners, and two shards, may come in either order. A line is equal in
-every run because `LEFT_OUT` and `CHANCE` name what is not, and why. Lines with a digest or with a measure of values
+every run because `LEFT_OUT`, `LEFT_OUT_OF`, `CHANCE`, `CHANCE_ENTRIES` and `CHANCE_EVENTS` name what is not, and why. Lines with a digest or with a measure of values
 come twice: whole, and with # in the place of these, which depend on the machine's arithmetic.
 """
 
@@ -101,8 +101,13 @@ VALUES = {"digest", "digests", "squares", "buffers", "moved", "marks", "factors"
           "norm", "loss"}  # fmt: skip
 """Fields that depend on the bits of values, and so on how the machine multiplies."""
 
-STATE_DIGESTS = ("Saved", "CutSaved", "CutHere")
-"""Messages with the digest of a saved state, which has times or the run's name in it."""
+LEFT_OUT_OF = {
+    "Saved": ("digest", "is of a state with times in it"),
+    "CutSaved": ("digest", "is of a state with times in it"),
+    "CutHere": ("digest", "is of a part with the run's name in it"),
+    "PartFetched": ("nbytes", "counts what came behind the first piece"),
+}
+"""Fields that differ in these messages and frames alone, and why."""
 
 CHANCE = {
     "Progress": "is sent after as many steps as chance has it",
@@ -235,8 +240,8 @@ def _list_sent(tapped: list[dict[str, Any]]) -> Iterator[str]:
         if kind == "Progress" and line["by"] not in reported:
             reported.add(line["by"])
             yield f"{line['by']} lacks at first {data.get('lacking_bytes', 0)} bytes"
-        if kind in STATE_DIGESTS:
-            data.pop("digest", None)
+        if kind in LEFT_OUT_OF:
+            data.pop(LEFT_OUT_OF[kind][0], None)
         if kind not in CHANCE:
             way = "hears" if "heard" in line else "sends"
             yield f"{line['by']} {way} {kind} on {line.get('on', 'training')} {_dump(data)}"
