@@ -15,8 +15,8 @@ Sections, each a list of lines:
     model     digest of the finished model's tensors
 
 `sent`, `answers` and `events` are sorted: two learners, and two shards, may come in either order. A line is equal in
-every run because `LEFT_OUT` and `CHANCE` name what is not, and why. Lines with a digest or with a measure of values
-come twice: whole, and with # in the place of these, which depend on the machine's arithmetic.
+every run because `LEFT_OUT`, `LEFT_OUT_OF` and those that begin with `CHANCE` name what is not, and why. `mask` puts #
+in the place of digests and measures of values, which depend on the machine's arithmetic.
 """
 
 from __future__ import annotations
@@ -101,8 +101,13 @@ VALUES = {"digest", "digests", "squares", "buffers", "moved", "marks", "factors"
           "norm", "loss"}  # fmt: skip
 """Fields that depend on the bits of values, and so on how the machine multiplies."""
 
-STATE_DIGESTS = ("Saved", "CutSaved", "CutHere")
-"""Messages with the digest of a saved state, which has times or the run's name in it."""
+LEFT_OUT_OF = {
+    "Saved": ("digest", "is of a state with times in it"),
+    "CutSaved": ("digest", "is of a state with times in it"),
+    "CutHere": ("digest", "is of a part with the run's name in it"),
+    "PartFetched": ("nbytes", "counts what came behind the first piece"),
+}
+"""Fields that differ in these messages and frames alone, and why."""
 
 CHANCE = {
     "Progress": "is sent after as many steps as chance has it",
@@ -135,6 +140,7 @@ CHANCE_EVENTS = {
 FINISHED = ("reason", "round", "rounds", "tokens", "dropped_by_cause", "fates", "fragments")
 """What the last event says of the whole run."""
 
+DURATION = re.compile(r" after [0-9.]+ m?s\b")
 DIGEST = re.compile(r"\b[0-9a-f]{32,}\b")
 BODIES = ("/v1/contributions/", "/v1/initial/", "/v1/fragments/", "/v1/moments/", "/v1/sums/", "/v1/held/")
 
@@ -207,7 +213,7 @@ def _read_model(path: Path) -> list[str]:
 def _list_events(path: Path) -> Iterator[str]:
     for event in map(json.loads, path.read_text().splitlines()):
         if event["kind"] not in CHANCE_EVENTS:
-            yield f"{event['kind']}: {event['text']}"
+            yield f"{event['kind']}: {DURATION.sub('', event['text'])}"
         if event["kind"] == "finished":
             yield f"account {_dump({name: event[name] for name in FINISHED if name in event})}"
 
@@ -235,8 +241,8 @@ def _list_sent(tapped: list[dict[str, Any]]) -> Iterator[str]:
         if kind == "Progress" and line["by"] not in reported:
             reported.add(line["by"])
             yield f"{line['by']} lacks at first {data.get('lacking_bytes', 0)} bytes"
-        if kind in STATE_DIGESTS:
-            data.pop("digest", None)
+        if kind in LEFT_OUT_OF:
+            data.pop(LEFT_OUT_OF[kind][0], None)
         if kind not in CHANCE:
             way = "hears" if "heard" in line else "sends"
             yield f"{line['by']} {way} {kind} on {line.get('on', 'training')} {_dump(data)}"

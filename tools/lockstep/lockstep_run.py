@@ -197,6 +197,7 @@ class LockstepRun:
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "ATOLL_STARTED_BY": str(os.getpid()),
             "ATOLL_TAP": str(self.tap),
             "ATOLL_TEST_KERNELS": "plain",
             "OMP_NUM_THREADS": "1",
@@ -248,10 +249,18 @@ class LockstepRun:
             return
         words = ["-m", "atoll.cli", "replay", self.out, "--json", SCRIPT, "--", *self._script_words]
         env = {**self._env, "ATOLL_TAP": ""}
-        done = subprocess.run(
-            [sys.executable, *map(str, words)], cwd=self.folder, env=env, capture_output=True, text=True, check=False,
-            timeout=WAIT_S,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, *map(str, words)],
+                cwd=self.folder,
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=WAIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise RunStopped(f"{self.case.title}: the replay was not done within {WAIT_S:g} s") from None
         if not done.stdout:
             raise RunStopped(f"{self.case.title}: the replay said nothing\n{done.stderr[-4000:]}")
         self.replayed = [f"{name}: {json.dumps(value)}" for name, value in sorted(json.loads(done.stdout).items())]
