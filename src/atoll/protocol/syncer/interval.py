@@ -176,7 +176,9 @@ class RoundInterval:
         self.asked_steps, self.carried_s = asked, drained_s if drained_s > asked_s else 0.0
         # One more than start in the time of a round, because another one is due as the oldest commits.
         self.needed = min(ceil(min(self._round_s) / interval_s) + 1, schedule.most_flights(settings))
-        self._set_shares(interval_s)
+        # The overlap's part of the interval makes no link wider. With larger shares the overlaps of narrow learners
+        # would lengthen it further.
+        self._set_shares(max(schedule.interval(settings) * step_s, carried_s))
 
     def _interval_by_overlap(self, overlap: Spread) -> float:
         """Return the interval in steps that the overlap asks for.
