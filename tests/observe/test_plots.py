@@ -182,8 +182,10 @@ def test_a_timeline_has_one_trace_per_kind_and_one_for_failures(tmp_path: Path) 
     drawn = {trace["name"]: trace for trace in traces(page(lanes(), tmp_path))}
     whole = LaneChart("", "", (Lane("a", (LaneSegment(0, 5, "stepping"), LaneSegment(5, 6, "stepping", 0.75))),))
     assert set(drawn) == {"stepping, slices missing", *KINDS, "failure"}
-    assert drawn["outage"]["y"] == [0, 0, 1, 1] and drawn["outage"]["base"] == [30.0, 120.0, 30.0, 120.0]
-    assert drawn["outage"]["x"] == [10.0] * 4
+    first, every = KINDS.index("outage") * 10 / 60, len(KINDS) * 10 / 60  # in minutes: the chart is over three long
+    assert drawn["outage"]["y"] == [0, 0, 1, 1]
+    assert drawn["outage"]["base"] == pytest.approx([first, first + every] * 2, abs=1e-5)
+    assert drawn["outage"]["x"] == pytest.approx([10 / 60] * 4, abs=1e-5)
     assert drawn["failure"]["text"][1] == "learner-0, 0:10<br>a slice failed"
     full, part = traces(page(whole, tmp_path))
     assert full["marker"]["color"] == "#0072B2" and part["marker"]["color"] == [see_through("#0072B2", 0.75)]

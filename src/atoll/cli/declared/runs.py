@@ -86,7 +86,7 @@ RUNS = (
             *FOLDER,
             option("--from-cut", "With --resume: a new run (--out) from this cut.", int, name="cut", panel=RUN),
             TRUST,
-            ACCEPT_LOSS,
+            replace(ACCEPT_LOSS, hidden=True),  # the line that refuses a run names it
             option("--tape", "Follow this scenario (atoll simulate tape).", Path, metavar="FILE", panel=RUN),
             option(
                 "--algorithm",

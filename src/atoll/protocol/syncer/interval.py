@@ -4,10 +4,11 @@ The settings ask for one round per H/P learner steps. Whether links, merge and d
 learner reports how many bytes per second its way up and its way down carry, and the syncer measures its merges and its
 disk. Three figures are computed from that at every commit:
 
-- **The interval**, the longest of: H/P steps; (overlap + 1)/P steps; the time that the narrower way of the median
-  learner needs for the body of one round; the time of merge and disk. A link needs the same seconds for a body however
-  long a step takes, so these times are kept in seconds (`Pace.free_at`). Rounds that follow each other more slowly than
-  their bodies pass do not queue, so a contribution is hardly older than its way is long.
+- **The interval**, the longest of: H/P steps; (overlap + 1)/P steps, if H is below P or below the H of the last phase;
+  the time that the narrower way of the median learner needs for the body of one round; the time of merge and disk. A
+  link needs the same seconds for a body however long a step takes, so these times are kept in seconds
+  (`Pace.free_at`). Rounds that follow each other more slowly than their bodies pass do not queue, so a contribution is
+  hardly older than its way is long.
 - **The rounds under way**: as many as start while the quickest of the last rounds was between freezing and commit, and
   one more; within the memory that the settings allow.
 - **The shares.** A learner whose ways are narrower than those of the median learner takes part in as many rounds as its
@@ -27,7 +28,7 @@ from operator import lt
 
 from atoll.protocol import schedule
 from atoll.protocol.messages import RoundShare
-from atoll.protocol.statistics import Spread, median
+from atoll.protocol.statistics import median
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
@@ -44,10 +45,10 @@ EIGHTHS = 8
 rounds in which the learner has a turn."""
 RISES_AT = 1.05
 """Ratio of what a learner's ways carry to what a larger share takes, from which on it gets the larger share."""
-RISES_AFTER = 1.25
+RISES_AFTER = 4
 """Cycles of P commits in which a learner's ways have to carry a larger share before it gets it. A rate that moves about
-with the load of a machine would else change the share, and tell so, several times in a second. With a share of 1/4 the
-rates are measured anew within 3/4 of a cycle, so every round is the learner's again after two cycles."""
+with the load of a machine would else change the share, and tell so, several times in a second. With fewer cycles a
+learner also gets every round back before the queue of its beginning has drained (tests/syncer/test_shortage.py)."""
 SMALL_BYTES = 2**18
 """Size of a body that fits into the buffers of its sockets. The time that a smaller one takes is as much that of busy
 processes at both ends as that of the link, so a message names the time, and no width of the link."""
@@ -155,9 +156,9 @@ class RoundInterval:
         step_s = self._state.members.step_s()
         return max(self.asked_steps, self.carried_s / step_s) if step_s else self.asked_steps
 
-    def note_commit(self, now: float, round_: Round, overlap: Spread) -> None:
-        """Measure a committed round, and compute the interval and the shares anew. `overlap`: that of the last two
-        cycles."""
+    def note_commit(self, now: float, round_: Round, overlap: float | None) -> None:
+        """Measure a committed round, and compute the interval and the shares anew. `overlap`: the 95th percentile over
+        the last two cycles."""
         settings, step_s = self._state.settings, self._state.members.step_s()
         if self._state.draining or round_.attempt > 1 or not step_s:  # step_s is 0 if all reports came in one burst
             return
@@ -176,23 +177,22 @@ class RoundInterval:
         self.asked_steps, self.carried_s = asked, drained_s if drained_s > asked_s else 0.0
         # One more than start in the time of a round, because another one is due as the oldest commits.
         self.needed = min(ceil(min(self._round_s) / interval_s) + 1, schedule.most_flights(settings))
-        # The overlap's part of the interval makes no link wider. With larger shares the overlaps of narrow learners
-        # would lengthen it further.
-        self._set_shares(max(schedule.interval(settings) * step_s, carried_s))
+        self._set_shares(interval_s)
 
-    def _interval_by_overlap(self, overlap: Spread) -> float:
-        """Return the interval in steps that the overlap asks for.
+    def _interval_by_overlap(self, overlap: float | None) -> float:
+        """Return the interval in steps that the overlap asks for, with an H below P or below that of the last phase.
 
         A learner reads a fragment again only after it adopted the fragment's last version, so it can sync the fragment
-        once in overlap + 1 steps. A round that came earlier would find hardly any learner ready. The 95th percentile
-        counts up to one step, or the interval of the last phase; beyond that the median, which no single learner
-        moves."""
+        once in overlap + 1 steps. A round that came earlier would find hardly any learner ready. However large the
+        overlap is, the interval is at most one step, or that of the last phase."""
         settings = self._state.settings
-        if overlap.median is None or overlap.p95 is None or settings.synchronous:
-            return 0.0
         last = settings.phases[-1].sync_every if settings.phases else settings.sync_every
         assert last is not None, "phases are resolved"
-        return max(min(overlap.p95 + 1, max(last, settings.fragments)), overlap.median + 1) / settings.fragments
+        most = max(last, settings.fragments)
+        # With an H of P or more the rule gained nothing (adr/0040): rounds are fuller, and fewer.
+        if overlap is None or settings.sync_every >= most or settings.synchronous:
+            return 0.0
+        return min(overlap + 1, most) / settings.fragments
 
     def _tell(self, interval_s: float, step_s: float) -> None:
         """Emit an event if H differs much from the H that the last one named, with the part that sets it."""
@@ -203,8 +203,6 @@ class RoundInterval:
         self._told_h = h
         narrowest = self.narrowest.describe(interval_s) if self.narrowest else ""
         text = f"H is {h:.3g}, {asked_h} was asked: {narrowest}" if narrowest else f"H is {h:.3g}"
-        if not narrowest and h > asked_h + 0.5:
-            text = f"{text}, {asked_h} was asked: a version is adopted {h - 1:.3g} steps after its contribution is read"
         part = self.narrowest.part if self.narrowest else ""
         self._state.out.note("pace", text, h=round(h, 3), asked=asked_h, part=part, narrowest=narrowest)
 

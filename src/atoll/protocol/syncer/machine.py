@@ -285,7 +285,9 @@ class Syncer:
             return False
         if self.assembly.returning or self.rounds.any_becomes_due(now) or self.end.budget_spent():
             return False
-        if self.rounds.closing.due_rounds() and self._may_be_asked_ahead([learner.name]):
+        due = self.rounds.closing.due_rounds()
+        # An overdue round takes learners without a turn, from one moment to the next.
+        if due and (self._may_be_asked_ahead([learner.name]) or any(round_.overdue for round_ in due)):
             return False
         assert self.wake_at is not None
         self.end.note_step(now)

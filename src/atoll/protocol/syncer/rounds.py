@@ -117,7 +117,7 @@ class Rounds:
         """Space rounds by what links, merge and disk carry. The overlap is that of the last two cycles: the first
         versions of a run often take longer."""
         two_cycles = 2 * self.state.settings.fragments * len(self.state.members.stepping_learners())
-        self.interval.note_commit(now, round_, self._overlaps.spread_of(two_cycles))
+        self.interval.note_commit(now, round_, self._overlaps.spread_of(two_cycles).p95)
         self.closing.pace.interval, self.closing.pace.carried_s = self.interval.asked_steps, self.interval.carried_s
 
     # ---- opening and gathering ----------------------------------------------------------------------------------
