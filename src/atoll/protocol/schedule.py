@@ -129,6 +129,6 @@ at which the version that holds it is adopted: report, pull, body, announcement,
 
 def least_overlap_s(one_way_s: float, up_s: float, down_s: float, work_s: float, crossings: int = CROSSINGS) -> float:
     """Return the seconds from reading a copy to having the version that holds it, on links that are free. `up_s`,
-    `down_s`: seconds that a body takes on each way; `work_s`: merge and disk. The overlap is at least so many steps,
+    `down_s`: seconds that a body takes on each way; `work_s`: merge and disk. The overlap is at least this, in steps,
     rounded up (docs/protocol.md, "The floor of the overlap")."""
     return crossings * one_way_s + up_s + down_s + work_s
