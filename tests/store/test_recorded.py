@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.numpy
@@ -18,7 +17,7 @@ from atoll.store.journal import read
 from atoll.store.verify import verify_run
 
 RECORDED = Path(__file__).parent / "recorded"
-EXPECTED: dict[str, Any] = json.loads((RECORDED / "expected.json").read_text())
+VERDICTS: dict[str, str] = json.loads((RECORDED / "verdicts.json").read_text())
 
 
 def rounds_in(run: Path) -> list[MergedRecord]:
@@ -26,21 +25,17 @@ def rounds_in(run: Path) -> list[MergedRecord]:
     return [record for record in records if isinstance(record, MergedRecord)]
 
 
-def values_of(run: Path) -> dict[str, bytes]:
-    """Return the model's values. Its file also names the head of the journal, which may be written otherwise today."""
-    model = safetensors.numpy.load_file(run / "model.safetensors")
-    return {name: values.tobytes() for name, values in model.items()}
+def tensors_in(model: Path) -> dict[str, bytes]:
+    return {name: values.tobytes() for name, values in safetensors.numpy.load_file(model).items()}
 
 
 def test_its_files_alone_say_that_it_is_well_and_rebuild_its_model(tmp_path: Path) -> None:
     shutil.copytree(RECORDED / "run", tmp_path / "run")
     report = verify_run(tmp_path / "run")
     assert report.ok and report.facts["rounds"] == ROUNDS, report.problem
-    model = values_of(tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").unlink()
     export_run(tmp_path / "run", tmp_path / "rebuilt.safetensors")
-    rebuilt = safetensors.numpy.load_file(tmp_path / "rebuilt.safetensors")
-    assert {name: values.tobytes() for name, values in rebuilt.items()} == model
+    assert tensors_in(tmp_path / "rebuilt.safetensors") == tensors_in(RECORDED / "run" / "model.safetensors")
 
 
 def test_the_same_contributions_make_the_same_records_and_the_same_model(tmp_path: Path) -> None:
@@ -50,9 +45,9 @@ def test_the_same_contributions_make_the_same_records_and_the_same_model(tmp_pat
     assert len(earlier) == ROUNDS and all(NAMES[-1] in names for names in left_out), "the attacker, in each round"
     record_run(tmp_path / "again")
     assert rounds_in(tmp_path / "again") == earlier
-    assert values_of(tmp_path / "again") == values_of(RECORDED / "run")
+    assert tensors_in(tmp_path / "again" / "model.safetensors") == tensors_in(RECORDED / "run" / "model.safetensors")
 
 
 @pytest.mark.parametrize("members", JUDGED)
 def test_the_filter_judges_as_before_up_to_64_members(members: int) -> None:
-    assert judge_drawn_rounds(members) == EXPECTED["verdicts"][str(members)]
+    assert judge_drawn_rounds(members) == VERDICTS[str(members)]

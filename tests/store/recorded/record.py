@@ -1,11 +1,11 @@
-"""Records a run of today as `run/` and `expected.json`: later versions are to make the same of it, bit for bit.
+"""Records a run of today as `run/` and `verdicts.json`: later versions are to make the same of it, bit for bit.
 
     PYTHONPATH=src:. python -m tests.store.recorded.record FOLDER
 
 The files beside this one were written at commit b44f496a (atoll 4.0, before rounds of many members were compared with a
 sample of them), and are never written anew: a version that reads runs of its own only would not be told otherwise.
 Four learners with `robust`, of which the last gives the opposite of what it should; what they give is drawn by the
-number of the round, so a test can merge it again. `expected.json` also has the verdicts of the filter on drawn rounds.
+number of the round, so a test can merge it again. `verdicts.json` has digests of the filter's factors on drawn rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -66,7 +65,7 @@ def pack_factors(verdicts: Sequence[FilterVerdict]) -> bytes:
     return b"".join(verdict.factors.tobytes() for verdict in verdicts)
 
 
-def record_run(folder: Path) -> dict[str, Any]:
+def record_run(folder: Path) -> None:
     run = WrittenRun(folder, outer={**OUTER, "robust": True}, tensors=TENSORS)
     for name in NAMES:
         run.join(name)
@@ -77,7 +76,6 @@ def record_run(folder: Path) -> dict[str, Any]:
         if number == CUT:
             run.cut()
     run.end()
-    return {"model": hashlib.blake2b(run.dir.model.read_bytes()).hexdigest()}
 
 
 def _record_round(run: WrittenRun, judge: Filter, number: int) -> None:
@@ -109,9 +107,9 @@ def _with_factors(share: Share, verdict: FilterVerdict) -> Share:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    expected = record_run(folder / "run")
-    expected["verdicts"] = {str(members): judge_drawn_rounds(members) for members in JUDGED}
-    (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    record_run(folder / "run")
+    verdicts = {str(members): judge_drawn_rounds(members) for members in JUDGED}
+    (folder / "verdicts.json").write_text(json.dumps(verdicts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -267,7 +267,8 @@ class Syncer:
                 return taken and not given.probe and _awaits_answers(round_)
             case fx.Received(name, msg.Decline(round=number)):
                 # Of a round that gathers not: it waits for one learner less.
-                return _awaits_answers(self.state.open_rounds.get(number)) and not self._may_be_asked_ahead([name])
+                missing = _awaits_answers(self.state.open_rounds.get(number)) and self.rounds.watches_all()
+                return missing and not self._may_be_asked_ahead([name])
             case fx.Received(_, msg.CutSaved()):
                 return self.cuts.open is None or bool(self.cuts.open.awaited)
             case fx.Received(_, msg.Ready()) | fx.Received(_, msg.Settled(again=False)):

@@ -403,6 +403,11 @@ class Rounds:
             self.state.out.add_effect(Merge(round_.number, round_.fragment, parts))
         return silent or bool(missed)  # run another pass, so that a learner just muted is probed now
 
+    def watches_all(self) -> bool:
+        """Whether the next look comes in time for each member that falls silent."""
+        rounds = self.state.open_rounds.values()
+        return not any(round_.stage == "pulling" and round_.answered and not round_.watched for round_ in rounds)
+
     def _least_contributions(self, round_: Round) -> int:
         """As many as the quorum, or as were asked. A second attempt takes as many as gave to the first: otherwise one
         learner that is always ready and never gives would let no round be merged."""
@@ -424,7 +429,7 @@ class Rounds:
     def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> bool:
         """A member on a slow link still sends heartbeats; one that sends nothing is not waited for. Members that give
         their last steps are: they are asked only once, and on an uneven link heartbeats may come further apart."""
-        found = False
+        found, round_.watched = False, True
         for seat in round_.asked:
             learner = self.state.members.learners[seat.learner]
             if self.state.draining or learner.stopped:

@@ -105,6 +105,10 @@ class Round:
     seats: dict[str, Seat] = field(default_factory=dict)
     answers_missing: int = 0
     """Seats in the state `asked`."""
+    answered: bool = False
+    """Whether a contribution is here, so that the round does not wait for members that fall silent."""
+    watched: bool = False
+    """Whether a look at the rounds has followed that, which set the time at which the next member is silent."""
     weights: dict[str, float] = field(default_factory=dict)
     """What each member's contribution counts, from its merge on …"""
     limits: dict[str, float] = field(default_factory=dict)
@@ -117,6 +121,7 @@ class Round:
     def take_answer(self, seat: Seat, contribution: Contribution) -> None:
         seat.state, seat.contribution = "given", contribution
         self.answers_missing -= 1
+        self.answered = True
 
     def leave_out(self, seat: Seat, reason: str) -> None:
         self.answers_missing -= seat.state == "asked"
@@ -164,6 +169,7 @@ class Round:
         self.opened_at, self.due_at, self.quorum_at, self.on_time = now, now, None, None
         self.overdue = False
         self.seats, self.answers_missing = {}, 0
+        self.answered = self.watched = False
 
 
 class SyncerState:
