@@ -9,7 +9,6 @@
     refused           while a contribution is awaited, requests come that have to be refused: another session, another
                       round, one that is over, another size or digest, parameters that nobody asked for, fragments and
                       ranks that there are none of
-    deaths            a shard and the lead die at points of the crash matrix (tests/system/crashing)
     …-restarts        the syncer or a shard is killed while a round waits for a body, and started again
     rank-is-lost      the courier of a rank dies, and its learner with it
 
@@ -30,7 +29,6 @@ THIRDS = {"steps": 8, "fragments": 3, "sync_every": 6, "overlap": 1, "cut_every"
 WIDE = {**THIRDS, "version_codec": "int8", "initial_codec": "bf16", "keep_cuts": 1}
 
 AFTER_DEATH = ("journal", "members", "adopted", "model", "replay")
-DEATHS = {"shard-2": "before:Apply:2!,after:TellLead.Staged:1!", "syncer": "before:Commit:4!"}
 HELD = "PUT /v1/contributions/learner-1/2/1"
 """Its fragment is cut between shards, and between ranks."""
 
@@ -82,10 +80,6 @@ CASES = [
             about="requests that have to be refused while a body is awaited",
         )
         for layout, held in (("plain", 1), ("ranks", 2), ("shards", 2), ("relay", 1), ("ranks-shards", 4))
-    ),
-    Case(
-        "shards", "deaths", {**THIRDS, "codec": "bf16"}, script=("--wide",), die_at=DEATHS, sections=AFTER_DEATH,
-        about="a shard and the lead die between two steps of a round",
     ),
     Case(
         "shards", "shard-restarts", {**THIRDS, "codec": "bf16"}, script=("--wide",), hold=HELD, held=2,

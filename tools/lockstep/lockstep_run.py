@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 SCRIPT = FOLDER / "exact_steps.py"
-WAIT_S = 300.0
+WAIT_S = 600.0
 LEARNERS = 2
 PATIENT = {
     "synchronous": "true", "wait_for_learners_s": 600, "startup_s": 600, "assemble_s": 600, "join_stall_s": 600,
@@ -69,8 +69,6 @@ class Case:
     """Of the syncer."""
     script: tuple[str, ...] = ()
     """Options of exact_steps.py."""
-    die_at: dict[str, str] = field(default_factory=dict)
-    """Process → the point at which it kills itself once, and is started again."""
     hold: str = ""
     """A request of learner-1's couriers that waits until `drive` is done with the run (tap.py)."""
     held: int = 1
@@ -182,10 +180,7 @@ class LockstepRun:
         self._processes[name] = command()
 
     def _spawn_cli(self, verb: str, *words: object) -> subprocess.Popen[bytes]:
-        shard = words[words.index("--shard") + 1] if "--shard" in words else "1/1"
-        name = verb if str(shard).startswith("1/") else f"shard-{str(shard)[0]}"
-        dies = {"ATOLL_DIE_AT": self.case.die_at[name]} if name in self.case.die_at else {}
-        return self._spawn(["-m", "atoll.cli", verb, *map(str, words)], dies)
+        return self._spawn(["-m", "atoll.cli", verb, *map(str, words)], {})
 
     def _spawn(self, words: Sequence[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
         env = {**self._env, **more}
@@ -193,7 +188,7 @@ class LockstepRun:
 
     @property
     def _env(self) -> dict[str, str]:
-        paths = (FOLDER, ROOT / "tests/startup", ROOT / "tests/system/crashing", ROOT / "src")
+        paths = (FOLDER, ROOT / "tests/startup", ROOT / "src")
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -209,15 +204,13 @@ class LockstepRun:
     # ---- waiting --------------------------------------------------------------------------------------------------
 
     def wait_until(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait for something to come; a process that kills itself as planned is started again meanwhile."""
+        """Wait for something to come. RunStopped: a process failed, or the time is over."""
         deadline = time.monotonic() + WAIT_S
         while not is_done():
             if time.monotonic() > deadline:
                 raise RunStopped(f"{self.case.title}: {what}: not within {WAIT_S:g} s\n{self._read_log()}")
             for name, process in list(self._processes.items()):
-                if process.poll() == -signal.SIGKILL and name in self.case.die_at:
-                    self._processes[name] = self._commands[name]()
-                elif process.poll() and name not in self.case.may_fail:
+                if process.poll() and name not in self.case.may_fail:
                     raise RunStopped(f"{self.case.title}: {name} ended with {process.poll()}\n{self._read_log()}")
             time.sleep(0.02)
 

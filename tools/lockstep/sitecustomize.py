@@ -1,6 +1,5 @@
 """Python imports this at the start of every process that tools/decisions.py starts: it writes down what the syncer, its
-shards, relays and couriers send (tap.py), kills a process at the points that ATOLL_DIE_AT names (deadly.py of
-tests/system/crashing), and ends it where tools/decisions.py was killed."""
+shards, relays and couriers send (tap.py), and ends a process where tools/decisions.py was killed."""
 
 import os
 import sys
@@ -28,9 +27,3 @@ if os.environ.get("ATOLL_TAP"):
     import tap
 
     tap.install(sys.orig_argv)
-if points := os.environ.get("ATOLL_DIE_AT"):
-    import deadly
-
-    words = sys.orig_argv
-    folder = words[words.index("--resume" if "--resume" in words else "--out") + 1]
-    deadly.arm(points, folder, of_shard="--join" in words)
