@@ -180,13 +180,38 @@ def test_with_a_share_only_what_holds_its_own_steps_is_fetched() -> None:
     announce(versions, 2, 2)
     versions.held[2] = -1
     versions.fetch_missing(gathering=0, owed_only=True)
-    assert orders == [(1, 2)]
-    arrive(versions, 1, 2)
+    assert orders == [(2, 2)], "a fragment that was never adopted is needed in any case"
+    arrive(versions, 2, 2)
     versions.fetch_missing(gathering=0, owed_only=True)
-    assert orders == [(1, 2), (2, 2)], "a fragment that was never adopted is needed in any case"
+    assert orders == [(2, 2), (1, 2)]
     versions.fetch_missing(gathering=0)
-    assert orders == [(1, 2), (2, 2)], "the way is not free"
+    assert orders == [(2, 2), (1, 2)], "the way is not free"
     assert versions.lacks_newest(0)
+
+
+def test_with_a_share_the_copy_that_waits_longest_comes_first() -> None:
+    versions, orders = make_versions()
+    announce(versions, 1, 2, Member("me", 1, 9, 90))
+    announce(versions, 3, 2, Member("me", 1, 7, 70))
+    versions.fetch_missing(gathering=0, owed_only=True)
+    assert orders == [(3, 2)]
+
+
+def test_what_was_passed_over_is_fetched_only_at_the_end() -> None:
+    versions, orders = make_versions()
+    announce(versions, 0, 2)
+    versions.pass_over_missing()
+    versions.fetch_missing(gathering=0)
+    assert orders == []
+    announce(versions, 0, 3)
+    versions.fetch_missing(gathering=0)
+    assert orders == [(0, 3)], "a newer one is fetched as ever"
+    arrive(versions, 0, 3)
+    announce(versions, 1, 2)
+    versions.pass_over_missing()
+    versions.fetch_all()
+    versions.fetch_missing(gathering=0)
+    assert orders[1:] == [(1, 2)]
 
 
 def test_a_rollback_is_fetched_with_any_share() -> None:

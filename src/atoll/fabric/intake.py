@@ -21,7 +21,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from atoll.fabric.authorizer import VISITOR, Rejected
-from atoll.fabric.body_meter import ArrivalMeter
+from atoll.fabric.body_meter import ArrivalMeter, ArrivedBytes
 from atoll.fabric.body_reader import extend
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.host import piece_bytes, within
@@ -49,6 +49,8 @@ class Intake:
         """Bytes of bodies that are being received …"""
         self._under_way_of: Counter[str] = Counter()
         """… and of each learner's."""
+        self._arrived_of: dict[str, ArrivedBytes] = {}
+        """What arrived of each learner's bodies while one of them was under way: together they use its link."""
         self.bytes_in = 0
 
     async def receive(self, request: web.Request, learner: str, key: Hashable, into: memoryview) -> ReceivedBody:
@@ -58,7 +60,7 @@ class Intake:
         self._taken.add(key)
         self._count_under_way(learner, into.nbytes)
         try:
-            seconds = await self._fill(request, into)
+            seconds = await self._fill(request, learner, into)
             found = await digest_aside(into)
         finally:
             self._taken.discard(key)
@@ -73,6 +75,7 @@ class Intake:
         self._under_way_of[learner] += size
         if not self._under_way_of[learner]:
             del self._under_way_of[learner]
+            self._arrived_of.pop(learner, None)
 
     def taken(self, key: Hashable) -> bool:
         return key in self._taken
@@ -96,11 +99,11 @@ class Intake:
                 f"the budget of {self._limits.budget_bytes}: try again later",
             )
 
-    async def _fill(self, request: web.Request, into: memoryview) -> float:
-        """Fill the buffer with the body; return the seconds in which it arrived."""
+    async def _fill(self, request: web.Request, learner: str, into: memoryview) -> float:
+        """Fill the buffer with the body; return the seconds that it takes on the learner's link alone."""
         limits, clock, connection = self._limits, asyncio.get_running_loop().time, request.protocol
         start, at = clock(), 0
-        meter = ArrivalMeter(clock=clock)
+        meter = ArrivalMeter(clock=clock, arrived=self._arrived_of.setdefault(learner, ArrivedBytes()))
         part = meter.expect_part()
         assert isinstance(connection, RequestReader)
 

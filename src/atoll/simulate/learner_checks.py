@@ -143,8 +143,7 @@ class LearnerChecks:
             coming = fragment in versions._fetching or fragment in versions.adopting or fragment in versions.retry_at
             coming = coming or fragment in versions.given
             queued = not versions._may_order()
-            useless = machine._takes_owed_only and versions.owed_version(fragment) is None
-            if queued or useless:
+            if queued or versions.passes_over(fragment, machine._takes_owed_only):
                 continue
             if version > versions.held[fragment] and not coming and fragment not in ahead:
                 said = f"{learner.name} lacks version {version} of fragment {fragment}, and does not fetch it"

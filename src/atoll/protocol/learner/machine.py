@@ -477,6 +477,7 @@ class LearnerMachine:
             self._seeking.stop_seeking("the run ends: no peer's inner optimizer is needed any more")
             self._orders.pending.clear()
             self._do(fx.Stop(reason))
+            self._versions.fetch_all()
             self._fetch_missing()  # a learner with a share of the rounds has passed over some versions
 
     def _lose_connection(self, now: float, reason: str, of: Literal["syncer", "relay", ""]) -> None:
@@ -512,6 +513,8 @@ class LearnerMachine:
 
     def _take_share(self, share: float, reason: str) -> None:
         self._note("share", reason)
+        if share == 1.0 and self._takes_owed_only:
+            self._versions.pass_over_missing()
         self._orders.share = share
         self._pulls.plan_copies()
         self._fetch_missing()

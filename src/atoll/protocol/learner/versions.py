@@ -60,6 +60,10 @@ class Versions:
     fragment is fetched before that."""
     _merged: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Per fragment, the version that holds this learner's last contribution, its step and its tokens."""
+    _passed_over: dict[int, int] = field(default_factory=dict)
+    """Version of each fragment that this learner passed over while it had a share of the rounds. It is not fetched any
+    more: all of them at once would queue in front of those that hold its own steps, and each fragment has a newer one
+    within a cycle."""
     ways: Ways = field(default_factory=Ways)
 
     @property
@@ -97,6 +101,7 @@ class Versions:
     def take_welcome(self, welcome: Welcome) -> None:
         self.newest = list(welcome.versions)
         self._unannounced.clear()
+        self._passed_over.clear()
         self._least = dict(enumerate(welcome.least))
         fragments = len(self.newest)
         self._merged = {  # what was announced before may be of rounds that the disk did not keep
@@ -124,6 +129,14 @@ class Versions:
     def lacks_newest(self, fragment: int) -> bool:
         return self.newest[fragment] > self.held[fragment]
 
+    def pass_over_missing(self) -> None:
+        """Fetch none of the versions that this learner lacks now, unless they hold its own steps."""
+        self._passed_over = dict(enumerate(self.newest))
+
+    def fetch_all(self) -> None:
+        """Fetch also what was passed over: the run ends, and nothing newer comes."""
+        self._passed_over.clear()
+
     def fetch_missing(self, gathering: int, *, owed_only: bool = False) -> None:
         """Order the versions that are needed soonest, while the way down is free for them. A version that waits is not
         sent if a newer one of its fragment is announced meanwhile. `owed_only`: order only versions that hold steps of
@@ -132,7 +145,10 @@ class Versions:
             wanted = [fragment for fragment in range(len(self.newest)) if self._is_wanted(fragment, owed_only)]
             if not wanted:
                 return
-            soonest = min(wanted, key=lambda fragment: (fragment - gathering) % len(self.newest))
+            if owed_only:  # its next turn with a fragment may be cycles away: the copy that waits longest comes first
+                soonest = min(wanted, key=lambda fragment: self._merged.get(fragment, (-1, -1, 0))[1])
+            else:
+                soonest = min(wanted, key=lambda fragment: (fragment - gathering) % len(self.newest))
             if not self._fetching:
                 self._ordered_alone, self._not_alone = soonest, 0
             elif self.ways.down.bytes_per_s:
@@ -168,8 +184,14 @@ class Versions:
             return False
         if fragment in self._unannounced or fragment in self.given:
             return False
-        needed = self.held[fragment] < 0 or self.held[fragment] < self._least.get(fragment, -1)
-        return not owed_only or needed or self.owed_version(fragment) is not None
+        if self.held[fragment] < 0 or self.held[fragment] < self._least.get(fragment, -1):
+            return True
+        return not self.passes_over(fragment, owed_only)
+
+    def passes_over(self, fragment: int, owed_only: bool) -> bool:
+        """Whether the newest version of this fragment is left out, because it holds no steps of this learner."""
+        passed_over = owed_only or self.newest[fragment] <= self._passed_over.get(fragment, -1)
+        return passed_over and self.owed_version(fragment) is None
 
     def take_fetched(self, fragment: int, version: int) -> bool:
         """Whether it is news, to be handed over.
@@ -208,3 +230,4 @@ class Versions:
         self._least.clear()
         self.given.clear()
         self._merged.clear()
+        self._passed_over.clear()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, inf
 from operator import lt
 
 from atoll.protocol import schedule
@@ -45,10 +45,13 @@ EIGHTHS = 8
 rounds in which the learner has a turn."""
 RISES_AT = 1.05
 """Ratio of what a learner's ways carry to what a larger share takes, from which on it gets the larger share."""
-RISES_AFTER = 4
+RISES_AFTER = 2
 """Cycles of P commits in which a learner's ways have to carry a larger share before it gets it. A rate that moves about
-with the load of a machine would else change the share, and tell so, several times in a second. With fewer cycles a
-learner also gets every round back before the queue of its beginning has drained (tests/syncer/test_shortage.py)."""
+with the load of a machine would else change the share, and tell so, several times in a second."""
+MEASURED_AFTER = 5
+"""Commits in which they have to carry it if rounds have become rarer since the share fell. When all links become
+narrower at once, the first learner to measure it looks narrow beside the others until they have measured it too: a rate
+is the median of five bodies (learner/ways.py)."""
 SMALL_BYTES = 2**18
 """Size of a body that fits into the buffers of its sockets. The time that a smaller one takes is as much that of busy
 processes at both ends as that of the link, so a message names the time, and no width of the link."""
@@ -262,11 +265,15 @@ class RoundInterval:
             share = self._carried_share(way.seconds, interval_s)
             if share > learner.share:
                 share = max(learner.share, self._carried_share(RISES_AT * way.seconds, interval_s))
-            # A smaller share holds at once, or bodies queue. A larger one has to last: the queue is gone either way.
+            # A smaller share holds at once, or bodies queue. A larger one has to last.
             learner.rising = learner.rising + 1 if share > learner.share else 0
-            if 0 < learner.rising < RISES_AFTER * self._state.settings.fragments:
+            lasts = RISES_AFTER * self._state.settings.fragments
+            if interval_s > NEAR * learner.fell_at_s:
+                lasts = min(lasts, MEASURED_AFTER)
+            if 0 < learner.rising < lasts:
                 continue
             if share != learner.share:
+                learner.fell_at_s = interval_s if share < learner.share else inf
                 learner.rising = 0
                 learner.share = share
                 reason = _describe_share(share, way, interval_s)

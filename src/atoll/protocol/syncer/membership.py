@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 from atoll.protocol import schedule
@@ -146,6 +146,8 @@ class KnownLearner:
     """Share of the rounds that it takes part in (interval.py)."""
     rising: int = 0
     """Number of commits in a row that found its ways carry a larger share (interval.py)."""
+    fell_at_s: float = inf
+    """Seconds from one round to the next when its share last fell (interval.py)."""
     merged_share: float | None = None
     """Share of its last work that was merged, when that was last looked at (learner_warnings.py)."""
     download: Download = field(default_factory=Download)

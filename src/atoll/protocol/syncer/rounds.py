@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from math import ceil
+from operator import gt
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +39,9 @@ from atoll.protocol.syncer.weights import describe_limited, limit_of, limit_weig
 SILENT_BEATS = 1.5
 """Heartbeats after which a member that says nothing is not waited for."""
 NOTHING_LEFT = "nobody has steps left of it"
+MOST_OWED = 2
+"""Versions with its own steps that a learner with a share may lack when it is asked for more: one that is on its way,
+and one behind it. More of them would queue on its way down."""
 RECENT = 512
 """Samples behind the live figures of effective H and of the overlap."""
 
@@ -192,13 +196,17 @@ class Rounds:
         seats = (round_.seats.get(learner.name) for round_ in self.state.open_rounds.values())
         return sum(seat is not None and seat.state == "asked" for seat in seats)
 
+    def _count_owed(self, learner: KnownLearner) -> int:
+        """Count the versions that hold contributions of this learner and that it has not adopted."""
+        return sum(map(gt, learner.merged, learner.versions))
+
     def _next_turn(self, learner: KnownLearner, ahead: Ahead) -> int | None:
         """Return the next round in which the learner has a turn and for which its contribution would be just in time.
         None: there is no such round, or as many of its answers are on their way as rounds begin in the time of one
         answer; more would only queue."""
         settings = self.state.settings
         lead = ceil(self.interval.lead_s(learner) / ahead.round_s)
-        if self._count_asked(learner) >= max(1, lead):
+        if self._count_asked(learner) >= max(1, lead) or self._count_owed(learner) > MOST_OWED:
             return None
         # If the answer takes longer than a cycle, the learner is asked as early as a fragment is free. The answer comes
         # late then and its round waits for it, but otherwise the learner would never be asked.
