@@ -189,6 +189,26 @@ def test_when_the_wide_learners_are_gone_it_goes_on_alone() -> None:
     assert world.h == pytest.approx(8 * 1.04 * 2e5 / (3 * MBIT) / STEP_S, rel=0.05)
 
 
+def test_no_round_waits_where_all_learners_have_a_share() -> None:
+    """At shares of 75 % nobody had a turn in every fourth round: each of them waited for 10 s."""
+    world = LinkedWorld([60, 60], **DEFAULTS, adopt="carry").run_steps(120)
+    with patch.object(RoundInterval, "_set_shares", lambda *_: None):
+        for name, learner in world.learners.items():
+            world.syncer.members.learners[name].share = learner.machine._orders.share = 0.75
+        since = world.now
+        world.run_steps(120)
+    rounds = [note.data for at, note in world.notes if note.kind == "round" and at > since]
+    assert len(rounds) > 40 and max(float(data["gather_s"]) for data in rounds) < 2.0  # type: ignore[arg-type]
+
+
+def test_when_all_learners_have_a_share_the_wide_ones_soon_have_every_round_again() -> None:
+    world = LinkedWorld([60, 60], **DEFAULTS, adopt="carry").run_steps(120)
+    for name, learner in world.learners.items():
+        world.syncer.members.learners[name].share = learner.machine._orders.share = 0.75
+    world.run_steps(30)
+    assert {world.share_of(name) for name in world.learners} == {1.0}
+
+
 def test_an_overdue_round_takes_a_learner_that_is_ready_though_it_has_no_turn() -> None:
     world = LinkedWorld([20, 3], up_bytes=2e5, down_bytes=2e5, fragments=8, sync_every=8).run_steps(60)
     learner = world.syncer.members.learners["learner-0"]
@@ -293,7 +313,7 @@ def test_the_overlap_of_a_learner_with_a_share_is_bounded(adopt: str) -> None:
     """The version needed soonest came first: at a share of 1/4 others waited for 232 steps."""
     world = narrow_world(adopt, 15)
     down_s = DEFAULTS["down_bytes"] / (15 * MBIT)
-    assert world.overlap_p95(800 * STEP_S, "learner-3") <= world.floor_steps(15) + 2 * down_s / STEP_S
+    assert world.overlap_p95(800 * STEP_S, "learner-3") <= world.floor_steps(15) + 3 * down_s / STEP_S
 
 
 @pytest.mark.parametrize("adopt", RULES)

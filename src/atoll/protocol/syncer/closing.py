@@ -187,13 +187,20 @@ class RoundClosing:
         return self._has_part(one, round_) and one.is_ready(round_.fragment)
 
     def _has_part(self, one: KnownLearner, round_: Round) -> bool:
-        """Return whether this round is one of the learner's share, or is overdue. With one fragment no learner can be
-        asked ahead, since the round before takes the same fragment: a learner with a share is asked in its turn."""
+        """Return whether this round is one of the learner's share, is overdue, or would else have nobody. With one
+        fragment no learner can be asked ahead, since the round before takes the same fragment: a learner with a share
+        is asked in its turn."""
         if (seat := round_.seats.get(one.name)) is not None:
             return seat.state != "out"
         if self.state.settings.fragments == 1 and schedule.has_turn(round_.number, one.share, self.state.settings):
             return True
-        return one.share == 1.0 or round_.overdue
+        return one.share == 1.0 or round_.overdue or self._has_nobody(round_)
+
+    def _has_nobody(self, round_: Round) -> bool:
+        """Return whether all learners have a share of the rounds, and none was asked for this one."""
+        if any(learner.share == 1.0 for learner in self.state.members.stepping_learners()):
+            return False
+        return all(seat.state == "out" for seat in round_.seats.values())
 
     def has_last_steps(self, one: KnownLearner, fragment: int) -> bool:
         """Its training loop has ended, and it can be asked for what is left of this fragment."""

@@ -49,9 +49,10 @@ RISES_AFTER = 2
 """Cycles of P commits in which a learner's ways have to carry a larger share before it gets it. A rate that moves about
 with the load of a machine would else change the share, and tell so, several times in a second."""
 MEASURED_AFTER = 5
-"""Commits in which they have to carry it if rounds have become rarer since the share fell. When all links become
-narrower at once, the first learner to measure it looks narrow beside the others until they have measured it too: a rate
-is the median of five bodies (learner/ways.py)."""
+"""Commits in which they have to carry it if all learners have a share, or if rounds have become rarer since it fell.
+When all links become narrower at once, the first learner to measure it looks narrow beside the others until they have
+measured it too: a rate is the median of five bodies (learner/ways.py).
+"""
 SMALL_BYTES = 2**18
 """Size of a body that fits into the buffers of its sockets. The time that a smaller one takes is as much that of busy
 processes at both ends as that of the link, so a message names the time, and no width of the link."""
@@ -246,6 +247,12 @@ class RoundInterval:
         up_s = _seconds_of(self.up_bytes, learner.up_rates)
         return max(up_s, learner.answer_s.value or 0.0) + (learner.step_s.value or 0.0)
 
+    def most_owed(self, learner: KnownLearner, round_s: float) -> int:
+        """Return how many versions with its own steps a learner with a share may lack when it is asked for more: as
+        many as are made in the time of an answer and a version, and one that waits."""
+        down_s = _seconds_of(self.down_bytes, learner.down_rates)
+        return ceil((self.lead_s(learner) + down_s) * learner.share / round_s) + 1
+
     # ---- shares -------------------------------------------------------------------------------------------------
 
     def describe_way(self, learner: KnownLearner) -> str:
@@ -260,7 +267,9 @@ class RoundInterval:
 
     def _set_shares(self, interval_s: float) -> None:
         """Give each learner the share of the rounds that its ways carry, and tell those whose share changes."""
-        for learner in self._state.members.stepping_learners():
+        learners = self._state.members.stepping_learners()
+        all_have_shares = not any(learner.share == 1.0 for learner in learners)
+        for learner in learners:
             way = self._narrower_way(learner)
             share = self._carried_share(way.seconds, interval_s)
             if share > learner.share:
@@ -268,7 +277,7 @@ class RoundInterval:
             # A smaller share holds at once, or bodies queue. A larger one has to last.
             learner.rising = learner.rising + 1 if share > learner.share else 0
             lasts = RISES_AFTER * self._state.settings.fragments
-            if interval_s > NEAR * learner.fell_at_s:
+            if interval_s > NEAR * learner.fell_at_s or all_have_shares:
                 lasts = min(lasts, MEASURED_AFTER)
             if 0 < learner.rising < lasts:
                 continue

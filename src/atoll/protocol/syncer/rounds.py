@@ -39,9 +39,6 @@ from atoll.protocol.syncer.weights import describe_limited, limit_of, limit_weig
 SILENT_BEATS = 1.5
 """Heartbeats after which a member that says nothing is not waited for."""
 NOTHING_LEFT = "nobody has steps left of it"
-MOST_OWED = 2
-"""Versions with its own steps that a learner with a share may lack when it is asked for more: one that is on its way,
-and one behind it. More of them would queue on its way down."""
 RECENT = 512
 """Samples behind the live figures of effective H and of the overlap."""
 
@@ -206,8 +203,10 @@ class Rounds:
         answer; more would only queue."""
         settings = self.state.settings
         lead = ceil(self.interval.lead_s(learner) / ahead.round_s)
-        if self._count_asked(learner) >= max(1, lead) or self._count_owed(learner) > MOST_OWED:
+        if self._count_asked(learner) >= max(1, lead):
             return None
+        if self._count_owed(learner) > self.interval.most_owed(learner, ahead.round_s):
+            return None  # its way down has a queue
         # If the answer takes longer than a cycle, the learner is asked as early as a fragment is free. The answer comes
         # late then and its round waits for it, but otherwise the learner would never be asked.
         soonest = max(min(ahead.first + lead, ahead.last_free), self.state.next_round)
