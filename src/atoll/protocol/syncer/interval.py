@@ -51,8 +51,7 @@ with the load of a machine would else change the share, and tell so, several tim
 MEASURED_AFTER = 5
 """Commits in which they have to carry it if all learners have a share, or if rounds have become rarer since it fell.
 When all links become narrower at once, the first learner to measure it looks narrow beside the others until they have
-measured it too: a rate is the median of five bodies (learner/ways.py).
-"""
+measured it too: a rate is the median of five bodies (learner/ways.py)."""
 SMALL_BYTES = 2**18
 """Size of a body that fits into the buffers of its sockets. The time that a smaller one takes is as much that of busy
 processes at both ends as that of the link, so a message names the time, and no width of the link."""
