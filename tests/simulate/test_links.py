@@ -196,6 +196,13 @@ def test_an_overdue_round_takes_a_learner_that_is_ready_though_it_has_no_turn() 
     committed = world.syncer.committed
     world.run_steps(40 / STEP_S)
     assert world.syncer.committed >= committed + 2, "one in stalled_after_s"
+    for _ in range(3):
+        while not (late := [one for one in world.syncer.state.open_rounds.values() if one.overdue]):
+            world.step()
+        [round_] = late
+        assert round_.stage == "pulling", "it freezes at the moment at which it is overdue"
+        while round_.number in world.syncer.state.open_rounds:
+            world.step()
 
 
 @pytest.mark.parametrize("what", ["disconnect", "rollback", "end", "quarantine"])

@@ -200,6 +200,12 @@ class RoundClosing:
         return one.stopped and one.has_more(fragment) and one.name not in self.state.gave_no_answer
 
     def judge_round(
+    def note_overdue(self, now: float, round_: Round) -> None:
+        """To be called before a look at who is ready: once the round is overdue, learners without a turn are too."""
+        if round_.due_at is not None and not self.state.settings.synchronous and not self.state.draining:
+            longest_s = self.state.members.longest_stall_s()
+            round_.overdue = round_.overdue or now >= overdue_at(round_.due_at, longest_s, self.state.settings)
+
         self, now: float, round_: Round, ready: list[KnownLearner], *, in_turn: bool, wakes: list[float]
     ) -> Verdict:
         if self.state.draining:
@@ -278,7 +284,6 @@ class RoundClosing:
             until = overdue_at(round_.due_at, self.state.members.longest_stall_s(), settings)
             wakes.append(until)
             if now >= until:
-                round_.overdue = True
                 return max(1, min(quorum, ready))
         if self._short_since is not None:
             until = self._short_since + settings.patience_s
