@@ -264,7 +264,8 @@ class Syncer:
             case fx.Delivered(name, given):
                 learner, round_ = self._find_connected(name), self.state.open_rounds.get(given.round)
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
-                return taken and not given.probe and _awaits_answers(round_)
+                # A look behind the first answer sets when members that say nothing are left out.
+                return taken and not given.probe and _awaits_answers(round_) and self.rounds.watches_all()
             case fx.Received(name, msg.Decline(round=number)):
                 # Of a round that gathers not: it waits for one learner less.
                 missing = _awaits_answers(self.state.open_rounds.get(number)) and self.rounds.watches_all()
@@ -290,9 +291,11 @@ class Syncer:
         # An overdue round takes learners without a turn, from one moment to the next.
         if due and (self._may_be_asked_ahead([learner.name]) or any(round_.overdue for round_ in due)):
             return False
+        if due and now >= (ends_at := self.rounds.closing.next_end(due)):
+            return False
         assert self.wake_at is not None
         self.end.note_step(now)
-        self.wake_at = min(self.wake_at, self.members.stall_limit(learner))
+        self.wake_at = min(self.wake_at, self.members.stall_limit(learner), ends_at if due else inf)
         return True
 
     def _may_be_asked_ahead(self, names: Sequence[str]) -> bool:
