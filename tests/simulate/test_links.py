@@ -327,6 +327,13 @@ def test_whatever_is_drawn_every_promise_holds(block: int) -> None:
         assert not outcome.invariant, f"{again}: {outcome.invariant}: {outcome.message}"
 
 
+def test_steps_of_a_quick_learner_without_a_turn_count_for_h_too() -> None:
+    """The narrow link is the quick learner's: the slow one alone, in three of four rounds, makes 1 or 2 steps of H = 3
+    between them."""
+    outcome = campaign.run(campaign.plan(1500146, 2, "links"))
+    assert not outcome.invariant, outcome.message
+
+
 def test_links_are_drawn_apart() -> None:
     """Hosts, latencies and all faults are those of the seed's plain world; settings are, but for times."""
     for seed in range(20):
