@@ -137,6 +137,10 @@ class Timing:
             raise Violation("an attempt asks once", said, learner, pull.fragment)
         self._due[key] = syncer.clock.read(syncer.world.queue.now) + pull.deadline_s
 
+    def was_asked(self, learner: str, number: int) -> bool:
+        """Whether a round asked this learner for a copy, in either attempt."""
+        return any((learner, number, attempt) in self._due for attempt in (1, 2))
+
     def _check_seats(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         for seat in round_.asked:
             learner = syncer.machine.members.learners[seat.learner]
@@ -235,10 +239,6 @@ class Timing:
             said = f"a fragment is synced every {effective:g} steps, not every {asked}"
             raise Violation("H is honest", said, fragment=data["fragment"])
 
-    # ---- cuts ---------------------------------------------------------------------------------------------------
-
-    def watch_cut(self, cut: fx.CompleteCut) -> None:
-        named = {name for name, _ in (*cut.saved, *cut.left_out)}
     def _steps_without_turn(self, machine: Syncer, fragment: int, members: set[str]) -> list[int]:
         """Steps since the last sync of this fragment, as reported, of learners with a share that had no part in this
         round. H counts the steps of the median learner, whoever is in a round: where the link of a quick learner is
@@ -248,6 +248,10 @@ class Timing:
         shared = [one for one in stepping if one.share < 1.0 and one.name not in members]
         return [one.t - before[life] for one in shared if (life := (one.name, one.incarnation)) in before]
 
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def watch_cut(self, cut: fx.CompleteCut) -> None:
+        named = {name for name, _ in (*cut.saved, *cut.left_out)}
         if cut.cut == self._cut[0] and (missing := self._cut[2] - named):
             raise Violation("a cut holds all", f"cut {cut.cut} says nothing of {sorted(missing)}", min(missing))
 
