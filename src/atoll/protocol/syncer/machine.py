@@ -264,8 +264,7 @@ class Syncer:
             case fx.Delivered(name, given):
                 learner, round_ = self._find_connected(name), self.state.open_rounds.get(given.round)
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
-                # A look behind the first answer sets when members that say nothing are left out.
-                return taken and not given.probe and _awaits_answers(round_) and self.rounds.watches_all()
+                return taken and not given.probe and _awaits_answers(round_)
             case fx.Received(name, msg.Decline(round=number)):
                 # Of a round that gathers not: it waits for one learner less.
                 missing = _awaits_answers(self.state.open_rounds.get(number)) and self.rounds.watches_all()
