@@ -131,6 +131,19 @@ def test_a_merge_whose_announcement_was_lost_is_told_at_the_welcome() -> None:
     assert isinstance(adopt, fx.Adopt) and adopt.copy_t == 9
 
 
+def test_a_copy_given_in_an_earlier_term_holds_no_version_back() -> None:
+    """A new term voids rounds that were not committed. After a rollback in that term nobody may give to the fragment
+    before the version that it made is taken: if the copy still held it back, no round would ever close."""
+    for term, fetched in ((1, []), (2, [fx.Fetch(0, 4)])):
+        learner = a_learner()
+        learner.handle(1.0, fx.Copied(8, 0, 11, 5, 50, 3))
+        pull = Pull(round=8, attempt=1, fragment=0, gathering=9, deadline_s=1.0, term=1)
+        assert len(of(fx.Upload, learner.handle(1.1, fx.Arrived(pull)))) == 1
+        learner.handle(1.2, fx.Disconnected("the syncer died"))
+        back = welcomed(term=term, versions=(4, 3), least=(4, 3), committed=8)
+        assert of(fx.Fetch, learner.handle(2.0, fx.Arrived(back))) == fetched
+
+
 def test_versions_are_skipped_but_never_taken_twice_or_backwards() -> None:
     learner = a_learner()
     learner.handle(1.0, announce(4, 8, Member("b", 1, 9)))

@@ -216,6 +216,13 @@ def test_an_overdue_round_takes_a_learner_that_is_ready_though_it_has_no_turn() 
     committed = world.syncer.committed
     world.run_steps(40 / STEP_S)
     assert world.syncer.committed >= committed + 2, "one in stalled_after_s"
+    for _ in range(3):
+        while not (late := [one for one in world.syncer.state.open_rounds.values() if one.overdue]):
+            world.step()
+        [round_] = late
+        assert round_.stage == "pulling", "it freezes at the moment at which it is overdue"
+        while round_.number in world.syncer.state.open_rounds:
+            world.step()
 
 
 @pytest.mark.parametrize("what", ["disconnect", "rollback", "end", "quarantine"])
@@ -362,6 +369,13 @@ def test_whatever_is_drawn_every_promise_holds(block: int) -> None:
         outcome = campaign.run(plan, campaign.make(plan, traced=False))
         again = f"atoll simulate faults --seed {seed} --worlds links"
         assert not outcome.invariant, f"{again}: {outcome.invariant}: {outcome.message}"
+
+
+def test_steps_of_a_quick_learner_without_a_turn_count_for_h_too() -> None:
+    """The narrow link is the quick learner's: the slow one alone, in three of four rounds, makes 1 or 2 steps of H = 3
+    between them."""
+    outcome = campaign.run(campaign.plan(1500146, 2, "links"))
+    assert not outcome.invariant, outcome.message
 
 
 def test_links_are_drawn_apart() -> None:

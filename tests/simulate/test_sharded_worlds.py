@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from atoll.protocol.learner.versions import Versions
+from atoll.protocol.messages import Announce, Member
 from atoll.protocol.records import MergedRecord
 from atoll.simulate import campaign
 from atoll.simulate.drawn_parts import OF_SHARDS
@@ -19,6 +21,25 @@ def test_whatever_is_drawn_every_promise_holds(block: int) -> None:
         outcome = campaign.run(plan, campaign.make(plan, traced=False))
         again = f"atoll simulate faults --seed {seed} --worlds shards"
         assert not outcome.invariant, f"{again}: {outcome.invariant}: {outcome.message}"
+
+
+def test_with_carry_a_learner_is_current_with_the_version_that_holds_the_copy_it_gave() -> None:
+    """Rounds take longer than a cycle here: it gives to the next round of a fragment before the last version comes, and
+    adopts that round's version alone."""
+    outcome = campaign.run(campaign.plan(1500471, 2, "shards"))
+    assert not outcome.invariant, outcome.message
+
+
+def test_one_that_does_not_adopt_that_version_either_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_announcement = Versions.take_announcement
+
+    def keep_given(self: Versions, announce: Announce, own: Member | None) -> None:
+        given = dict(self.given)
+        take_announcement(self, announce, own)
+        self.given.update(given)
+
+    monkeypatch.setattr(Versions, "take_announcement", keep_given)
+    assert campaign.run(campaign.plan(1500471, 2, "shards")).invariant == "current within a cycle"
 
 
 def test_shards_are_drawn_apart() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from atoll.protocol.messages import Progress, Pull
 from atoll.protocol.syncer import effects as fx
 from atoll.protocol.syncer.closing import overdue_at
+from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round
 from atoll.simulate.oracle import Violation
@@ -56,6 +57,8 @@ class Timing:
         """H when the last round was committed; 0: none was."""
         self._of_another_h = 0
         """Rounds whose fragments were synced last under another H."""
+        self._t_then: dict[int, dict[tuple[str, int], int]] = {}
+        """Per fragment, the steps of every life that stepped when it was synced last."""
 
     def watch_syncer(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
         machine = syncer.machine
@@ -133,6 +136,10 @@ class Timing:
             said = f"attempt {pull.attempt} of round {pull.round} asks {learner} twice"
             raise Violation("an attempt asks once", said, learner, pull.fragment)
         self._due[key] = syncer.clock.read(syncer.world.queue.now) + pull.deadline_s
+
+    def was_asked(self, learner: str, number: int) -> bool:
+        """Whether a round asked this learner for a copy, in either attempt."""
+        return any((learner, number, attempt) in self._due for attempt in (1, 2))
 
     def _check_seats(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         for seat in round_.asked:
@@ -220,7 +227,10 @@ class Timing:
         if self._of_another_h:
             self._of_another_h -= 1
             return
-        if since := [member["since"] for member in data["members"] if member["since"] is not None]:
+        since = [member["since"] for member in data["members"] if member["since"] is not None]
+        without_turn = self._steps_without_turn(machine, data["fragment"], {one["learner"] for one in data["members"]})
+        if since:
+            since += without_turn
             self._steps.append(median(since))  # of the round: with two learners each speed would be half of the samples
         if len(self._steps) < SAMPLES:
             return
@@ -228,6 +238,15 @@ class Timing:
         if effective < HONEST * asked:
             said = f"a fragment is synced every {effective:g} steps, not every {asked}"
             raise Violation("H is honest", said, fragment=data["fragment"])
+
+    def _steps_without_turn(self, machine: Syncer, fragment: int, members: set[str]) -> list[int]:
+        """Steps since the last sync of this fragment, as reported, of learners with a share that had no part in this
+        round. H counts the steps of the median learner, whoever is in a round: where the link of a quick learner is
+        narrow, the members alone are the slow ones."""
+        before, stepping = self._t_then.get(fragment, {}), machine.members.stepping_learners()
+        self._t_then[fragment] = {(one.name, one.incarnation): one.t for one in stepping}
+        shared = [one for one in stepping if one.share < 1.0 and one.name not in members]
+        return [one.t - before[life] for one in shared if (life := (one.name, one.incarnation)) in before]
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 

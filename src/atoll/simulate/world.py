@@ -169,9 +169,13 @@ class World:
             sum(link.down_bytes / link.down_rate for link in links),
         )
 
-    def make_invariants(self) -> Invariants:
+    @property
+    def crossings(self) -> int:
+        """`schedule.CROSSINGS`, and those to a relay or to shards, and back."""
         parts = self._drawn_relays is not None or self._drawn_shards is not None
-        crossings = schedule.CROSSINGS + (4 if parts else 0)  # to a relay or to shards, and back
+        return schedule.CROSSINGS + (4 if parts else 0)
+
+    def make_invariants(self) -> Invariants:
         work_s = self.merge_s + 4 * self.disk.sync_s
         if self._drawn_shards is not None:
             work_s += SHARD_AGAIN_S  # a shard that does not know of the round yet is asked again
@@ -188,7 +192,7 @@ class World:
                 self.link_seconds,
                 one_way_s=self.network.longest_s,
                 work_s=work_s,
-                crossings=crossings,
+                crossings=self.crossings,
             ),
         )
 

@@ -58,6 +58,8 @@ class Versions:
     given: dict[int, int] = field(default_factory=dict)
     """With carry: round that was given a copy, keyed by fragment, until the round's outcome is known. No version of the
     fragment is fetched before that."""
+    _term: int = 0
+    """Term of the last welcome."""
     _merged: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Per fragment, the version that holds this learner's last contribution, its step and its tokens."""
     _passed_over: dict[int, int] = field(default_factory=dict)
@@ -109,6 +111,9 @@ class Versions:
             for fragment, merged in enumerate(welcome.merged)
             if merged[0] > min(self.held[fragment], self.counted[fragment])
         }
+        if welcome.term != self._term:  # rounds that were not committed are void: none of the copies can be merged
+            self.given.clear()
+        self._term = welcome.term
         self.given = {f: number for f, number in self.given.items() if number >= welcome.committed}
         for number in range(max(0, welcome.committed - fragments), welcome.committed):
             self.rounds[number % fragments] = number

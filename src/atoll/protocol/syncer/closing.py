@@ -38,8 +38,8 @@ are left, no pace applies, and rounds that would collect nothing are passed over
 A new term opens no round until the learners it knows are back or have had `RETURN_S` for it (`Assembly`, ending.py).
 A report that makes no learner ready for a round that is due, or too few, is counted and nothing more
 (`Syncer._is_quiet`), so that it costs the same whatever the number of learners is. So a rule that closes a round
-before it is due has to be in `Rounds.any_becomes_due` too, and one that looks at something else than who is ready in
-`RoundClosing.note_ready`.
+before it is due has to be in `Rounds.any_becomes_due` too, one that looks at something else than who is ready in
+`RoundClosing.note_ready`, and one whose moment follows from step times in `RoundClosing.next_end`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from atoll.protocol import schedule
 from atoll.protocol.messages import RoundShare
@@ -206,6 +207,12 @@ class RoundClosing:
         """Its training loop has ended, and it can be asked for what is left of this fragment."""
         return one.stopped and one.has_more(fragment) and one.name not in self.state.gave_no_answer
 
+    def note_overdue(self, now: float, round_: Round) -> None:
+        """To be called before a look at who is ready: once the round is overdue, learners without a turn are too."""
+        if round_.due_at is not None and not self.state.settings.synchronous and not self.state.draining:
+            longest_s = self.state.members.longest_stall_s()
+            round_.overdue = round_.overdue or now >= overdue_at(round_.due_at, longest_s, self.state.settings)
+
     def judge_round(
         self, now: float, round_: Round, ready: list[KnownLearner], *, in_turn: bool, wakes: list[float]
     ) -> Verdict:
@@ -226,7 +233,10 @@ class RoundClosing:
         self._note_on_time(round_, ready)
         awaited = self.count_awaited(round_, ready)
         round_.ready, round_.looks_at = len(ready), quorum if len(ready) < quorum else awaited
-        return judge(now, ready=len(ready), awaited=awaited, quorum=quorum, grace_ends=self._grace_ends(round_))
+        round_.waits_for_late = self._waits_for_late(round_)
+        verdict = judge(now, ready=len(ready), awaited=awaited, quorum=quorum, grace_ends=self._grace_ends(round_))
+        round_.in_grace = verdict.until is not None
+        return verdict
 
     def count_awaited(self, round_: Round, ready: list[KnownLearner]) -> int:
         """Count the learners that step and have a part in this round, and those that are ready though their training
@@ -285,7 +295,6 @@ class RoundClosing:
             until = overdue_at(round_.due_at, self.state.members.longest_stall_s(), settings)
             wakes.append(until)
             if now >= until:
-                round_.overdue = True
                 return max(1, min(quorum, ready))
         if self._short_since is not None:
             until = self._short_since + settings.patience_s
@@ -300,20 +309,40 @@ class RoundClosing:
             self._short_since = min(now, self._short_since + seconds)
 
     def _grace_ends(self, round_: Round) -> float | None:
+        """By what is known now, and by who was late at the last look."""
         if round_.quorum_at is None or round_.due_at is None:
             return None
-        return max(round_.quorum_at, round_.due_at) + self.window_s(round_)
+        window_s = self._window_s(waits_for_late=round_.waits_for_late)
+        return max(round_.quorum_at, round_.due_at) + window_s
 
     def window_s(self, round_: Round) -> float:
         """The grace window of this round. If a learner was late for this fragment the last time, the round waits for up
         to one step: otherwise that learner would miss this fragment every time, since a new version takes nearly H
         steps to come round. The wait is at most the steps from one round to the next, so it does not delay that one."""
+        return self._window_s(waits_for_late=self._waits_for_late(round_))
+
+    def _window_s(self, *, waits_for_late: bool) -> float:
         step_s = self.state.members.step_s()
-        stepping = self.state.members.stepping_learners()
-        late = any(round_.fragment in learner.late for learner in stepping if learner.share == 1.0)
-        if not late or step_s is None:
+        if not waits_for_late or step_s is None:
             return self.grace_s
         return self._wait_s(min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
+
+    def _waits_for_late(self, round_: Round) -> bool:
+        stepping = self.state.members.stepping_learners()
+        return any(round_.fragment in learner.late for learner in stepping if learner.share == 1.0)
+
+    def next_end(self, due: list[Round]) -> float:
+        """When the first of these rounds closes with what it has, or is overdue, unless that was so at the last look.
+        Step times have their part in both, and every report moves them: a window may end before the moment that the
+        last look set."""
+        longest_s, ends = self.state.members.longest_stall_s(), [inf]
+        for round_ in due:
+            assert round_.due_at is not None
+            if not round_.overdue:
+                ends.append(overdue_at(round_.due_at, longest_s, self.state.settings))
+            if round_.in_grace and (grace_ends := self._grace_ends(round_)) is not None:
+                ends.append(grace_ends)
+        return min(ends)
 
     def _note_on_time(self, round_: Round, ready: list[KnownLearner]) -> None:
         """Remember who was ready when the grace window opened."""

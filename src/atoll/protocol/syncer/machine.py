@@ -290,9 +290,11 @@ class Syncer:
         # An overdue round takes learners without a turn, from one moment to the next.
         if due and (self._may_be_asked_ahead([learner.name]) or any(round_.overdue for round_ in due)):
             return False
+        if due and now >= (ends_at := self.rounds.closing.next_end(due)):
+            return False
         assert self.wake_at is not None
         self.end.note_step(now)
-        self.wake_at = min(self.wake_at, self.members.stall_limit(learner))
+        self.wake_at = min(self.wake_at, self.members.stall_limit(learner), ends_at if due else inf)
         return True
 
     def _may_be_asked_ahead(self, names: Sequence[str]) -> bool:

@@ -279,6 +279,7 @@ class Rounds:
             self._pass_over(round_, NOTHING_LEFT)
             return True
         in_turn = not any(r.number < round_.number and r.stage == "gathering" for r in self.state.open_rounds.values())
+        self.closing.note_overdue(now, round_)
         ready = self.closing.ready_learners(round_)
         verdict = self.closing.judge_round(now, round_, ready, in_turn=in_turn, wakes=wakes)
         if not verdict.close:

@@ -102,6 +102,10 @@ class Round:
     """Learners that were ready for it when it was last looked at, and those that reported since that they are …"""
     looks_at: int = 0
     """… and how many of them bring the next thing about: its quorum, or its end."""
+    waits_for_late: bool = False
+    """Whether a learner that steps was late for its fragment the last time …"""
+    in_grace: bool = False
+    """… and whether it waited for its grace window to end, both at the last look."""
     seats: dict[str, Seat] = field(default_factory=dict)
     answers_missing: int = 0
     """Seats in the state `asked`."""
@@ -169,7 +173,7 @@ class Round:
         self.opened_at, self.due_at, self.quorum_at, self.on_time = now, now, None, None
         self.overdue = False
         self.seats, self.answers_missing = {}, 0
-        self.answered = self.watched = False
+        self.answered = self.watched = self.in_grace = False
 
 
 class SyncerState:
