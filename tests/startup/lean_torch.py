@@ -2,9 +2,9 @@
 
 Every optimizer of torch imports `torch._dynamo` (1.5 s), to call two functions of it that do nothing unless something
 is compiled; `import torch` loads `torch.export` (0.3 s) and, for tensors without values, `torch._meta_registrations`
-(0.5 s); DistributedDataParallel asks the compiler how to work with it (2 s), and every process group clears its caches. Here these imports give stand-ins. Whoever
-asks one of them for anything else, or imports one of its submodules, gets the real package, and so does every later
-import.
+(0.5 s); DistributedDataParallel asks the compiler how to work with it (2 s), and every process group clears what it
+keeps. Here these imports give stand-ins. Whoever asks one of them for anything else, or imports one of its submodules,
+gets the real package, and so does every later import.
 
 While torch is imported nothing is garbage, and to look for some takes 0.3 s: so nobody looks, then or later.
 """
