@@ -17,8 +17,6 @@ from typing import Any
 COMPILED = "atoll.numerics.compiled"
 MOST = 256
 """Values of an array that plain Python is quick enough for."""
-SUMS = {"sketch": 1}
-"""Kernels and the place of an argument that takes sums: however large it is, no loop is longer for it."""
 
 
 class Finder:
@@ -46,8 +44,7 @@ def change(module: ModuleType) -> None:
     call = module.Kernel.__call__
 
     def call_plain_if_small(kernel: Any, *arguments: Any) -> Any:
-        counted = [one for place, one in enumerate(arguments) if place != SUMS.get(kernel.__name__)]
-        if "numba" in sys.modules or not all(map(is_small, counted)):
+        if "numba" in sys.modules or not all(map(is_small, arguments)):
             return call(kernel, *arguments)
         return run_plain(kernel, *arguments)
 

@@ -108,7 +108,9 @@ def test_the_steps_of_a_learner_that_is_cut_off_alone_are_merged(tmp_path: Path)
     assert next(event["fates"] for event in events if event["kind"] == "finished")[ALONE]["merged_share"] >= 0.97
 
 
+@pytest.mark.faults
 def test_past_abandon_s_the_steps_of_the_absence_do_not_count(tmp_path: Path) -> None:
+    """In every run of the tests: tests/protocol/test_returning.py, in virtual time."""
     _, _, back = asyncio.run(train(RunDir.create(tmp_path / "run"), abandon_s=6.0))
     print(back["text"])
     assert "longer than abandon_s = 6: none of the" in back["text"]

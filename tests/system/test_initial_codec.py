@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.system.conftest import Event, Run
+from tests.system.conftest import SCRIPTS, Event, Run
 
 from atoll.store.verify import verify_run
 
@@ -18,7 +18,7 @@ def rounds(events: list[Event]) -> int:
 
 @pytest.mark.parametrize("shards", ["1", pytest.param("2", marks=pytest.mark.faults)])
 def test_it_is_verified_resumed_and_repeated_bit_for_bit(run: Run, shards: str) -> None:
-    run.train(*OPTIONS, "--set", "initial_codec=bf16", "--syncer-shards", shards)
+    run.train(SCRIPTS / "line.py", *OPTIONS, "--set", "initial_codec=bf16", "--syncer-shards", shards)
     run.until(lambda events: rounds(events) >= 12)
     [initial] = run.events("initial")
     assert 1e-4 < initial["relative_error"] < 2.0**-8
