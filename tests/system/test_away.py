@@ -1,4 +1,7 @@
-"""A learner whose link alone is cut, while it trains on: real processes, read by their events and their ledger."""
+"""A learner whose link alone is cut, while it trains on: real processes, read by their events and their ledger.
+
+In every run of the tests: tests/protocol/test_returning.py in virtual time, and a short cut in test_chaos.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 ALONE = "learner-0"
 P = H = 8
@@ -108,9 +111,7 @@ def test_the_steps_of_a_learner_that_is_cut_off_alone_are_merged(tmp_path: Path)
     assert next(event["fates"] for event in events if event["kind"] == "finished")[ALONE]["merged_share"] >= 0.97
 
 
-@pytest.mark.faults
 def test_past_abandon_s_the_steps_of_the_absence_do_not_count(tmp_path: Path) -> None:
-    """In every run of the tests: tests/protocol/test_returning.py, in virtual time."""
     _, _, back = asyncio.run(train(RunDir.create(tmp_path / "run"), abandon_s=6.0))
     print(back["text"])
     assert "longer than abandon_s = 6: none of the" in back["text"]

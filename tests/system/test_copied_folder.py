@@ -30,7 +30,7 @@ def copy_folder(folder: Path, to: Path) -> Path:
 
 
 def refuse(run: Run, *words: str | Path) -> str:
-    refused = run.ask(*words)
+    refused = run.command(*words)  # in this process its lock on the folder would stay
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
     return refused.stderr
 

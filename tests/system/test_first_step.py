@@ -1,4 +1,7 @@
-"""A script whose first step takes long because it computes, as torch.compile does: told as such, and no fault."""
+"""A script whose first step takes long because it computes, as torch.compile does: told as such, and no fault.
+
+In every run of the tests: tests/protocol/test_first_step.py and tests/courier/test_processor_use.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tests.system.conftest import Run
 
 from atoll.observe.report.reading import find_faults
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(600)]
 
 COMPILES = """
 import time
