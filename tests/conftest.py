@@ -39,9 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ProcessorTime(), "processor-time")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SYSTEM_TIMEOUT_S = 900
+"""Of a test with real processes: it waits for events several times, with four minutes of patience each time."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What starts processes comes first; what takes milliseconds fills the gaps at the end."""
     items.sort(key=lambda item: item.get_closest_marker("system") is None)
+    if config.getoption("timeout") is None:
+        for item in items:
+            if item.get_closest_marker("system") and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(SYSTEM_TIMEOUT_S))
 
 
 @pytest.hookimpl(trylast=True)

@@ -29,7 +29,9 @@ def test_the_published_cells_come_out() -> None:
     assert found.mean <= 1.5 and found.worst <= 6.0, [(m.method, m.chips, m.error) for m in found.misses]
 
 
-@pytest.mark.parametrize(("learners", "chips"), [(1, 150_000), (2, 300_000), (4, 600_000)])
+@pytest.mark.parametrize(
+    ("learners", "chips"), [(1, 150_000), pytest.param(2, 300_000, marks=pytest.mark.faults), (4, 600_000)]
+)
 @pytest.mark.parametrize("times", [2, pytest.param(4, marks=pytest.mark.faults)])
 def test_as_many_times_the_learners_on_as_many_times_the_chips_give_the_same(
     learners: int, chips: int, times: int

@@ -1,4 +1,7 @@
-"""What a rank holds of a model, what ranks agree on, and what cannot be a rank."""
+"""What a rank holds of a model, what ranks agree on, and what cannot be a rank.
+
+DTensors are imported where they are used: every worker collects this file, and to load them takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,6 @@ import torch
 import torch.distributed as dist
 from tests.learner.lone_rank import draw_alone
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_layouts
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -41,6 +39,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "RANK": "0"}
 @contextmanager
 def pretended(rank: int, size: int) -> Iterator[None]:
     """One rank of a group in which nothing is sent."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_layouts
+
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -59,6 +59,11 @@ def model() -> nn.Module:
 def find_layouts(rank: int) -> dict[str, tuple[Box, ...]]:
     """What one of four ranks holds of the model in each layout. Layouts follow from the mesh alone, so the ranks may be
     pretended: tests/system/test_ranks.py has real ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
     with pretended(rank, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         parallel = model()
@@ -112,6 +117,8 @@ def test_what_is_sent_tiles_the_model(layouts: list[dict[str, dict[str, Box]]], 
 
 
 def test_what_a_rank_works_on_is_its_part_in_the_same_memory() -> None:
+    from torch.distributed.fsdp import fully_shard
+
     with pretended(1, 2):
         made = model()
         whole = describe(made)
@@ -124,6 +131,9 @@ def test_what_a_rank_works_on_is_its_part_in_the_same_memory() -> None:
 
 
 def test_an_optimizer_s_state_is_a_shard_like_its_parameter() -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
     with pretended(0, 2):
         made = fully_shard(model())
         local = torch.full_like(take_local(made[0].weight), 3.0)
@@ -133,7 +143,8 @@ def test_an_optimizer_s_state_is_a_shard_like_its_parameter() -> None:
 
 
 def test_a_layout_that_cannot_be_merged_is_named() -> None:
-    from torch.distributed.tensor import Partial
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     with pretended(0, 2):
         mesh = init_device_mesh("cpu", (2,))

@@ -133,7 +133,7 @@ class Crowd:
 def test_a_report_costs_the_same_however_many_learners_there_are() -> None:
     """Also where its learner is new, and where its tokens and its share are held against the others'."""
     works = []
-    for learners in (8, 512):
+    for learners in (8, 256):
         crowd = Crowd(learners)
         new = KnownLearner("new", "new", 1, 0.5, P, state="training", versions=(0,) * P, merged=[0] * P)
         crowd.machine.members._add(new)
@@ -151,7 +151,7 @@ def test_a_report_costs_the_same_however_many_learners_there_are() -> None:
 
 def test_learners_with_narrow_links_cost_the_same_each_however_many_they_are() -> None:
     works = []
-    for learners, narrow in ((64, 8), (512, 64)):
+    for learners, narrow in ((64, 8), (256, 32)):
         crowds = Crowd(learners), Crowd(learners, narrow)
         without, work = (
             count_opcodes(lambda crowd=crowd: crowd.machine.rounds.pull_ahead(crowd.now)) for crowd in crowds

@@ -65,7 +65,7 @@ def two_cycles_later(world: Cut) -> Cut:
     return world
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in (1, 2))])
 @pytest.mark.parametrize(("step_s", "weight"), [(1.0, 0.55), (0.2, 0.15)])
 def test_the_steps_of_a_minute_alone_are_merged_within_two_cycles(step_s: float, weight: float, seed: int) -> None:
     """A contribution of 2.6 or 12.5 cycles of steps counts for twice the median of the others: for all of its steps,

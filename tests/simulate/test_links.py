@@ -23,6 +23,8 @@ INT4 = {"up_bytes": 20e6 / 24 * 0.53, "down_bytes": 20e6 / 24 * 0.53}
 DEFAULTS = {"up_bytes": 20e6 / 24 * 2, "down_bytes": 20e6 / 24 * 4}
 """Bytes of a body of 20M parameters in 24 fragments: bf16 up, fp32 down."""
 RULES = ("overwrite", "carry")
+ONE_RULE = [pytest.param("overwrite", marks=pytest.mark.faults), "carry"]
+"""For what hardly depends on the rule: both in the long tests."""
 LEAST = {"overwrite": 0.83, "carry": 0.97}
 """Merged share of the steady part. Overwrite drops the overlap: at 16 Mbit/s 4.3 of 27.2 steps, which leaves 0.84 over
 many cycles and a little less or more over three."""
@@ -46,7 +48,12 @@ def test_bodies_of_one_direction_pass_one_after_another() -> None:
 @pytest.mark.parametrize("adopt", RULES)
 @pytest.mark.parametrize(
     ("mbit", "bodies", "quorum", "h"),
-    [(40, INT4, 1, 24), (16, INT4, 1, 27), (60, DEFAULTS, 1, 55), (60, DEFAULTS, 4, 55)],
+    [
+        pytest.param(40, INT4, 1, 24, marks=pytest.mark.faults),
+        (16, INT4, 1, 27),
+        pytest.param(60, DEFAULTS, 1, 55, marks=pytest.mark.faults),
+        pytest.param(60, DEFAULTS, 4, 55, marks=pytest.mark.faults),
+    ],
 )
 def test_h_is_what_the_links_carry_and_the_overlap_at_its_floor(
     mbit: float, bodies: dict[str, float], quorum: int, h: float, adopt: str
@@ -64,7 +71,7 @@ def test_h_is_what_the_links_carry_and_the_overlap_at_its_floor(
     assert world.invariants.link_checks.checked > 50
 
 
-@pytest.mark.parametrize(("mbit", "h"), [(16, 27), (22, 24)])
+@pytest.mark.parametrize(("mbit", "h"), [(16, 27), pytest.param(22, 24, marks=pytest.mark.faults)])
 def test_behind_links_that_are_narrow_from_the_start_all_learners_begin_together(mbit: float, h: float) -> None:
     """Version 0 is 80 MB in fp32: one learner trained alone for 52 s while three fetched it."""
     world = LinkedWorld([mbit] * 4, **INT4, first_bytes=4 * 20e6 / 24, adopt="overwrite")
@@ -97,7 +104,7 @@ def narrow_world(adopt: str, narrow: float) -> LinkedWorld:
     return LinkedWorld([60, 60, 60, narrow], **DEFAULTS, adopt=adopt).run_steps(900)
 
 
-@pytest.mark.parametrize("adopt", RULES)
+@pytest.mark.parametrize("adopt", ONE_RULE)
 def test_a_learner_with_a_quarter_of_the_link_changes_nothing_for_the_others(adopt: str) -> None:
     alike, world, steady = narrow_world(adopt, 60), narrow_world(adopt, 15), 320 * STEP_S
     assert world.share_of("learner-3") == 0.25 and world.h == pytest.approx(alike.h, rel=0.02)
@@ -145,7 +152,7 @@ def test_its_quorum_is_lowered_for_rounds_without_it() -> None:
     assert world.overlap_p95(320 * STEP_S, "learner-0") <= world.floor_steps(60) + 1
 
 
-@pytest.mark.parametrize("mbit", [7.27, 5.0, 2.0])
+@pytest.mark.parametrize("mbit", [7.27, *(pytest.param(mbit, marks=pytest.mark.faults) for mbit in (5.0, 2.0))])
 def test_it_takes_part_in_its_share_of_the_rounds(mbit: float) -> None:
     """With one answer under way at a time it was in 0.49 of the rounds at a share of 7/8."""
     world = LinkedWorld([20, 20, 20, mbit], up_bytes=2e5, down_bytes=2e5, adopt="carry").run_steps(240)
@@ -225,7 +232,9 @@ def test_an_overdue_round_takes_a_learner_that_is_ready_though_it_has_no_turn() 
             world.step()
 
 
-@pytest.mark.parametrize("what", ["disconnect", "rollback", "end", "quarantine"])
+@pytest.mark.parametrize(
+    "what", ["disconnect", "rollback", "end", pytest.param("quarantine", marks=pytest.mark.faults)]
+)
 def test_a_contribution_asked_ahead_is_dropped(what: str) -> None:
     world = LinkedWorld([60, 60, 60, 15], **DEFAULTS, adopt="carry", steps=2000).run_steps(150)
     state = world.syncer.state
@@ -269,7 +278,7 @@ def _members_of(world: LinkedWorld, number: int) -> list[dict[str, Any]]:
 # ---- links that change, phases, parts ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adopt", RULES)
+@pytest.mark.parametrize("adopt", ONE_RULE)
 def test_a_link_that_becomes_wider_and_narrower_is_followed_within_two_cycles(adopt: str) -> None:
     world = LinkedWorld([60] * 4, **DEFAULTS, adopt=adopt).run_steps(240)
     assert world.h == pytest.approx(55, rel=0.02)
@@ -331,7 +340,7 @@ def test_with_h_2_a_fragment_comes_round_as_soon_as_its_version_is_adopted(adopt
     assert adopt == "overwrite" or min(world.merged_share(name) for name in world.learners) >= 0.97
 
 
-@pytest.mark.parametrize("adopt", RULES)
+@pytest.mark.parametrize("adopt", ONE_RULE)
 def test_the_link_of_a_relay_counts_as_those_of_its_learners(adopt: str) -> None:
     relays = DrawnRelays(1, (0, 0, 0), 0.01)
     world = PartWorld([1000] * 3, **INT4, relays=relays, fragments=12, sync_every=12, adopt=adopt)
@@ -348,7 +357,7 @@ def test_the_link_of_a_relay_counts_as_those_of_its_learners(adopt: str) -> None
     assert world.invariants.link_checks.checked > 20
 
 
-@pytest.mark.parametrize("adopt", RULES)
+@pytest.mark.parametrize("adopt", ONE_RULE)
 def test_two_shards_share_the_link_of_a_learner(adopt: str) -> None:
     shards = DrawnShards(2, ((1, 2),) * 12)
     world = PartWorld([16] * 3, **INT4, shards=shards, fragments=12, sync_every=12, adopt=adopt).run_steps(110)

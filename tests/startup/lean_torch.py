@@ -2,9 +2,9 @@
 
 Every optimizer of torch imports `torch._dynamo` (1.5 s), to call two functions of it that do nothing unless something
 is compiled; `import torch` loads `torch.export` (0.3 s) and, for tensors without values, `torch._meta_registrations`
-(0.5 s); DistributedDataParallel asks the compiler how to work with it (2 s). Here these imports give stand-ins. Whoever
-asks one of them for anything else, or imports one of its submodules, gets the real package, and so does every later
-import.
+(0.5 s); DistributedDataParallel asks the compiler how to work with it (2 s), and every process group clears what it
+keeps. Here these imports give stand-ins. Whoever asks one of them for anything else, or imports one of its submodules,
+gets the real package, and so does every later import.
 
 While torch is imported nothing is garbage, and to look for some takes 0.3 s: so nobody looks, then or later.
 """
@@ -18,10 +18,12 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 DYNAMO, EXPORT, METAS = "torch._dynamo", "torch.export", "torch._meta_registrations"
 PACKAGES = (DYNAMO, EXPORT)
+CONFIG = f"{DYNAMO}.config"
+"""All that tensors without values ask of the compiler."""
 
 
 class CompilerFacts:
@@ -36,8 +38,21 @@ class CompilerFacts:
         return getattr(importlib.import_module(f"{DYNAMO}.utils"), name)
 
 
+class CompilerRules:
+    """In place of `torch._dynamo.trace_rules`: every process group clears what it keeps, which is nothing here."""
+
+    @staticmethod
+    def clear_lru_cache() -> None:
+        """Nothing was kept."""
+
+    def __getattr__(self, name: str) -> Any:
+        remove_stand_ins()
+        return getattr(importlib.import_module(f"{DYNAMO}.trace_rules"), name)
+
+
 class StandIn(ModuleType):
     utils = CompilerFacts()
+    trace_rules = CompilerRules()
 
     @staticmethod
     def graph_break(*said: object) -> None:
@@ -59,6 +74,7 @@ class Finder:
 
     collects = False
     """Whether somebody looked for garbage before torch came."""
+    stands_in: ClassVar = {METAS, *PACKAGES}
 
     @staticmethod
     def find_spec(
@@ -67,10 +83,14 @@ class Finder:
         if name == "torch" and gc.isenabled():
             gc.disable()
             Finder.collects = True
-        if name in (*PACKAGES, METAS):
+        if name in Finder.stands_in:
             return importlib.machinery.ModuleSpec(name, Finder, is_package=name != METAS)  # type: ignore[arg-type]
-        if name.startswith(tuple(f"{package}." for package in PACKAGES)):
-            remove_stand_ins()
+        if name == CONFIG and DYNAMO in Finder.stands_in:
+            remove_stand_ins((METAS,))
+            return importlib.machinery.PathFinder.find_spec(name, [f"{sys.modules['torch'].__path__[0]}/_dynamo"])
+        if name.startswith(tuple(f"{package}." for package in Finder.stands_in)):
+            # DTensors ask for a part of torch.export, and for no compiler.
+            remove_stand_ins((METAS, EXPORT) if name.startswith(EXPORT) else (METAS, *PACKAGES))
             importlib.import_module(name)
             return importlib.machinery.ModuleSpec(name, Finder)  # type: ignore[arg-type]
         return None
@@ -100,10 +120,10 @@ def prepare_generators() -> None:
         sys.modules["torch._C"]._set_generator_metaclass(OpaqueBaseMeta)
 
 
-def remove_stand_ins() -> None:
+def remove_stand_ins(names: Sequence[str] = (METAS, *PACKAGES)) -> None:
     """From now on imports give the real ones, one by one: whoever asks may be in the middle of an import itself."""
-    if Finder in sys.meta_path:
-        sys.meta_path.remove(Finder)  # type: ignore[arg-type]
-        for name in (METAS, *PACKAGES):
+    if removed := [name for name in names if name in Finder.stands_in]:
+        Finder.stands_in.difference_update(removed)
+        for name in removed:
             sys.modules.pop(name, None)
         importlib.import_module(METAS)

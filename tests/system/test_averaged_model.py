@@ -36,11 +36,11 @@ def test_the_average_outlives_a_kill_of_everything_and_is_exported_as_it_was_sco
     ema = run.summary["metrics"]["ema_loss"]
     assert ema["direction"] == "min" and ema["end"] < ema["start"]
 
-    exported = run.command("export", run.out, "averaged.safetensors", "--ema")
+    exported = run.ask("export", run.out, "averaged.safetensors", "--ema")
     assert f"{after['models']} models to round {after['round']}, decay 0.8" in exported.stdout, exported.stderr
     script = runpy.run_path(str(SCRIPT))
     script["model"].load_state_dict(load_file(run.folder / "averaged.safetensors"))
     assert script["score"](script["model"]) == pytest.approx(ema["end"], rel=1e-5)
-    refused = run.command("export", run.out, "one.safetensors", "--ema", "--best")
+    refused = run.ask("export", run.out, "one.safetensors", "--ema", "--best")
     assert refused.returncode == 2 and "--best and --ema name different models: give one of them" in refused.stderr
-    assert run.command("verify", run.out).returncode == 0
+    assert run.ask("verify", run.out).returncode == 0

@@ -1,4 +1,7 @@
-"""A learner whose link alone is cut, while it trains on: real processes, read by their events and their ledger."""
+"""A learner whose link alone is cut, while it trains on: real processes, read by their events and their ledger.
+
+In every run of the tests: tests/protocol/test_returning.py in virtual time, and a short cut in test_chaos.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 ALONE = "learner-0"
 P = H = 8

@@ -88,7 +88,7 @@ def test_a_bad_plan_is_one_line_and_nothing_is_started(run: Run, tmp_path: Path,
 
 def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
     """Also the sample, in every run of the tests, of the kill storms: each sample of the data has one fate; and of the
-    replays: a run whose learner and syncer were killed is repeated bit for bit."""
+    replays: a run whose learner and syncer were killed is repeated bit for bit, from a version 0 of bf16."""
     plan = run.folder / "plan.toml"
     faults = [
         {"kind": "kill", "target": "learner-1", "at_s": 0.5},
@@ -96,7 +96,8 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
         {"kind": "syncer-kill", "at_s": 3.0},
     ]
     plan.write_text(tomli_w.dumps({"seconds": 7.0, "fault": faults, "verdict": {"syncer_back_s": 30.0}}))
-    run.train(*LEASED, "--learners", "2", "--breakable", "--json", "--", "--pace", "0.05")
+    rounded = ("--set", "initial_codec=bf16")
+    run.train(*LEASED, *rounded, "--learners", "2", "--breakable", "--json", "--", "--pace", "0.05")
     run.until(lambda events: len({name for name, _ in members(events)}) == 2)
     done = run.ask("chaos", plan, "--run", run.folder / "nothing")
     assert done.returncode == 2 and "holds no run" in done.stderr
@@ -107,6 +108,8 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
     run.interrupt()
     run.ended()
     assert attack.wait(60) == 0, (run.folder / "beside.log").read_text()
+    [initial] = run.events("initial")
+    assert 1e-4 < initial["relative_error"] < 2.0**-8
     verdict = json.loads((run.out / "verdict.json").read_text())
     assert verdict["ok"] and verdict["faults"] == 3
     assert {event["process"] for event in run.events("killed")} == {"learner-1", "syncer"}

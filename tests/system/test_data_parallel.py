@@ -15,6 +15,8 @@ from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.scripts import averaged
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+UNSCORED = ("--set", "evaluate_every=0")
+"""No evaluator is started."""
 
 
 def train_alone(steps: list[list[torch.Tensor]], begun: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -31,7 +33,7 @@ def train_alone(steps: list[list[torch.Tensor]], begun: dict[str, Any]) -> dict[
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("words", [(), ("--no-sync",)])
+@pytest.mark.parametrize("words", [pytest.param((), marks=pytest.mark.faults), ("--no-sync",)])
 def test_two_ranks_train_as_one_process_with_the_batches_of_both(run: Run, words: tuple[str, ...]) -> None:
     script = SCRIPTS / "averaged.py"
     run.train(script, "--algorithm", "data-parallel", "--learners", "2", "--steps", "40", "--", *words).ended()
@@ -59,20 +61,23 @@ def test_two_ranks_train_as_one_process_with_the_batches_of_both(run: Run, words
             "--uneven",
             "one rank is in step 2 and another in step 1: under --algorithm data-parallel every process has to ",
         ),
-        ("--deferred", "the last backward pass before a step has to be outside of learner.no_sync()"),
+        pytest.param(
+            *("--deferred", "the last backward pass before a step has to be outside of learner.no_sync()"),
+            marks=pytest.mark.faults,
+        ),
     ],
 )
 def test_what_would_part_the_ranks_ends_the_run_with_its_reason(run: Run, word: str, said: str) -> None:
-    given = ("--algorithm", "data-parallel", "--learners", "2", "--steps", "40", "--max-restarts", "0")
+    given = ("--algorithm", "data-parallel", "--learners", "2", "--steps", "40", "--max-restarts", "0", *UNSCORED)
     run.train(SCRIPTS / "averaged.py", *given, "--", word).ended(1)
     assert said in run.stderr
 
 
-@pytest.mark.parametrize("cut_every", [0, 2])
+@pytest.mark.parametrize("cut_every", [pytest.param(0, marks=pytest.mark.faults), 2])
 def test_after_a_death_the_ranks_go_on_from_their_newest_snapshot(run: Run, cut_every: int) -> None:
     """Without one they say what begins anew."""
-    words = ("--algorithm", "data-parallel", "--learners", "2", "--steps", "100000", "--set", "sync_every=4")
-    run.train(SCRIPTS / "averaged.py", *words, "--set", f"cut_every={cut_every}")
+    words = ("--algorithm", "data-parallel", "--learners", "2", "--steps", "100000", *UNSCORED, "--set", "sync_every=4")
+    run.train(SCRIPTS / "averaged.py", *words, "--set", f"cut_every={cut_every}", "--", "--paced")
     run.until(lambda events: sum(event["kind"] == "round" for event in events) > 8)
     if cut_every:
         run.until(lambda events: any((run.out / "learners/learner-0").glob("cut-*.safetensors")))

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.system
 def test_an_export_is_the_whole_model_with_frozen_parameters_and_buffers(run: Run) -> None:
     script, short = SCRIPTS / "frozen.py", ("--steps", "60", "--set", "evaluate_every=0", "--set", "cut_every=4")
     run.train(script, "--learners", "2", *short, "--set", "sync_every=6").ended()
-    done = run.command("export", run.out, "whole.safetensors")
+    done = run.ask("export", run.out, "whole.safetensors")
     assert done.returncode == 0 and "note: frozen parameters and local buffers are those of" in done.stdout, done
     model, held = runpy.run_path(str(script))["model"], load_file(run.folder / "whole.safetensors")
     model.load_state_dict(held)  # strict
     assert held["seen"] > 0 and held["norm.num_batches_tracked"] > 0, "of the last cut"
 
-    done = run.command("export", run.out, "merged.safetensors", "--merged")
+    done = run.ask("export", run.out, "merged.safetensors", "--merged")
     names = "'base.bias', 'base.weight', 'norm.num_batches_tracked', 'seen'"
     assert done.returncode == 0 and f"note: left out: {names}" in done.stdout, done
     assert held.keys() - load_file(run.folder / "merged.safetensors").keys() == {

@@ -1,9 +1,11 @@
-"""A run whose version 0 travels in 2 bytes a value, through a kill of everything, a resume and a replay."""
+"""A run whose version 0 travels in 2 bytes a value, through a kill of everything, a resume and a replay.
+
+In every run of the tests test_chaos.py replays such a run, whose learner and syncer were killed."""
 
 from __future__ import annotations
 
 import pytest
-from tests.system.conftest import Event, Run
+from tests.system.conftest import SCRIPTS, Event, Run
 
 from atoll.store.verify import verify_run
 
@@ -16,9 +18,10 @@ def rounds(events: list[Event]) -> int:
     return sum(event["kind"] == "round" for event in events)
 
 
-@pytest.mark.parametrize("shards", ["1", pytest.param("2", marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("shards", ["1", "2"])
 def test_it_is_verified_resumed_and_repeated_bit_for_bit(run: Run, shards: str) -> None:
-    run.train(*OPTIONS, "--set", "initial_codec=bf16", "--syncer-shards", shards)
+    run.train(SCRIPTS / "line.py", *OPTIONS, "--set", "initial_codec=bf16", "--syncer-shards", shards)
     run.until(lambda events: rounds(events) >= 12)
     [initial] = run.events("initial")
     assert 1e-4 < initial["relative_error"] < 2.0**-8

@@ -18,7 +18,6 @@ from atoll.store.verify import verify_run
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore: make integrations"),
 ]
 

@@ -11,7 +11,7 @@ from tests.system.joining import link_of, make_keys
 
 from atoll.store.verify import verify_run
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.system
 
 
 @pytest.mark.faults

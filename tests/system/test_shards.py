@@ -134,7 +134,9 @@ def test_the_built_in_model_is_trained_scored_and_repeated(run: Run) -> None:
     check_clean(run)
 
 
+@pytest.mark.faults
 def test_shards_by_hand_join_the_first(run: Run) -> None:
+    """Those of test_rank_shards.py do in every run of the tests."""
     lead, other = run.free_port(), run.free_port()
     run.start("syncer", "--shard", "1/2", "--out", run.out, "--learners", "1", "--steps", "30", "--port", str(lead))
     url = run.address()

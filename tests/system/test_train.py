@@ -62,6 +62,7 @@ def test_two_learners_train_the_built_in_model(run: Run, replayed: bool, monkeyp
     assert verify_run(run.out).ok
 
 
+@pytest.mark.faults
 def test_two_learners_train_the_built_in_model_with_experts(run: Run) -> None:
     short = ("--steps", "12", "--set", "fragments=4", "--set", "sync_every=4", "--set", "evaluate_every=0")
     run.train("--learners", "2", *short, *TINY, "--set", "workload.experts=4", replayed=False).ended()

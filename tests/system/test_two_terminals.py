@@ -16,7 +16,7 @@ from tests.system.conftest import SCRIPTS, Run
 from atoll.learner.folder import default_names
 from atoll.store.verify import verify_run
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.system
 TOKENS = 16
 """Of a step of the script."""
 

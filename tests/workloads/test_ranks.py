@@ -1,4 +1,7 @@
-"""The built-in GPT dealt out to ranks; here in a group of one, tests/system has real ones."""
+"""The built-in GPT dealt out to ranks; here in a group of one, tests/system has real ones.
+
+DTensors are imported where they are used: every worker collects this file, and to load them takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from atoll.workloads import ranks
 from atoll.workloads.ranks import join_ranks, spread_model
@@ -29,6 +31,8 @@ def a_group_of_one() -> Iterator[None]:
 
 def train(parallel: str, optimizer: str = "adamw") -> tuple[torch.nn.Module, list[torch.Tensor]]:
     """Three steps as the built-in script makes them; the model as it was spread, and its tensors after them."""
+    from torch.distributed.tensor import DTensor
+
     settings = WorkloadSettings(depth=1, block=16, parallel=parallel, optimizer=optimizer)
     gpt = build_model(settings, seed=1)
     model = spread_model(gpt, CPU, parallel)
@@ -44,6 +48,8 @@ def train(parallel: str, optimizer: str = "adamw") -> tuple[torch.nn.Module, lis
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_model_that_is_spread_trains_as_a_whole_one_does(optimizer: str) -> None:
+    from torch.distributed.tensor import DTensor
+
     plain, wanted = train("fsdp", optimizer)
     assert type(plain).__name__ == "Gpt", "without a group it stays as it is"
     with a_group_of_one():

@@ -1,13 +1,15 @@
 """A script that knows nothing of ranks: it accumulates, clips and steps, and writes down the samples of each step.
 
 `PASSES`: backward passes of a step, each on a batch of its own; `--no-sync`: all but the last in learner.no_sync();
-`--deferred`: the last too; `--uneven`: the second process makes one pass more. The
+`--deferred`: the last too; `--uneven`: the second process makes one pass more; `--paced`: 20 steps a second, so that
+what is trained while others start costs no processor time, nor its replay. The
 gate trains in passes of samples below HALF alone, so some ranks have a gradient of it and others have none.
 """
 
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -68,6 +70,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 steps.append(passes)
                 passes = []
+                if "--paced" in sys.argv:
+                    time.sleep(0.05)
                 learner.step(tokens=PASSES * BATCH)
         index, seed = learner.index, learner.seed
     Path(f"steps-{index}.json").write_text(json.dumps({"seed": seed, "begun": begun, "steps": steps}))
