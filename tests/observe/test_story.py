@@ -87,6 +87,19 @@ def test_what_was_not_merged_is_told_by_cause_and_by_learner(events: list[Event]
     )
 
 
+def test_what_was_not_merged_at_the_cut_that_a_run_is_made_of_is_no_loss_of_its_own(events: list[Event]) -> None:
+    tokens = {"computed": 240, "merged": 195, "dropped": 0, "lost": 45, "in_flight": 0}
+    causes = {"overlap": 0, "missed": 0, "crash": 33, "cut": 12}
+    events[-1] |= {"tokens": tokens, "dropped_by_cause": causes, "parent": "75851b74 cut 240"}
+    summary = summarise(events)
+    told = " ".join(story(summary, events))
+    assert "5 % were computed before this run began, and not merged at cut 240" in told
+    assert "14 % were lost with a process" in told, "the rest of what is lost"
+    console = Console(width=80, file=StringIO())
+    print_closing(console, summary, [])
+    assert "not in cut 240" in console.file.getvalue() and "12 tokens" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_data_parallel_run_is_told_by_its_processes(events: list[Event]) -> None:
     events[0] |= {"data_parallel": 2}
     assert story(summarise(events), events)[0].startswith("2 data-parallel processes made 24 steps")

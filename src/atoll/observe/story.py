@@ -221,15 +221,26 @@ def _shares(summary: Summary, events: Sequence[Event]) -> str:
 
 
 def _merging(summary: Summary, events: Sequence[Event]) -> str:
-    tokens = summary["tokens"]
+    tokens, cut = dict(summary["tokens"]), lost_at_cut(summary)
     if not tokens["computed"]:
         return ""
+    tokens |= {"lost": tokens["lost"] - cut, "cut": cut}
     fates = [
         f"{percent(tokens[fate] / tokens['computed'])} {words}"
         for fate, words in _fates(summary, _where_lost(summary, events))
         if tokens.get(fate)
     ]
     return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
+
+
+def lost_at_cut(summary: Summary) -> int:
+    """Tokens that the run was begun without, since they were in no version at the cut that it was made of."""
+    return int((summary["tokens"].get("dropped_by_cause") or {}).get("cut", 0))
+
+
+def beginning(summary: Summary) -> str:
+    """Say where in another run this one began: cut 240."""
+    return plain(summary.get("parent", "")).partition(" ")[2] or "the cut that it was made of"
 
 
 def _is_loss(event: Event) -> bool:
@@ -241,6 +252,8 @@ def _where_lost(summary: Summary, events: Sequence[Event]) -> str:
     did not stop in time made behind the last rounds."""
     gone = any(_is_loss(event) for event in events)
     if not summary.get("quarantines"):
+        if summary.get("resumes") and not gone:
+            return "when the run was stopped, or at its end, made too late to be collected"
         return "with a process" if gone else "at the run's end, made too late to be collected"
     return "with a process or in quarantine" if gone else "in quarantine"
 
@@ -249,6 +262,7 @@ def _fates(summary: Summary, where_lost: str) -> tuple[tuple[str, str], ...]:
     return (
         ("merged", "were merged into the model (merged share)"),
         ("dropped", f"were dropped when a learner {_where_dropped(summary)}"),
+        ("cut", f"were computed before this run began, and not merged at {beginning(summary)}"),
         ("lost", f"were lost {where_lost}"),
         ("rolled_back", "were in versions that were rolled back"),
         ("filtered", "were left out by the outlier filter"),
@@ -548,7 +562,7 @@ def _files_in(out: Path) -> list[str]:
 
 
 def _figures(summary: Summary, width: int) -> Table:
-    tokens, learners = summary["tokens"], summary["per_learner"]
+    tokens, learners, cut = summary["tokens"], summary["per_learner"], lost_at_cut(summary)
     facts = [
         ("goodput", percent(summary["goodput"])),
         ("rounds committed", f"{summary['rounds']:,} of {summary['rounds_closed']:,}"),
@@ -563,7 +577,8 @@ def _figures(summary: Summary, width: int) -> Table:
         ("longest gap", span(summary["longest_gap_s"])),
         ("overlap, missed", _dropped(summary)),
         ("median gap", span(summary["median_gap_s"])),
-        ("lost", f"{count(tokens['lost'])} tokens"),
+        ("lost", f"{count(tokens['lost'] - cut)} tokens"),
+        *((f"not in {beginning(summary)}", f"{count(most)} tokens") for most in [cut] if cut),
         ("outer step, ρ", f"{decimal(summary['outer_step'])}, {decimal(summary['rho'])}"),
         ("restarts", f"{summary['restarts']}{_planned_kills(summary)}"),
         ("bytes per token", decimal(summary["bytes_per_token"], 1)),
