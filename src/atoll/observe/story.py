@@ -80,7 +80,10 @@ def _resumes(summary: Summary) -> str:
     ways = [f"{words[way]} {_times(number)}" for way, number in sorted(after.items())]
     if not ways:
         return ""
-    return f"It was {' and '.join(ways)}{', and resumed each time' if after.total() > 1 else ' and resumed'}."
+    counted = "Its end and its start each time count in goodput, uptime and liveness; the time between does not"
+    return (
+        f"It was {' and '.join(ways)}{', and resumed each time' if after.total() > 1 else ' and resumed'}. {counted}."
+    )
 
 
 def _phases(summary: Summary) -> str:
@@ -561,6 +564,10 @@ def _files_in(out: Path) -> list[str]:
     return [*files, *(["logs/"] if logs.is_dir() and any(logs.iterdir()) else [])]
 
 
+OF_ROUNDS = ("effective H", "its mean, p95", "overlap (τ)", "overlap, missed", "outer step, ρ")
+"""Of no meaning where gradients are averaged at every step."""
+
+
 def _figures(summary: Summary, width: int) -> Table:
     tokens, learners, cut = summary["tokens"], summary["per_learner"], lost_at_cut(summary)
     facts = [
@@ -588,6 +595,8 @@ def _figures(summary: Summary, width: int) -> Table:
         ("training loss", _course(summary["training_loss_start"], summary["training_loss_end"])),
         *((plain(name), _course(one["start"], one["end"])) for name, one in summary["metrics"].items()),
     ]
+    if summary.get("data_parallel"):
+        facts = [fact for fact in facts if fact[0] not in OF_ROUNDS]
     facts += [("", "")] * (len(facts) % 2)
     title = f"{summary['run'] or 'the run'}, {span(summary['wall_s'])}"
     table = Table(box=box.ROUNDED, title=plain(title), title_justify="left", show_header=False, width=min(width, 80))

@@ -14,7 +14,8 @@ overlap and the settings beside them are those of the last phase.
 | field | meaning |
 | --- | --- |
 | data_parallel | processes that averaged their gradients at every step, as one learner; 0: it is no such run
-| goodput | seconds spent stepping, all learners, over learner-seconds allocated (`LearnerTime`) |
+| goodput | seconds spent stepping (all between two calls of learner.step, so also the script's own validation), all
+learners, over learner-seconds allocated (`LearnerTime`) |
 | merged_share | fragment-tokens merged over fragment-tokens computed, without those in flight |
 | uptime | share of that time in which at least one learner was stepping: alive and recovered |
 | liveness | learner-seconds alive (joined, and not gone) over those allocated |

@@ -6,8 +6,8 @@ A token counts once for each of the P fragments, as a fragment-token, and each o
     dropped     overwritten by an adoption, or trained on before its learner had the run's parameters. Of these,
                 `missed` were overwritten by a version that holds none of its learner's steps, the others by one that
                 does: they were made between reading the copy and adopting the version (overlap)
-    lost        gone with its incarnation. Of these, `at_cut` were in flight at the cut that the run was made of, and the
-                learner did not go on with them
+    lost        gone with its incarnation. Of these, `at_cut` were in flight at the cut that the run was made of, where
+                the learner did not go on with them
     filtered    given to a committed version, and left out of it by the outlier filter (numerics/filter.py)
     rolled back was merged in a version that the guard took back (guard.py)
     in flight   in a learner's model and in no version yet
@@ -256,7 +256,7 @@ class LedgerState(Record, frozen=True):
     """Those that are closed, by learner. Empty in cuts of earlier versions."""
 
     def begin_run(self) -> LedgerState:
-        """The same in a run that is made of this one: what is in flight here stays behind, unless its learner goes on."""
+        """The same in a run that is made of this one: what is in flight stays behind, unless its learner goes on."""
         return replace(self, open=tuple(replace(account, cut_total=account.total) for account in self.open))
 
 
