@@ -22,7 +22,7 @@ from atoll.cli.runs import state_of
 from atoll.cli.shared import close, where
 from atoll.launch.local import Kill, LocalRun
 from atoll.numerics import kernels
-from atoll.protocol.errors import ConfigError
+from atoll.protocol.errors import ConfigError, PeerError
 from atoll.store.cuts import complete_cuts
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire, hold_run
@@ -180,7 +180,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("syncer --resume nowhere", "nowhere holds no run to go on with: it has no run.toml and journal/"),
         ("syncer --standby nowhere", "nowhere holds no run to go on with: it has no run.toml and journal/"),
         ("verify nowhere", "nowhere holds no run that can be verified: there is no journal/ in it"),
-        ("export nowhere model.safetensors", "nowhere holds no run with parameters: there is no cuts/ in it"),
+        ("export nowhere model.safetensors", "nowhere: atoll ls lists the runs"),
+        ("export odl model.safetensors", "old?"),
         ("set nowhere quorum=2", " is not there: name a run's folder, or a file that holds a join link"),
         ("status script.py", "script.py is a file without a join link in it: name a run's folder, the address of its"),
         ("status open.txt", "open.txt can be read by others on this machine: chmod 600 open.txt"),
@@ -670,6 +671,31 @@ def test_settings_go_to_the_syncer_of_the_run(
     assert atoll(monkeypatch, "set", "old", "quorum=2", "outer_lr=0.5") == 0
     assert asked == [("http://127.0.0.1:7077", ["quorum=2", "outer_lr=0.5"])]
     assert capsys.readouterr().out == said + "\n"
+
+
+def test_a_mistake_in_settings_has_the_exit_code_that_it_has_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    async def post(url: str, words: list[str]) -> str:
+        raise PeerError("there is no setting 'outer_lrr'")
+
+    monkeypatch.setattr(look, "post_settings", post)
+    (folder / "old" / "syncer.url").write_text("http://127.0.0.1:7077")
+    assert atoll(monkeypatch, "set", "old", "outer_lrr=0.5") == 2
+    assert capsys.readouterr().err == "atoll: there is no setting 'outer_lrr'\n"
+
+
+def test_the_runs_of_a_comparison_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("decoupled", "data-parallel"):
+        place = tmp_path / "atoll-runs" / "both" / name
+        place.mkdir(parents=True)
+        (place / "run.toml").write_text("")
+    assert atoll(monkeypatch, "ls", "--json") == 0
+    listed = [row["run"] for row in json.loads(capsys.readouterr().out)]
+    assert listed[-2:] == ["atoll-runs/both/decoupled", "atoll-runs/both/data-parallel"]
 
 
 def test_settings_that_no_syncer_hears_are_an_error(

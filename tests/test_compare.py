@@ -165,6 +165,33 @@ def test_a_run_whose_scores_cannot_be_compared_is_refused_before_the_second_begi
     assert "decoupled cannot be compared: its scorer gives nll, and says of none whether more or less" in said
 
 
+def test_a_run_without_its_last_score_is_named_below_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, last in (("decoupled", 7), ("data-parallel", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.toml").write_text("")
+        events: list[dict[str, Any]] = [{"kind": "run", "run": "1234", "settings": {"learners": 1, "fragments": 1}}]
+        for number in range(8):
+            if number in (0, last):
+                events.append({"kind": "score", "round": number, "loss": 4.0 - number / 4})
+            member = {"learner": "learner-0", "incarnation": 1, "t": number, "tokens": 100, "steps": 1}
+            events.append({"kind": "round", "round": number, "fragment": 0, "live": 1, "members": [member]})
+        final = [{"kind": "score", "round": 8, "loss": 1.0, "final": True}] if last == 7 else []
+        events += [*final, {"kind": "finished", "reason": "8 steps are done"}]
+        lines = [json.dumps({"at": float(at), "text": "", **event}) for at, event in enumerate(events)]
+        (tmp_path / name / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert atoll(monkeypatch, "decoupled", "data-parallel") == 0
+    said = capsys.readouterr().out
+    assert "data-parallel has no score of its last model: its last is at 300 of 800 tokens." in said
+    assert "So the table ends at 300 tokens." in said and "decoupled has no score" not in said
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.strip()}
+    assert rows["0"][1:] == ["4.00*", "4.00*"] and rows["300"][-1] == "3.25*"
+    assert not rows["300"][1].endswith("*"), "on the line between two scores"
+    assert rows["last"][-2:] == ["1.00", "3.25"] and rows["at"][-2:] == ["800", "300"]
+
+
 def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert atoll(monkeypatch, "--help") == 0
     assert "atoll compare examples/kills.toml" in capsys.readouterr().out

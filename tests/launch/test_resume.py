@@ -413,7 +413,10 @@ def test_a_new_run_may_have_settings_that_no_run_changes_while_it_goes_on(tmp_pa
     assert {name for name in now if not now[name].any()} >= now.keys() - was.keys() == feedback
     assert found.changes == ("steps=99",), "as in a run that goes on"
     assert found.states and not found.exact, "learners' own states have the old settings in them"
-    assert found.remarks[-1].endswith(", its model and optimizers, with codec=int8 version_codec=int8 blend=0.25")
+    assert found.remarks[-2].endswith(", its model and optimizers, with codec=int8 version_codec=int8 blend=0.25")
+    unmerged = begins.history.ledger.totals().whole()["in_flight"]
+    said = f"{unmerged} of 64 tokens were computed but not merged at cut 2: it begins without them"
+    assert unmerged and found.remarks[-1] == said
 
 
 def test_a_new_run_may_have_another_outer_optimizer_and_its_learners_are_as_they_were(tmp_path: Path) -> None:

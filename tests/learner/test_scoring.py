@@ -96,8 +96,8 @@ async def test_an_evaluator_says_which_run_it_joined_and_what_it_scored(
     async def answer(url: str, path: str) -> object:
         return {**unsaid, **texts, **status} if path == "/v1/status" else {**manifest, "evaluate_steps": 1}
 
-    async def fetched(*_: object) -> None:
-        pass
+    async def fetched(*_: object) -> FetchedModel:
+        return FetchedModel("r1", 7, make_plan(describe(model), 1, "balanced"), [], [1])
 
     async def post(url: str, score: ScoreReport) -> None:
         posted.append(score.round)
@@ -111,6 +111,41 @@ async def test_an_evaluator_says_which_run_it_joined_and_what_it_scored(
     assert capsys.readouterr().err == (
         "atoll: joined run r1 as its evaluator\natoll: scored round 7: loss 0.25, accuracy 0.9996, depth not finite\n"
     )
+
+
+async def test_a_version_that_was_scored_is_scored_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 1)
+    plan = make_plan(describe(model), 1, "balanced")
+    scored: list[int] = []
+    posted: list[tuple[int, bool, float | None, str]] = []
+    # Of a data-parallel run no version may come for many steps, and at the end none comes behind the last.
+    steps = [("training", 0, 0), ("training", 5, 0), ("training", 9, 1), ("finished", 9, 1)]
+    now = steps[0]
+
+    async def answer(url: str, path: str) -> object:
+        nonlocal now
+        if path != "/v1/status":
+            return {"plan": msgspec.to_builtins(plan), "run": "r1", "evaluate_steps": 1}
+        now = steps.pop(0)
+        return {**UNSAID, "phase": now[0], "global_step": now[1], "round": now[2], "versions": (now[2],)}
+
+    async def fetch(*_: object) -> FetchedModel:
+        return FetchedModel("r1", now[2], plan, [], [now[2]])
+
+    async def post(url: str, score: ScoreReport) -> None:
+        posted.append((score.round, score.final, score.loss, score.sample))
+
+    def score(module: nn.Module) -> float:
+        scored.append(now[2])
+        return 0.5
+
+    monkeypatch.setattr("atoll.learner.evaluator.POLL_S", 0.0)
+    monkeypatch.setattr("atoll.learner.evaluator.get_json", answer)
+    monkeypatch.setattr("atoll.learner.evaluator.post_score", post)
+    monkeypatch.setattr(Evaluator, "_fetch", fetch)
+    await Evaluator("http://127.0.0.1:9", ScoredModule(model), score, lambda module: "words", {}, "").run()
+    assert scored == [0, 1]
+    assert posted == [(0, False, 0.5, ""), (1, False, 0.5, ""), (1, True, 0.5, "words")]
 
 
 UNSAID = {

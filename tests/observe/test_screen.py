@@ -176,6 +176,16 @@ def test_what_became_of_the_work_is_plain(status: Status) -> None:
     assert "88 %" in row
 
 
+def test_a_data_parallel_run_shows_no_figures_of_merges(status: Status) -> None:
+    merges = ("effective H", "steps a sync", "overlap", "outer step")
+    now = msgspec.structs.replace(status(), effective_h=20.0, effective_h_mean=20.0, overlap_steps=1.0, outer_step=0.5)
+    for processes in (0, 4):
+        screen = LiveScreen(console())
+        screen.update(msgspec.structs.replace(now, data_parallel=processes))
+        shown = text_of(screen, 80)
+        assert [label in shown for label in merges] == [not processes] * 4, shown
+
+
 def test_a_larger_h_comes_with_the_part_that_makes_it_and_what_would_hold_it(status: Status) -> None:
     narrow = "way down of site-2: 58 of 60 Mbit/s"
     advice = "H is 46.2 instead of 24; version_codec = bf16 would hold H = 24"

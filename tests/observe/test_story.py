@@ -87,9 +87,29 @@ def test_what_was_not_merged_is_told_by_cause_and_by_learner(events: list[Event]
     )
 
 
+def test_what_was_not_merged_at_the_cut_that_a_run_is_made_of_is_no_loss_of_its_own(events: list[Event]) -> None:
+    tokens = {"computed": 240, "merged": 195, "dropped": 0, "lost": 45, "in_flight": 0}
+    causes = {"overlap": 0, "missed": 0, "crash": 33, "cut": 12}
+    events[-1] |= {"tokens": tokens, "dropped_by_cause": causes, "parent": "75851b74 cut 240"}
+    summary = summarise(events)
+    told = " ".join(story(summary, events))
+    assert "5 % were computed before this run began, and not merged at cut 240" in told
+    assert "14 % were lost with a process" in told, "the rest of what is lost"
+    console = Console(width=80, file=StringIO())
+    print_closing(console, summary, [])
+    assert "not in cut 240" in console.file.getvalue() and "12 tokens" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_data_parallel_run_is_told_by_its_processes(events: list[Event]) -> None:
     events[0] |= {"data_parallel": 2}
     assert story(summarise(events), events)[0].startswith("2 data-parallel processes made 24 steps")
+    shown = []
+    for processes in (0, 2):
+        console = Console(width=80, file=StringIO())
+        print_closing(console, summarise(events) | {"data_parallel": processes}, [])
+        shown.append(console.file.getvalue())  # type: ignore[attr-defined]
+    for label in ("effective H", "its mean, p95", "overlap (τ)", "outer step, ρ"):
+        assert label in shown[0] and label not in shown[1], "nothing is merged there"
 
 
 def test_a_learner_by_hand_that_came_back_as_another_process_is_told(events: list[Event]) -> None:
@@ -226,9 +246,10 @@ def test_who_came_back_and_died_again_is_told_once(say: Callable[..., Event], ev
 
 def test_a_run_that_was_gone_on_with_says_so(events: list[Event]) -> None:
     told = {**summarise(events), "resumes": [{"at_s": 1.0, "after": "killed"}, {"at_s": 2.0, "after": "ended"}]}
-    assert "It was stopped once and killed as a whole once, and resumed each time." in story(told, events)
+    counted = "Its end and its start each time count in goodput, uptime and liveness; the time between does not."
+    assert f"It was stopped once and killed as a whole once, and resumed each time. {counted}" in story(told, events)
     told["resumes"] = [{"at_s": 1.0, "after": "ended"}]
-    assert "It was stopped once and resumed." in story(told, events)
+    assert f"It was stopped once and resumed. {counted}" in story(told, events)
 
 
 def test_a_killed_learner_that_never_came_back(events: list[Event]) -> None:

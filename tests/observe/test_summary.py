@@ -26,6 +26,7 @@ BY_HAND: dict[str, Any] = {
     "data_digest": "5eed",
     "parameters": 12,
     "reason": "the budget is spent",
+    "parent": "",
     "goodput": (9.0 + 2.5 + 2.0) / (2 * 10),
     "merged_share": 390 / (2 * 240),
     "fragments": None,

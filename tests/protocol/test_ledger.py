@@ -248,6 +248,25 @@ def test_what_is_dropped_is_told_by_cause() -> None:
     assert ledger.totals().by_cause() == {"overlap": 20, "missed": 60, "crash": 10}
 
 
+def test_what_was_in_flight_at_the_cut_that_a_run_is_made_of_is_no_crash() -> None:
+    ledger = a_ledger()
+    ledger.merged(round_of(0, 1, share(80, total=80)))
+    assert ledger.reported("a", 1, 120, (40, 120), (0, 0), (1, -1)) is None
+    forked = Ledger.restore(ledger.state().begin_run())
+    assert forked.totals().in_flight == (40, 120), "its learner may go on with it"
+    forked.closed(gone(forked.closing("a", 1)))
+    assert forked.totals().at_cut == forked.totals().lost == (40, 120)
+    assert forked.totals().by_cause() == {"overlap": 0, "missed": 0, "crash": 0, "cut": 80}
+    assert forked.totals().balance() == (0, 0)
+    forked.merged(round_of(1, 1, share(120, total=120)))
+    assert forked.totals().at_cut == (40, 0), "it was merged after all"
+
+    went_on = Ledger.restore(ledger.state().begin_run())
+    assert went_on.reported("a", 1, 130, (50, 130), (0, 0), (1, -1)) is None
+    went_on.closed(gone(went_on.closing("a", 1)))
+    assert went_on.totals().by_cause() == {"overlap": 0, "missed": 0, "crash": 90}, "a learner that goes on crashed"
+
+
 def test_what_was_merged_after_all_was_not_missed() -> None:
     ledger = a_ledger()
     assert ledger.reported("a", 1, 110, (10, 110), (100, 0), (4, 0), (100, 0)) is None

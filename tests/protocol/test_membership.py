@@ -528,6 +528,18 @@ def test_a_learner_that_died_while_the_syncer_stood_still_is_lost_in_its_time() 
     assert [name for _, name in lost] == ["learner-2"] and lost[0][0] <= 6.0
 
 
+def test_a_pause_in_the_training_loop_is_told_with_its_cause_and_its_end() -> None:
+    world = World(2, fragments=2, sync_every=4, stalled_after_s=5.0, step_s=[1.0, 1.0]).run_until(seconds=10.0)
+    world.learners["learner-1"].step_s = 30.0
+    world.run_until(seconds=20.0)
+    world.learners["learner-1"].step_s = 1.0
+    world.run_until(seconds=30.0)
+    [stalled], [again] = world.said("stalled"), world.said("steps")
+    assert "(a pause in its training loop, as of validation or a checkpoint, or it hangs)" in stalled.text
+    stood_s = float(again.text.removeprefix("learner-1 makes steps again, after ").partition(" s ")[0])
+    assert 29.0 < stood_s < 32.0
+
+
 def test_one_that_has_made_no_step_is_asked_for_its_call() -> None:
     """Not a word of being slow: the usual cause is a loop without learner.step()."""
     world = World(2, fragments=2, sync_every=4, stalled_after_s=5.0, step_s=[1.0, 1e6])

@@ -35,6 +35,12 @@ async def test_an_end_without_the_last_word_of_somebody_says_so(lines: list[byte
     ]
 
 
+async def test_the_last_score_can_be_waited_for_longer(lines: list[bytes]) -> None:
+    last = RunEnding(EventLog(lines.append), evaluated=True, score_wait_s=0.06)
+    await last._wait_for(last._scored, last._score_s, "the evaluator's last score")
+    assert said(lines) == ["the run closes without the evaluator's last score, after a wait of 0.06 s"]
+
+
 async def test_the_end_says_what_it_waits_for(lines: list[bytes]) -> None:
     last = RunEnding(EventLog(lines.append), evaluated=True)
     last.log_last_work()

@@ -33,6 +33,10 @@ class ScoreCurve:
     wall_s: float | None
     figure: str = LOSS
     direction: str = "min"
+    merged: int = 0
+    """Tokens merged in all."""
+    stale: bool = False
+    """Whether the run closed without a score of its last model."""
 
     def score_at(self, tokens: float) -> float:
         """Return the figure on the line between the two scores around it."""
@@ -43,6 +47,7 @@ class ScoreCurve:
     def describe(self) -> dict[str, Any]:
         """Return the document of the run. The loss keeps the key that it had before metrics could be compared."""
         document = {"run": str(self.run), "algorithm": self.algorithm, "wall_s": self.wall_s, "figure": self.figure}
+        document |= {"merged": self.merged, "last_model_scored": not self.stale}
         key = "losses" if self.figure == LOSS else "scores"
         return {**document, "direction": self.direction, key: self.scores}
 
@@ -101,7 +106,9 @@ def read_curve(folder: Path, figure: str = LOSS, direction: str = "min") -> Scor
     if not scored:
         raise ConfigError(f"{folder} was never scored by {figure}: its script has to call {NEEDED}")
     algorithm = str(tomllib.loads(run.settings).get("algorithm", "decoupled"))
-    return ScoreCurve(folder, algorithm, tuple(sorted(scored.items())), run.summary.get("wall_s"), figure, direction)
+    found, stale = tuple(sorted(scored.items())), run.summary["validation_stale_round"] is not None
+    wall_s, in_all = run.summary.get("wall_s"), round(merged[-1])
+    return ScoreCurve(folder, algorithm, found, wall_s, figure, direction, in_all, stale)
 
 
 def _value_of(score: Event, figure: str) -> float | None:

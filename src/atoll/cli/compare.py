@@ -48,6 +48,8 @@ from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir, unused_path
 from atoll.telemetry.events import Event
 
+SCORE_WAIT_S = 1800.0
+"""How long the score of a run's last model is waited for: the table goes no further than the scores."""
 NAMES = {
     "decoupled": "Decoupled DiLoCo",
     "synchronous-diloco": "synchronous DiLoCo",
@@ -129,7 +131,10 @@ def _compare_script(
     for method, place in places.items():
         console.rule(NAMES[method])
         settings = OF_SCRIPTS[method](config)
-        command, options = script_arguments(script, arguments), LaunchOptions().assign_devices(settings)
+        command, options = (
+            script_arguments(script, arguments),
+            LaunchOptions(score_wait_s=SCORE_WAIT_S).assign_devices(settings),
+        )
         # A run whose scores cannot be compared is ended at its first score: the others would be trained for nothing.
         check = _find_reason_to_end
         train_here(settings, place, console, command, (), as_json=False, options=options, find_reason_to_end=check)
@@ -156,12 +161,32 @@ def _show_curves(curves: list[ScoreCurve], as_json: bool) -> None:
     title = "validation loss over tokens" if figure == LOSS else f"{plain(figure)} over tokens ({better} is better)"
     made = table(title, "tokens merged", *(f"{one.run.name}\n({one.algorithm})" for one in curves))
     for place in tokens:
-        made.add_row(f"{place:,.0f}", *(format_score(one.score_at(place)) for one in curves))
+        made.add_row(f"{place:,.0f}", *(_show_score(one, place) for one in curves))
     made.add_section()
+    made.add_row("last score", *(format_score(one.scores[-1][1]) for one in curves))
+    made.add_row("at tokens", *(f"{one.scores[-1][0]:,}" for one in curves))
+    made.add_row("tokens in all", *(f"{one.merged:,}" for one in curves))
     made.add_row("took", *(span(one.wall_s) for one in curves))
     console = Console()
     console.print(made)
-    console.print("Between two scores the figure is that on the line from one to the other.", highlight=False)
+    between = "Figures with a * were scored there; the others are on the line between two scores of their run."
+    for line in (between, *_describe_missing(curves, tokens[-1])):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _show_score(curve: ScoreCurve, tokens: float) -> str:
+    scored = any(at == tokens for at, _ in curve.scores)
+    return f"{format_score(curve.score_at(tokens))}{'*' if scored else ' '}"
+
+
+def _describe_missing(curves: list[ScoreCurve], last: float) -> list[str]:
+    """Say which runs lack the score of their last model, and where the table ends for it."""
+    found = [
+        f"{one.run.name} has no score of its last model: its last is at {one.scores[-1][0]:,} of {one.merged:,} tokens."
+        for one in curves
+        if one.stale
+    ]
+    return [*found, f"So the table ends at {last:,.0f} tokens."] if found else []
 
 
 def _encode(curves: list[ScoreCurve]) -> bytes:

@@ -25,7 +25,7 @@ from atoll.observe.report.reading import ReportedRun, read_run
 from atoll.observe.screen import LiveScreen
 from atoll.observe.story import conclude, print_closing, print_command, story, verification_rows
 from atoll.observe.tail import EventTail
-from atoll.protocol.errors import ConfigError, RunFailed, Unreachable, WrongCertificate
+from atoll.protocol.errors import ConfigError, NotAdmitted, PeerError, RunFailed, Unreachable, WrongCertificate
 from atoll.store.export import export_kept, export_run
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.verify import verify_run
@@ -270,8 +270,10 @@ def set_(run: str, words: list[str]) -> None:
     url = where(run)
     try:
         changed = asyncio.run(post_settings(url, words))
-    except WrongCertificate:
+    except (WrongCertificate, NotAdmitted):
         raise
+    except PeerError as error:  # nothing was changed: as in the command that begins a run
+        raise ConfigError(str(error)) from None
     except Unreachable as error:
         raise Unreachable(
             f"no syncer answers at {without_secrets(url)}: settings change while a run goes on, or with --resume"

@@ -21,7 +21,7 @@ from atoll.observe.timeline import find_closing
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.statistics import format_score
 from atoll.store.event_parts import events_size, read_lines
-from atoll.store.rundir import RUNS, RunDir, find_runs
+from atoll.store.rundir import RUNS, RunDir, find_compared, find_runs
 from atoll.store.writer_lease import is_alive
 from atoll.telemetry.events import parse
 
@@ -36,7 +36,8 @@ WHOLE_BYTES = 2 << 20
 
 
 def ls(folder: Path | None, json_: bool) -> None:
-    found = find_runs(folder) if folder is not None else [*find_runs(Path()), *find_runs(RUNS)]
+    below = (folder,) if folder is not None else (Path(), RUNS)
+    found = [run for place in below for run in (*find_runs(place), *find_compared(place))]
     rows = [describe_run(run, time.time()) for run in found]
     if json_:
         print(msgspec.json.encode(rows).decode())

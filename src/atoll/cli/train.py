@@ -213,6 +213,8 @@ class LaunchOptions:
     accept_loss: bool = False
     """Go on without what is missing of the journal."""
     devices: Assignment | None = None
+    score_wait_s: float = 0.0
+    """Wait at least so long for the score of the last model, where that is longer than usual."""
 
     def assign_devices(self, config: Config) -> LaunchOptions:
         """With the GPUs that the script sees dealt out; ConfigError: they are too few."""
@@ -419,7 +421,10 @@ def train_here(
             listens=view.show_link,
             route=standby.open_relays if standby is not None else None,
             beside=standby.watch_for_plans if standby is not None else None,
-            syncer_words=("--disk", DISK) if standby is not None else (),
+            syncer_words=(
+                *(("--disk", DISK) if standby is not None else ()),
+                *(("--score-wait", f"{options.score_wait_s:g}") if options.score_wait_s else ()),
+            ),
             max_restarts=options.max_restarts,
             devices=options.devices,
             launch=options.launch,

@@ -282,8 +282,17 @@ def from_cut(
     exact = bool(manifest.learners) and not parse_settings(own).keys() & {"protocol", "workload"}
     how, shown = "its model and optimizers" if own and not exact else "exactly as it was", " ".join(own)
     remark = f"a new run {run} from cut {cut} of run {part.run}, {how}{f', with {shown}' if own else ''}"
-    remarks = (*checked.list_remarks(), remark)
+    remarks = (*checked.list_remarks(), remark, *_describe_unmerged(then.history, cut, exact=exact))
     return new, Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, remarks)
+
+
+def _describe_unmerged(state: HistoryState, cut: int, *, exact: bool) -> tuple[str, ...]:
+    """Learners that are put back exactly go on with what they had computed; others begin without it."""
+    tokens = History.restore(copy.deepcopy(state)).ledger.totals().whole()
+    if exact or not tokens["in_flight"]:
+        return ()
+    said = f"{tokens['in_flight']:,} of {tokens['computed']:,} tokens were computed but not merged at cut {cut}"
+    return (f"{said}: it begins without them",)
 
 
 def _with_own_settings(state: HistoryState, words: Sequence[str]) -> HistoryState:

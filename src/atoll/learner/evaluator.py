@@ -251,6 +251,8 @@ class Evaluator:
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._checked = False
         self._cpu_s = 0.0
+        self._last: tuple[tuple[str, tuple[int, ...]], ScoreReport, float] | None = None
+        """The model that was scored last, by its run and versions, what was told of it, and the steps to the next."""
         self._presence: threading.Thread | None = None
         self._over = threading.Event()
 
@@ -289,11 +291,13 @@ class Evaluator:
             patience_s = GIVE_UP_S if status.phase in ("ending", "finished") or progress >= NEAR_END else AWAY_S
             if status.phase != "waiting" and (final or clock.is_due(status.global_step, progress)):
                 try:
-                    every = await self._once(status.round, final)
+                    if (every := await self._tell_again(status, final)) is None:
+                        every = await self._once(status.round, final)
                 except Unreachable:  # the syncer went in the middle of it: look whether it comes back
                     await asyncio.sleep(POLL_S)
                     continue
-                clock.note_score(status.global_step, progress, every)
+                if every > 0:
+                    clock.note_score(status.global_step, progress, every)
             if final:
                 return
             await asyncio.sleep(POLL_S)
@@ -331,6 +335,21 @@ class Evaluator:
                 asyncio.run(tell_presence(self._url))
             self._over.wait(PRESENCE_S)
 
+    async def _tell_again(self, status: RunStatus, final: bool) -> float | None:
+        """Where the newest model was scored already, score it no more: at the end tell that score once more, as the
+        last. Return steps to the next score, 0 before the next version; None: the model is new, or has to write."""
+        if self._last is None or not status.versions or self._last[0] != (status.run, status.versions):
+            return None
+        if not final:
+            return 0.0
+        if self._sample is not None and self._average is not None:
+            return None  # the average was scored after it, so the model holds that
+        _, score, every = self._last
+        text = self._sample(self._scored.hand_over())[:SAMPLE_CHARS] if self._sample is not None else ""
+        again = msgspec.structs.replace(score, round=status.round, cpu_s=0.0, sample=text, final=True)
+        await post_score(self._url, again)
+        return every
+
     async def _once(self, round: int, final: bool) -> float:
         """Score the model as it is now; how many learner steps lie between two scores."""
         manifest: Any = await get_json(self._url, "/v1/manifest")
@@ -365,7 +384,9 @@ class Evaluator:
             await asyncio.to_thread(self._best.keep, figure, fetched)
         await post_score(self._url, score)
         say(f"scored round {round}: {found.describe()}")
-        return float(manifest["evaluate_steps"])
+        every = float(manifest["evaluate_steps"])
+        self._last = ((fetched.run, tuple(fetched.versions)), score, every)
+        return every
 
     async def _score_average(
         self, average: AveragedModel, fetched: FetchedModel, least: Sequence[int], found: ScoreFigures, scorer: str

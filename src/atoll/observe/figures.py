@@ -17,6 +17,7 @@ CAUSES = {
     "missed": "in missed rounds",
     "untold": "by overlap or in missed rounds (told apart when their learners leave)",
     "crash": "lost",
+    "cut": "not merged at the cut that the run began from",
     "filtered": "by the outlier filter",
 }
 """Why tokens are in no version."""
@@ -49,7 +50,7 @@ def causes_of(dropped_by_cause: dict[str, int], computed: int) -> list[str]:
         f"{percent(dropped_by_cause.get(cause, 0) / max(1, computed))} {words}"
         for cause, words in CAUSES.items()
         if cause in dropped_by_cause
-        or cause not in ("filtered", "untold")  # with --robust; of a journal (atoll verify)
+        or cause not in ("filtered", "untold", "cut")  # with --robust; of a journal (atoll verify); --from-cut
     ]
 
 

@@ -216,8 +216,10 @@ def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
         ("merged share", _share(status.merged_share, 0.8)),
         ("median gap", Text(span(status.median_gap_s))),
     ]
+    if status.data_parallel:  # gradients are averaged at every step: rounds are only copies of the model
+        facts = [fact for fact in facts if fact[0] != "effective H"]
     beside = 3 if width >= WIDE else 2
-    if beside == 2:
+    if beside == 2 and len(facts) % 2:
         facts = facts[:-1]
     if status.standby:
         facts.append(("standby", Text(plain(status.standby))))
@@ -256,13 +258,13 @@ def _last_round(status: RunStatus) -> Table:
     grid.add_column(style="dim", no_wrap=True, width=LABEL)
     grid.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
     members = f"{len(status.members)}: {plain(listing(status.members, 5))}" if status.members else NONE
-    if status.effective_h_mean is not None:
+    if status.effective_h_mean is not None and not status.data_parallel:
         grid.add_row("steps a sync", Text(_steps_between(status)))
     if status.training_phases or status.earlier_h:
         grid.add_row("phase", Text(_phase(status)))
-    if status.overlap_steps is not None:
+    if status.overlap_steps is not None and not status.data_parallel:
         grid.add_row("overlap", Text(_overlap(status)))
-    if status.outer_step is not None:
+    if status.outer_step is not None and not status.data_parallel:
         grid.add_row("outer step", Text(_outer_step(status)))
     if status.relays:
         grid.add_row("relays", Text(plain(listing([describe_relay(one) for one in status.relays], 3))))

@@ -80,7 +80,10 @@ def _resumes(summary: Summary) -> str:
     ways = [f"{words[way]} {_times(number)}" for way, number in sorted(after.items())]
     if not ways:
         return ""
-    return f"It was {' and '.join(ways)}{', and resumed each time' if after.total() > 1 else ' and resumed'}."
+    counted = "Its end and its start each time count in goodput, uptime and liveness; the time between does not"
+    return (
+        f"It was {' and '.join(ways)}{', and resumed each time' if after.total() > 1 else ' and resumed'}. {counted}."
+    )
 
 
 def _phases(summary: Summary) -> str:
@@ -221,15 +224,26 @@ def _shares(summary: Summary, events: Sequence[Event]) -> str:
 
 
 def _merging(summary: Summary, events: Sequence[Event]) -> str:
-    tokens = summary["tokens"]
+    tokens, cut = dict(summary["tokens"]), lost_at_cut(summary)
     if not tokens["computed"]:
         return ""
+    tokens |= {"lost": tokens["lost"] - cut, "cut": cut}
     fates = [
         f"{percent(tokens[fate] / tokens['computed'])} {words}"
         for fate, words in _fates(summary, _where_lost(summary, events))
         if tokens.get(fate)
     ]
     return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
+
+
+def lost_at_cut(summary: Summary) -> int:
+    """Tokens that the run was begun without, since they were in no version at the cut that it was made of."""
+    return int((summary["tokens"].get("dropped_by_cause") or {}).get("cut", 0))
+
+
+def beginning(summary: Summary) -> str:
+    """Say where in another run this one began: cut 240."""
+    return plain(summary.get("parent", "")).partition(" ")[2] or "the cut that it was made of"
 
 
 def _is_loss(event: Event) -> bool:
@@ -241,6 +255,8 @@ def _where_lost(summary: Summary, events: Sequence[Event]) -> str:
     did not stop in time made behind the last rounds."""
     gone = any(_is_loss(event) for event in events)
     if not summary.get("quarantines"):
+        if summary.get("resumes") and not gone:
+            return "when the run was stopped, or at its end, made too late to be collected"
         return "with a process" if gone else "at the run's end, made too late to be collected"
     return "with a process or in quarantine" if gone else "in quarantine"
 
@@ -249,6 +265,7 @@ def _fates(summary: Summary, where_lost: str) -> tuple[tuple[str, str], ...]:
     return (
         ("merged", "were merged into the model (merged share)"),
         ("dropped", f"were dropped when a learner {_where_dropped(summary)}"),
+        ("cut", f"were computed before this run began, and not merged at {beginning(summary)}"),
         ("lost", f"were lost {where_lost}"),
         ("rolled_back", "were in versions that were rolled back"),
         ("filtered", "were left out by the outlier filter"),
@@ -547,8 +564,12 @@ def _files_in(out: Path) -> list[str]:
     return [*files, *(["logs/"] if logs.is_dir() and any(logs.iterdir()) else [])]
 
 
+OF_ROUNDS = ("effective H", "its mean, p95", "overlap (τ)", "overlap, missed", "outer step, ρ")
+"""Of no meaning where gradients are averaged at every step."""
+
+
 def _figures(summary: Summary, width: int) -> Table:
-    tokens, learners = summary["tokens"], summary["per_learner"]
+    tokens, learners, cut = summary["tokens"], summary["per_learner"], lost_at_cut(summary)
     facts = [
         ("goodput", percent(summary["goodput"])),
         ("rounds committed", f"{summary['rounds']:,} of {summary['rounds_closed']:,}"),
@@ -563,7 +584,8 @@ def _figures(summary: Summary, width: int) -> Table:
         ("longest gap", span(summary["longest_gap_s"])),
         ("overlap, missed", _dropped(summary)),
         ("median gap", span(summary["median_gap_s"])),
-        ("lost", f"{count(tokens['lost'])} tokens"),
+        ("lost", f"{count(tokens['lost'] - cut)} tokens"),
+        *((f"not in {beginning(summary)}", f"{count(most)} tokens") for most in [cut] if cut),
         ("outer step, ρ", f"{decimal(summary['outer_step'])}, {decimal(summary['rho'])}"),
         ("restarts", f"{summary['restarts']}{_planned_kills(summary)}"),
         ("bytes per token", decimal(summary["bytes_per_token"], 1)),
@@ -573,6 +595,8 @@ def _figures(summary: Summary, width: int) -> Table:
         ("training loss", _course(summary["training_loss_start"], summary["training_loss_end"])),
         *((plain(name), _course(one["start"], one["end"])) for name, one in summary["metrics"].items()),
     ]
+    if summary.get("data_parallel"):
+        facts = [fact for fact in facts if fact[0] not in OF_ROUNDS]
     facts += [("", "")] * (len(facts) % 2)
     title = f"{summary['run'] or 'the run'}, {span(summary['wall_s'])}"
     table = Table(box=box.ROUNDED, title=plain(title), title_justify="left", show_header=False, width=min(width, 80))

@@ -14,7 +14,8 @@ overlap and the settings beside them are those of the last phase.
 | field | meaning |
 | --- | --- |
 | data_parallel | processes that averaged their gradients at every step, as one learner; 0: it is no such run
-| goodput | seconds spent stepping, all learners, over learner-seconds allocated (`LearnerTime`) |
+| goodput | seconds spent stepping (all between two calls of learner.step, so also the script's own validation), all
+learners, over learner-seconds allocated (`LearnerTime`) |
 | merged_share | fragment-tokens merged over fragment-tokens computed, without those in flight |
 | uptime | share of that time in which at least one learner was stepping: alive and recovered |
 | liveness | learner-seconds alive (joined, and not gone) over those allocated |
@@ -29,7 +30,9 @@ larger than was asked, with what it carried; empty: none did |
 | rounds, rounds_closed | committed rounds; all, also those in which nothing was merged (`round` on the screen) |
 | fragments | of each its version, and the tokens merged into it; null where no ledger told |
 | tokens | by fate (`ledger.FATES`): computed is the sum of the others. From the ledger; without it, from the events |
-| tokens.dropped_by_cause | overlap + missed = dropped, crash = lost (quarantine too), filtered; only of a ledger |
+| parent | the run that this one was made of, and where in it: "75851b74 cut 240"; empty: of none |
+| tokens.dropped_by_cause | overlap + missed = dropped, crash (quarantine too) + cut (not merged at the cut that the run
+began from) = lost, filtered; only of a ledger |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
 | relays | per relay, bytes of bodies that the syncer received through it (bytes_in) and sent (bytes_out) |
 | longest_gap_s, median_gap_s | time between two commits |
@@ -136,6 +139,7 @@ def summarise(events: Iterable[Event], account: Mapping[str, Any] | None = None)
     share = told.get("merged_share") if "rounds" in told else _share_of_events(rounds, fragments, tokens["computed"])
     return {
         "run": header.get("run"),
+        "parent": told.get("parent", ""),
         "data_parallel": header.get("data_parallel", 0),
         "data_digest": plan.get("data") or None,
         "parameters": plan.get("parameters"),

@@ -29,6 +29,7 @@ def make_account(history: History, steps: Mapping[str, int] = {}) -> dict[str, A
         "dropped_by_cause": ledger.by_cause(),
         "merged_share": ledger.merged_share(),
         "fates": learners,
+        "parent": history.begun.parent,
         "fragments": [list(row) for row in zip(history.versions, ledger.merged, strict=True)],
     }
 

@@ -122,8 +122,9 @@ class HistoryState(msgspec.Struct, array_like=True):
         """The state of a new run that begins with this one. It goes on, however this one ended, so its outer steps look
         ahead again (phases.py). `at`: where in this run that is; `succeeds`: the runs whose learners join it."""
         begun = msgspec.structs.replace(self.begun, run=run, parent=f"{self.begun.run} {at}", succeeds=succeeds)
-        outer = outer_again(begun.outer, self.outer)
-        return msgspec.structs.replace(self, begun=begun, outer=outer, term=term, cuts=[], ended="", finished=False)
+        outer, ledger = outer_again(begun.outer, self.outer), self.ledger.begin_run()
+        anew = {"begun": begun, "outer": outer, "ledger": ledger, "term": term}
+        return msgspec.structs.replace(self, **anew, cuts=[], ended="", finished=False)
 
 
 class History:

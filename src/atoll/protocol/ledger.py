@@ -6,7 +6,8 @@ A token counts once for each of the P fragments, as a fragment-token, and each o
     dropped     overwritten by an adoption, or trained on before its learner had the run's parameters. Of these,
                 `missed` were overwritten by a version that holds none of its learner's steps, the others by one that
                 does: they were made between reading the copy and adopting the version (overlap)
-    lost        gone with its incarnation
+    lost        gone with its incarnation. Of these, `at_cut` were in flight at the cut that the run was made of, where
+                the learner did not go on with them
     filtered    given to a committed version, and left out of it by the outlier filter (numerics/filter.py)
     rolled back was merged in a version that the guard took back (guard.py)
     in flight   in a learner's model and in no version yet
@@ -66,9 +67,11 @@ class Totals(Record, frozen=True):
     """Of `dropped`: the learner had missed the round that it adopted the version of. The rest is overlap."""
     rolled_back: Counts = ()
     filtered: Counts = ()
+    at_cut: Counts = ()
+    """Of `lost`: in no version at the cut that the run was made of."""
 
     def __post_init__(self) -> None:
-        for name in ("missed", "rolled_back", "filtered"):
+        for name in ("missed", "rolled_back", "filtered", "at_cut"):
             if not getattr(self, name):  # written by a version that did not tell
                 force_setattr(self, name, (0,) * len(self.computed))
 
@@ -95,13 +98,15 @@ class Totals(Record, frozen=True):
         return tokens
 
     def by_cause(self) -> dict[str, int]:
-        """Why tokens are in no version: overlap and missed make up what is dropped, crash is what is lost.
+        """Why tokens are in no version: overlap and missed make up what is dropped, crash and cut what is lost.
 
-        `filtered` is there only where the filter left something out.
+        `cut` is there only in a run that was made of a cut, `filtered` only where the filter left something out.
         """
         whole = self.whole()
+        cut = min(whole["lost"], sum(self.at_cut) // len(self.computed))
         missed = min(whole["dropped"], sum(self.missed) // len(self.computed))
-        causes = {"overlap": whole["dropped"] - missed, "missed": missed, "crash": whole["lost"]}
+        causes = {"overlap": whole["dropped"] - missed, "missed": missed, "crash": whole["lost"] - cut}
+        causes |= {"cut": cut} if cut else {}
         return causes | ({"filtered": whole["filtered"]} if whole["filtered"] else {})
 
 
@@ -142,6 +147,8 @@ class Account(Record, frozen=True):
     """Part of `merged`."""
     filtered: Counts = ()
     """Part of `merged` that is not in `rolled_back`."""
+    cut_total: int = -1
+    """Its total at the cut that the run was made of, until its learner goes on with it there."""
 
     def __post_init__(self) -> None:
         for name in ("missed", "rolled_back", "filtered"):
@@ -248,6 +255,10 @@ class LedgerState(Record, frozen=True):
     by_learner: dict[str, Totals] = field(default_factory=dict)
     """Those that are closed, by learner. Empty in cuts of earlier versions."""
 
+    def begin_run(self) -> LedgerState:
+        """The same in a run that is made of this one: what is in flight stays behind, unless its learner goes on."""
+        return replace(self, open=tuple(replace(account, cut_total=account.total) for account in self.open))
+
 
 class Ledger:
     def __init__(self, fragments: int) -> None:
@@ -324,10 +335,11 @@ class Ledger:
     def closed(self, record: GoneRecord) -> None:
         """Its numbers are final; reports that still come are passed over."""
         account = self._open.pop((record.learner, record.incarnation))
+        at_cut = record.lost if account.cut_total == record.total else self._none
         merged, undone = account.fates().merged, account.rolled_back
         computed = tuple(map(sum, zip(account.merged, record.dropped, record.lost, strict=True)))
         fates = Totals(
-            computed, merged, record.dropped, record.lost, self._none, record.missed, undone, account.filtered
+            computed, merged, record.dropped, record.lost, self._none, record.missed, undone, account.filtered, at_cut
         )
         self._closed = _sum(self._closed, fates)
         before = self._closed_of.get(record.learner)
@@ -377,6 +389,7 @@ def _found(closed: Totals, fragment: int, share: Share) -> Totals:
         merged=_plus(closed.merged, fragment, tokens - share.filtered),
         filtered=_plus(closed.filtered, fragment, share.filtered),
         lost=_plus(closed.lost, fragment, -lost),
+        at_cut=_with(closed.at_cut, fragment, min(closed.at_cut[fragment], closed.lost[fragment] - lost)),
         dropped=_plus(closed.dropped, fragment, lost - tokens),
         missed=_plus(closed.missed, fragment, -missed),
     )

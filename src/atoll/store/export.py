@@ -18,6 +18,7 @@ import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -155,6 +156,11 @@ def _describe_evaluator(run: RunDir) -> str:
 
 
 def _check_out(run: RunDir, out: Path, force: bool) -> None:
+    if not run.path.is_dir():
+        known = run.path.parent.iterdir() if run.path.parent.is_dir() else ()
+        near = get_close_matches(run.path.name, [one.name for one in known if one.is_dir()], n=1)
+        meant = f": did you mean {run.path.parent / near[0]}?" if near else ": atoll ls lists the runs"
+        raise ConfigError(f"there is no folder {run.path}{meant}")
     if not run.cuts.is_dir():
         raise ConfigError(f"{run.path} holds no run with parameters: there is no cuts/ in it")
     if out.resolve().is_relative_to(run.path.resolve()):

@@ -298,6 +298,14 @@ def find_runs(below: Path = RUNS) -> list[RunDir]:
     return sorted(found, key=lambda run: run.settings.stat().st_mtime if run.settings.exists() else 0.0)
 
 
+def find_compared(below: Path = RUNS) -> list[RunDir]:
+    """The runs that `atoll compare` made, in a folder of their own each."""
+    folders = sorted(path for path in below.iterdir() if path.is_dir()) if below.is_dir() else []
+    methods = ("decoupled", "synchronous-diloco", "data-parallel", "elastic-data-parallel")
+    places = [RunDir((path / name).absolute()) for path in folders for name in methods]
+    return [run for run in places if run.holds_run()]
+
+
 def named_run(path: Path, below: Path = RUNS) -> Path:
     """The folder itself; where there is none, the run of that name among those that were given no place of their
     own."""

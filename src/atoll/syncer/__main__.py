@@ -45,6 +45,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m atoll.syncer")
     parser.add_argument("out", type=Path)
     parser.add_argument("--evaluated", action="store_true", help="wait at the end for the evaluator's last score")
+    parser.add_argument(
+        "--score-wait", type=float, default=0.0, metavar="SECONDS", help="wait longer for it than usual"
+    )
     parser.add_argument("--port", type=int, help="instead of the one in run.toml")
     parser.add_argument("--or-any-port", action="store_true", help="another, where that one is taken")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings that change now")
@@ -83,6 +86,7 @@ def _serve(said: argparse.Namespace) -> int:
         config,
         out,
         evaluated=said.evaluated,
+        score_wait_s=said.score_wait,
         supervised=True,
         changes=tuple(said.set),
         reopen=said.reopen,

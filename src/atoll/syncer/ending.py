@@ -31,9 +31,9 @@ BY_HAND_S = 20.0
 class RunEnding:
     """Belongs to one event loop."""
 
-    def __init__(self, events: EventLog, *, evaluated: bool) -> None:
-        """`evaluated`: the run was started with an evaluator."""
-        self._events, self._score_s = events, LAST_SCORE_S if evaluated else 0.0
+    def __init__(self, events: EventLog, *, evaluated: bool, score_wait_s: float = 0.0) -> None:
+        """`evaluated`: the run was started with an evaluator. `score_wait_s`: wait that long for its last score."""
+        self._events, self._score_s = events, max(LAST_SCORE_S, score_wait_s) if evaluated else 0.0
         """How long the last score is waited for; 0: there is no evaluator."""
         self._reason = ""
         self.computed_before = 0

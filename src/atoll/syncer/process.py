@@ -70,6 +70,7 @@ def serve(
     out: RunDir,
     *,
     evaluated: bool,
+    score_wait_s: float = 0.0,
     supervised: bool = False,
     changes: tuple[str, ...] = (),
     reopen: bool = False,
@@ -118,6 +119,7 @@ def serve(
             mortal=mortal,
             uploader=uploader,
             or_any_port=or_any_port,
+            score_wait_s=score_wait_s,
         )
         if standby is None or not _ended_well(out, run_store):
             asyncio.run(_serve(config, out, run_store, begin, evaluated, supervised))
@@ -179,6 +181,8 @@ class StartOptions:
     """Of a run with a store."""
     or_any_port: bool = False
     """Where the port is taken, another will do."""
+    score_wait_s: float = 0.0
+    """Wait at least so long for the score of the last model."""
 
 
 async def _serve(
@@ -194,6 +198,7 @@ async def _serve(
             events=events,
             run_store=run_store,
             evaluated=evaluated,
+            score_wait_s=begin.score_wait_s,
             earlier_relays=_find_relays(out, time.time() - DAY_S),
             pages=begin.pages,
         )

@@ -79,6 +79,7 @@ class SyncerService:
         events: EventLog,
         run_store: RunStore,
         evaluated: bool = False,
+        score_wait_s: float = 0.0,
         earlier_relays: Collection[str] = (),
         pages: ServedPages | None = None,
         limits: FabricLimits | None = None,
@@ -94,7 +95,7 @@ class SyncerService:
         shards = config.service.shards if found is None else found.history.begun.shards
         self._lead = ShardLead(shards, run_store, events, self, self._spawn) if shards > 1 else None
         """None: this process is all of the syncer."""
-        self._ending = RunEnding(events, evaluated=evaluated)
+        self._ending = RunEnding(events, evaluated=evaluated, score_wait_s=score_wait_s)
         self._refusals = RefusalLog(events, asyncio.get_running_loop().time)
         self._effect_queue = EffectQueue(
             run_store.append,

@@ -351,6 +351,9 @@ def describe_downloads(machine: Syncer | None) -> str:
     return ". ".join(lines) + ("." if lines else "")
 
 
+UNTOLD_STEPS = "if its optimizer steps already: does the script call learner.step() after each step?"
+
+
 def describe_first_steps(learners: Sequence[LearnerStatus]) -> str:
     """Return a notice while learners are in their first step; empty: none is, or not for long."""
     starting = [one for one in learners if one.state == "starting" and one.first_step_s >= FIRST_STEP_S]
@@ -359,7 +362,7 @@ def describe_first_steps(learners: Sequence[LearnerStatus]) -> str:
     longest_s = max(one.first_step_s for one in starting)
     names = ", ".join(one.learner for one in starting[:SHOWN])
     more = f" and {len(starting) - SHOWN} more" if len(starting) > SHOWN else ""
-    return f"{names}{more}: first step: {longest_s:.0f} s so far (compiling?)."
+    return f"{names}{more}: first step: {longest_s:.0f} s so far (compiling?); {UNTOLD_STEPS}"
 
 
 def gone_evaluator(here: bool | None, heard_at: float | None) -> str:

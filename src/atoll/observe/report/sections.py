@@ -32,6 +32,7 @@ CAUSES = {
     "overlap": "made between reading the copy that was merged and adopting the version",
     "missed": "overwritten by a version that holds none of the learner's steps",
 }
+CUT = "of these, in no version at the cut that the run began from, and its learner did not go on with them"
 
 
 def summary(run: ReportedRun) -> Html:
@@ -157,6 +158,9 @@ def ledger(run: ReportedRun) -> Html:
     rows[2:2] = [
         (f"– {name}", f"{causes[name]:,}", _share(causes[name], computed), CAUSES[name]) for name in CAUSES if causes
     ]
+    if causes.get("cut"):
+        place = 1 + next(place for place, row in enumerate(rows) if row[0] == "lost")
+        rows.insert(place, ("– at the cut", f"{causes['cut']:,}", _share(causes["cut"], computed), CUT))
     rows.append(("computed", f"{computed:,}", _share(computed, computed), "all of them, each with one fate"))
     return join([table(("fate", "tokens", "share", ""), rows, words=(0, 3)), _fragments(run)])
 

@@ -24,6 +24,9 @@ PROBE_EVERY_S = 2.0
 """Least time between two probes of a learner."""
 
 
+PAUSED = "a pause in its training loop, as of validation or a checkpoint, or it hangs"
+
+
 class Liveness:
     def __init__(self, state: SyncerState, rounds: Rounds, beginning: Beginning) -> None:
         self.state, self.rounds, self.beginning = state, rounds, beginning
@@ -74,23 +77,26 @@ class Liveness:
         longest_s = self.state.settings.first_step_s
         stalled, excused = now >= limit, learner.starting and learner.first_step_s < longest_s
         if stalled != learner.stalled or (stalled and excused != learner.excused):
-            self._tell_steps(learner, stalled=stalled, excused=stalled and excused)
+            self._tell_steps(now, learner, stalled=stalled, excused=stalled and excused)
         wakes.append(limit)
         if stalled and excused:
             wakes.append(now + longest_s - learner.first_step_s)
 
-    def _tell_steps(self, learner: KnownLearner, *, stalled: bool, excused: bool) -> None:
+    def _tell_steps(self, now: float, learner: KnownLearner, *, stalled: bool, excused: bool) -> None:
         began = learner.excused
+        if stalled and not learner.stalled:
+            learner.paused_at = max(learner.last_step_at, learner.idle_at)
         learner.stalled, learner.excused = stalled, excused
         self.state.members.update_medians(learner)
         if not stalled:
-            word = "has made its first step" if began else "makes steps again"
+            stood_s = now - learner.paused_at
+            word = "has made its first step" if began else f"makes steps again, after {stood_s:.1f} s without one"
             self.state.out.note("steps", f"{learner.name} {word}", learner)
         elif excused:
             text = f"first step: {learner.first_step_s:.0f} s so far (compiling?); nobody waits for it"
             self.state.out.note("starting", f"{learner.name}: {text}", learner)
         elif learner.t and not learner.starting:
-            self.state.out.note("stalled", f"{learner.name} makes no steps; it is not waited for", learner)
+            self.state.out.note("stalled", f"{learner.name} makes no steps ({PAUSED}); it is not waited for", learner)
         else:
             longest_s = self.state.settings.first_step_s
             late = f" in {longest_s:g} s (first_step_s)" if learner.starting else " yet"

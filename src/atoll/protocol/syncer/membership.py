@@ -54,6 +54,8 @@ class KnownLearner:
     """Its first step explains why it makes no steps: that counts as no fault."""
     first_step_s: float = 0.0
     """Seconds since that step began."""
+    paused_at: float = 0.0
+    """When it made its last step, or owed us none any more, before it was stalled."""
     compiled: bool = False
     """Whether `step_s` has the time of that step alone."""
     last_heard: float = 0.0

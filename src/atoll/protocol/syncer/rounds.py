@@ -462,7 +462,9 @@ class Rounds:
         if learner.misses >= 2 and not learner.muted:
             learner.muted = True
             self.state.members.update_medians(learner)
-            text = f"{learner.name} reports but missed {learner.misses} pulls; it is probed from now on"
+            paused = "a pause in its training loop, as of validation or a checkpoint?"
+            text = f"{learner.name} is connected but gave nothing to {learner.misses} rounds that asked it ({paused})"
+            text += "; rounds go on without it until it answers again"
             self.state.out.note("muted", text, learner)
 
     def _had_its_time(self, now: float, round_: Round, seat: Seat) -> bool:

@@ -4,8 +4,8 @@ import { NONE, byName, bytes, clock, count, decimal, listing, measure, percent, 
 
 const by = (id) => document.getElementById(id);
 const FATES = { merged: "merged", dropped: "dropped", lost: "lost", rolled_back: "rolled back", filtered: "filtered", in_flight: "in flight" };
-const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
-const CAUSES_OF = { dropped: Object.keys(CAUSES) };
+const CAUSES = { overlap: "by overlap", missed: "in missed rounds", cut: "not merged at the cut that the run began from" };
+const CAUSES_OF = { dropped: ["overlap", "missed"], lost: ["cut"] };
 const WAYS = { min: "less is better", max: "more is better" };
 const FRAGMENTS = 256, ALARMS = 4;
 const AWAY = ["away", "gone", "restarting", "done"];
@@ -138,7 +138,7 @@ export function ledger(run) {
   [...Object.keys(FATES), "computed"].forEach((fate, i) => {
     put(rows.rows[i].cells[1], computed ? count(fates[fate] || 0) : NONE);
     put(rows.rows[i].cells[2], computed ? percent((fates[fate] || 0) / computed) : "");
-    put(rows.rows[i].cells[3], (CAUSES_OF[fate] ?? []).map((cause) => causeWords(run.now, cause, computed)).join(", "));
+    put(rows.rows[i].cells[3], (CAUSES_OF[fate] ?? []).filter((cause) => cause !== "cut" || run.now.dropped_by_cause.cut).map((cause) => causeWords(run.now, cause, computed)).join(", "));
   });
 }
 
