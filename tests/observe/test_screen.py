@@ -177,7 +177,7 @@ def test_what_became_of_the_work_is_plain(status: Status) -> None:
 
 
 def test_a_data_parallel_run_shows_no_figures_of_merges(status: Status) -> None:
-    merges = ("effective H", "steps a sync", "overlap", "outer step")
+    merges = ("effective H", "steps a sync", "rounds under way", "outer step")
     now = msgspec.structs.replace(status(), effective_h=20.0, effective_h_mean=20.0, overlap_steps=1.0, outer_step=0.5)
     for processes in (0, 4):
         screen = LiveScreen(console())
