@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CEILINGS = {"src": 93_800, "tests": 92_400}
+CEILINGS = {"src": 93_900, "tests": 92_600}
 """Lines of Python that each folder may have, as `wc -l` counts them."""
 ROOM = 1500
 """Lines that a ceiling may lie above the real count: it follows downwards too."""
