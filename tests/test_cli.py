@@ -249,7 +249,7 @@ def test_an_address_where_nobody_answers_says_what_to_name_instead(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert atoll(monkeypatch, "status", "http://127.0.0.1:9") == 1
-    said = "no syncer answers at http://127.0.0.1:9: is the run over? Then name its folder"
+    said = "no syncer answers at http://127.0.0.1:9: is the run over, or its host cut off? Name its folder"
     assert said in capsys.readouterr().err
 
 
@@ -369,7 +369,11 @@ def test_the_status_of_a_run_that_another_machine_serves_names_that_machine(
         elsewhere.setattr("socket.gethostname", lambda: "syncer.example.org")
         lease = acquire(run / "journal")
     assert atoll(monkeypatch, "status", "old") == 0
-    assert capsys.readouterr().out.startswith("This run is served on syncer.example.org, not on this machine. Ask ")
+    said = capsys.readouterr().out
+    assert said.startswith(
+        f"This run is served on syncer.example.org (pid {os.getpid()}, term 1), not on this machine. "
+    )
+    assert "and syncer.example.org is cut off: end that process there (kill -9), and a standby takes over" in said
     assert atoll(monkeypatch, "status", "old", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"state": "elsewhere", "host": "syncer.example.org"}
     lease.release()

@@ -66,7 +66,7 @@ def test_cert_makes_all_that_a_run_needs(
     ]
     assert all(0 < token.expires - time.time() <= 2 * 86400 for token in read_tokens(keys).all)
     said = capsys.readouterr().out
-    assert "the tokens join and operator count until 20" in said
+    assert "the tokens join and operator count until 20" in said and "(of a relay: atoll relay --join LINK" in said
     assert fingerprint(keys.certificate.read_bytes())[:16] in said and "atoll syncer --bind 0.0.0.0 --keys" in said
     assert not any(token.secret in said for token in read_tokens(keys).all)
 
@@ -176,6 +176,9 @@ def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsy
     assert atoll(monkeypatch, "tokens", "link", "eu") == 0
     assert parse_address(capsys.readouterr().out, {}) == address
     assert atoll(monkeypatch, "tokens", "revoke", "eu") == 0
+    revoked = capsys.readouterr().out
+    assert revoked.startswith("eu is revoked in atoll-keys; a syncer that reads this folder sees it within two seconds")
+    assert "with a copy of their own need it too: copy atoll-keys/tokens.json there" in revoked
     assert read_tokens(keys).named("eu").revoked and not read_tokens(keys).named("join").revoked
     capsys.readouterr()
     refused = (

@@ -174,6 +174,8 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) 
         events.say("relay", "relay eu is gone: it was killed", {"relay": "eu", "gone": True})
         events.say("alarm", "the store fails: no route", {"about": "store", "over": False})
         events.say("alarm", "the store answers again", {"about": "store", "over": True})
+        events.say("quarantined", "anna is in quarantine", {"learner": "anna", "reason": "7 values are not finite"})
+        events.say("quarantined", "anna is in quarantine", {"learner": "anna", "reason": "8 values are not finite"})
         events.say("left", "anna has left: the run is over", {"learner": "anna", "reason": "the run is over"})
         events.say("score", "validation loss 1.5 at round 41", {"round": 41, "loss": 1.5})
         comings.note_status(status := a_status())
@@ -187,6 +189,7 @@ def test_the_terminal_says_who_comes_and_goes(tmp_path: Path, takes_over: bool) 
         "relay eu is gone: it was killed",
         "ALARM: the store fails: no route",
         "the store answers again",
+        "anna is in quarantine: 7 values are not finite",
         "validation loss 1.5 at round 41",
         status_line(status),
     ]

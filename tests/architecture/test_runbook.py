@@ -12,6 +12,7 @@ PAGE = (ROOT / "docs" / "runbook.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+)\n\n((?:- .*\n)+)", PAGE, re.MULTILINE))
 HOURS = (
     "Syncer host lost",
+    "Syncer host cut off",
     "Disk lost",
     "Part of the journal lost",
     "Bucket lost",

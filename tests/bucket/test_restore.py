@@ -13,13 +13,14 @@ from tests.store.written import OUTER, WrittenRun, ended_run, whole
 from atoll.bucket.claims import StoredHead, claim_term, release_term, write_head
 from atoll.bucket.client import ObjectBucket, open_bucket
 from atoll.bucket.layout import CUTS, RELEASED, read_listing, released_key
-from atoll.cli.store import finish_upload, open_copy, restore
+from atoll.cli.store import _describe_next, finish_upload, open_copy, restore
 from atoll.config import Config, Service
 from atoll.launch.restoring import _describe_loss, attach_store
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.durable_end import EndLost, check_end, find_end
 from atoll.store.head import read_head
+from atoll.store.keys import KeyDir
 from atoll.store.rebuild import NotKept, load_newest
 from atoll.store.rundir import RunDir
 from atoll.store.verify import verify_run
@@ -243,3 +244,16 @@ def test_a_run_that_was_lost_before_its_first_cut_was_stored_begins_anew(
     assert read_head(again) is None
     attach_store(again, url)
     assert acquire(again.journal).term == 4, "behind the term that was claimed for it"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_command_that_goes_on_names_the_keys_and_the_port_of_the_links(tmp_path: Path, here: bool) -> None:
+    """Typed as it was printed, learners did not find the run."""
+    keys = KeyDir.create(tmp_path / "keys")
+    if here:
+        keys.write(keys.certificate, b"")
+        keys.write(keys.tokens, b"")
+    service = Service(keys=str(keys.path), port=7078)
+    (tmp_path / "run.toml").write_bytes(Config(by_hand=True, service=service).toml())
+    named = f"--keys {keys.path}" if here else f"--keys DIR, a copy of the run's keys: {keys.path} is not on this"
+    assert f"--resume {tmp_path} --port 7078 {named}" in _describe_next(tmp_path)

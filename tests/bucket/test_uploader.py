@@ -189,6 +189,24 @@ def test_an_append_does_not_wait_for_a_store_that_is_down_and_all_of_it_comes_la
     uploader.stop()
 
 
+@pytest.mark.parametrize("committed", [0, 2671])
+def test_what_earlier_terms_put_there_is_not_known_before_the_store_answers(
+    run: RunDir, bucket: Bucket, committed: int
+) -> None:
+    """After a takeover "2671 rounds behind" was told, of a bucket that held nearly all of them."""
+    failing, journal = FailingBucket(bucket), begin(run)
+    uploader = uploader_of(run, failing)
+    failing.down.set()
+    uploader.start()
+    for number in range(2):
+        journal.append([entry(number, b"values")])
+        uploader.note_append(mark_of(journal, committed + number))
+    assert uploader.lag().known == (committed == 0)
+    failing.down.clear()
+    wait_for(lambda: uploader.lag().known and uploader.lag().rounds == 0)
+    uploader.stop()
+
+
 def test_a_store_that_does_not_answer_is_named_and_not_what_follows_from_it(
     run: RunDir, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

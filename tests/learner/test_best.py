@@ -41,8 +41,23 @@ def test_an_evaluator_that_was_started_again_goes_on_from_what_lies_there(tmp_pa
     path = tmp_path / "model-best.safetensors"
     BestModel(path).keep(loss(2.0), fetched(1.0, 10))
     assert not BestModel(path).keep(loss(2.5), fetched(2.0, 20))
-    assert BestModel(path).keep(loss(2.5), fetched(2.0, 20, run="another"))
-    assert BestModel(path).keep(DecidingFigure("accuracy", 0.1, "max"), fetched(3.0, 30, run="another"))
+    assert BestModel(path).keep(DecidingFigure("accuracy", 0.1, "max"), fetched(3.0, 30))
+
+
+def test_the_best_of_another_run_is_kept_under_its_name(tmp_path: Path) -> None:
+    """After a restore by take-over a worse model of the new run took its place."""
+    path = tmp_path / "model-best.safetensors"
+    BestModel(path).keep(loss(1.352), fetched(1.0, 10, run="first"))
+    assert BestModel(path).keep(loss(1.88), fetched(2.0, 20, run="restored"))
+    BestModel(path).keep(loss(3.0), fetched(3.0, 30, run="first"))
+    BestModel(path).keep(loss(4.0), fetched(4.0, 40, run="third"))
+    scores = {file.name: read_model_facts(file)["score"] for file in tmp_path.iterdir()}
+    assert scores == {
+        "model-best-of-first.safetensors": "1.352",
+        "model-best-of-restored.safetensors": "1.88",
+        "model-best-of-first-2.safetensors": "3.0",
+        "model-best.safetensors": "4.0",
+    }
 
 
 def test_a_disk_that_fails_costs_the_file_and_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

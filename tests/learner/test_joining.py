@@ -125,3 +125,7 @@ def test_a_long_download_is_told_every_ten_seconds(
         "atoll: holds version 0, and waits until the others hold it too: then training begins",
         "atoll: training begins: every learner that is here holds version 0",
     ]
+    for second in range(25):  # a run that was restored: its parameters are fetched anew
+        now += 1.0
+        wait.note_progress(JoinProgress(80_000_000, 10_000_000 + second * 1_000_000))
+    assert "MB, time left not known" in (said := capsys.readouterr().err) and " -" not in said

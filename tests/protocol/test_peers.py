@@ -437,7 +437,8 @@ def test_one_that_goes_into_quarantine_with_a_peers_state_asks_that_peer_no_more
     newcomer.broken = True
     until(world, "quarantined")
     blame = world.said("refused")[-1]
-    assert blame.text.startswith(f"state of {first} refused by learner-3: it went into quarantine with it: ")
+    due = f"learner-3 went into quarantine after it took the state of {first}: look at the script and data of learner-3"
+    assert blame.text.startswith(due)
     assert blame.data["learner"] == first
     until(world, "helped", count=2)
     asked = [note.data["peer"] for note in world.said("helping") if note.data["learner"] == "learner-3"]

@@ -13,9 +13,10 @@ from tests.courier.test_moments import SharingTraining
 from tests.relay.conftest import Region, Relay
 
 from atoll.chaos.tcp_relay import TcpRelay
+from atoll.cli import relay as command
 from atoll.digests import compute_digest
 from atoll.fabric import client, relay_channel
-from atoll.fabric.address import parse_address
+from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.calls import open_session, request
 from atoll.fabric.control_channel import SendQueue
 from atoll.fabric.local_secrets import publish_secrets, published_secrets, withdraw_secrets
@@ -232,6 +233,23 @@ async def test_a_learner_that_found_no_relay_when_it_came_goes_to_it_once_it_is_
     before = max(max(one.versions()) for one in trainings)
     await step_until(trainings, before + 2)
     assert again.sums and {event["incarnation"] for event in run.said("joined")} == {1}
+
+
+def test_a_relay_without_a_default_route_names_the_address_that_it_reaches_its_syncer_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its link named 127.0.0.1 alone: learners of other machines dialled themselves and went past the relay."""
+    address = SyncerAddress(urls=("https://lost.example.org:7077", "https://10.77.0.1:7077"))
+    routes = {"10.77.0.1": "10.77.0.3", "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr(command, "own_address", lambda toward="", port=9: routes.get(toward))
+    monkeypatch.setattr("atoll.cli.advertised.own_address", lambda: None)
+    assert command.own_host_toward(address, "0.0.0.0") == "10.77.0.3"
+    assert command.own_host_toward(address, "10.0.0.9") == "10.0.0.9"
+    alone = SyncerAddress(urls=("https://127.0.0.1:7077",))
+    assert command.own_host_toward(alone, "0.0.0.0") == "127.0.0.1"
+    assert "add --advertise HOST" in command.warn_of_loopback("0.0.0.0", ["127.0.0.1"])
+    assert not command.warn_of_loopback("0.0.0.0", ["10.77.0.3"])
+    assert not command.warn_of_loopback("127.0.0.1", ["127.0.0.1"])
 
 
 def test_only_relays_and_who_has_not_answered_are_asked_whether_they_are_relays() -> None:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,30 @@ def test_lines_that_find_no_room_are_written_in_order_with_the_next_that_does(
     assert sink.path.read_bytes() == b"before\none\ntwo\nthree\nfour\n", "each once"
 
 
+def test_a_short_write_is_taken_back_and_the_whole_line_comes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk left a part of a line in events.jsonl for good."""
+    write = os.write
+    with Appender(tmp_path / "events.jsonl") as sink:
+        sink(b"before\n")
+        monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+        sink(b"1234567\n")
+        assert sink.path.read_bytes() == b"before\n"
+        monkeypatch.undo()
+        sink(b"next\n")
+    assert sink.path.read_bytes() == b"before\n1234567\nnext\n"
+
+
+@pytest.fixture
+def _shared(tmp_path: Path) -> Iterator[None]:
+    """Another process is about to write a line too."""
+    with (tmp_path / "events.jsonl").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        yield
+
+
+@pytest.mark.usefixtures("_shared")
 def test_a_short_write_ends_its_line_and_the_whole_line_comes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +137,7 @@ def test_a_short_write_ends_its_line_and_the_whole_line_comes_again(
     assert sink.path.read_bytes() == b"123\n1234567\nnext\n"
 
 
+@pytest.mark.usefixtures("_shared")
 def test_a_torn_line_that_could_not_be_ended_is_ended_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

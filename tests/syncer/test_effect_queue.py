@@ -301,6 +301,8 @@ async def test_a_disk_that_stays_full_raises_an_alarm_which_is_taken_back(monkey
 
 
 async def test_a_disk_that_stays_full_is_tried_often_and_told_of_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal had two equal alarms a second."""
+    assert effect_queue.ALARM_AGAIN_S >= 120
     monkeypatch.setattr(effect_queue, "AGAIN_S", 0.0)
     monkeypatch.setattr(effect_queue, "ALARM_S", 0.0)
     monkeypatch.setattr(effect_queue, "ALARM_AGAIN_S", WAIT_S)

@@ -419,3 +419,23 @@ def test_an_alarm_that_is_over_leaves_one_about_something_else() -> None:
     assert meter.make_status(5.0, "r", None).alarm == "the loss is bad"
     meter.note_event(6.0, "alarm", {"over": True}, "it is good again")
     assert meter.make_status(7.0, "r", None).alarm == ""
+
+
+def test_a_learner_in_quarantine_is_shown_with_the_reason_until_a_round_takes_from_it(machine: Syncer) -> None:
+    """Its state was "joining", and nothing said why."""
+    meter = Meter(CONFIG)
+    before = meter.make_status(0.0, "r", machine).learners[0]
+
+    def show() -> tuple[str, str]:
+        [a, b] = meter.make_status(3.0, "r", machine).learners
+        assert not b.quarantine and b.state != "quarantined"
+        return a.state, a.quarantine
+
+    meter.note_event(1.0, "quarantined", {"learner": "a", "reason": "not finite", "times": 1, "wait_s": 0.0})
+    assert show() == ("quarantined", "not finite")
+    meter.note_event(1.0, "quarantined", {"learner": "a", "reason": "not finite", "times": 3, "wait_s": 20.0})
+    assert show() == ("quarantined", "not finite (3 times of late, each time for longer: now 20 s)")
+    committed(meter, 2.0, 1, "b")
+    assert show()[0] == "quarantined"
+    committed(meter, 3.0, 2, "a", "b")
+    assert show() == (before.state, "")

@@ -61,6 +61,8 @@ class StoreLag:
     """… since so long."""
     trouble: str = ""
     """What is wrong with the store for some time now; empty: nothing."""
+    known: bool = True
+    """False: what earlier terms put there is not known yet, so `rounds` is the most that it can be."""
 
 
 @dataclass
@@ -102,6 +104,8 @@ class Uploader:
         self._written: dict[str, int] = {}
         """Payload files that may not be in the bucket as far as they were written: one that is deleted is missed."""
         self._stored_rounds = 0
+        self._first_rounds: int | None = None
+        """Rounds that were committed when this term's first mark came: of them earlier terms have put some there."""
         self._failing: dict[str, tuple[bool, float, str]] = {}
         """By lane, whether it only waits for the other lane's cut, since when it fails, and with what."""
         self._copies: _Copies | None = None
@@ -114,6 +118,8 @@ class Uploader:
         """After every append, on the thread that made it: cheap. With durability = "store" it returns when the bucket
         has it; Deposed: another place has claimed the run."""
         with self._marks:
+            if self._first_rounds is None:
+                self._first_rounds = mark.rounds
             if len(self._waiting) > 1:
                 self._waiting[-1] = mark
             else:
@@ -149,7 +155,9 @@ class Uploader:
         seconds = now - waiting[0].at if waiting else 0.0
         failing = [one for one in list(self._failing.values()) if now - one[1] >= TROUBLE_S]
         waits, _, trouble = min(failing, default=(True, 0.0, ""))
-        return StoreLag(self._bucket.url, rounds, seconds, (waits and self._bucket.describe_silence()) or trouble)
+        trouble = (waits and self._bucket.describe_silence()) or trouble
+        known = bool(self._stored_rounds) or not self._first_rounds
+        return StoreLag(self._bucket.url, rounds, seconds, trouble, known)
 
     # ---- lanes ------------------------------------------------------------------------------------------------------
 

@@ -90,13 +90,20 @@ def change_token(keys: Path, name: str, most: int | None, names: int | None, hou
         raise ConfigError("nothing to change: name --most, --names or --hours")
     folder = KeyDir.open(keys)
     write_tokens(folder, read_tokens(folder).with_changed(name, **changes))
-    Console(highlight=False).print(f"{name} is changed; a syncer that goes on sees it within two seconds")
+    _print_changed(f"{name} is changed", folder)
 
 
 def revoke(keys: Path, name: str) -> None:
     folder = KeyDir.open(keys)
     write_tokens(folder, read_tokens(folder).without(name))
-    Console(highlight=False).print(f"{name} is revoked; a syncer that goes on sees it within two seconds")
+    _print_changed(f"{name} is revoked", folder)
+
+
+def _print_changed(what: str, folder: KeyDir) -> None:
+    console, place = Console(highlight=False, soft_wrap=True), short(folder.path)
+    console.print(f"{what} in {place}; a syncer that reads this folder sees it within two seconds", markup=False)
+    copies = f"syncers and standbys with a copy of their own need it too: copy {short(folder.tokens)} there"
+    console.print(f"{copies}, first to the one that serves (atoll status)", markup=False)
 
 
 def link(keys: Path, name: str, ca: bool, run: Path | None) -> None:
@@ -234,7 +241,8 @@ def cert(
         old.unlink(missing_ok=True)
     console.print(f"keys in {short(keys.path)}, for {days:g} days; fingerprint {fingerprint(pair.certificate)[:16]}…")
     console.print(f"the tokens join and operator count {_until(tokens[0])} (atoll tokens change join --hours)")
-    console.print(f"next: atoll syncer --bind 0.0.0.0 --keys {short(keys.path)}")
+    at = f"--keys {short(keys.path)}"
+    console.print(f"next: atoll syncer --bind 0.0.0.0 {at} (of a relay: atoll relay --join LINK --host 0.0.0.0 {at})")
 
 
 def _make_next(keys: KeyDir, hosts: list[str], days: float, force: bool, console: Console) -> None:
@@ -298,11 +306,12 @@ def _hosts(named: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def own_address() -> str | None:
-    """By which this machine reaches others. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+def own_address(toward: str = "192.0.2.1", port: int = 9) -> str | None:
+    """Return the address by which this machine reaches another; None: it does not. Nothing is sent."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(toward, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
+        return None

@@ -29,7 +29,7 @@ from atoll.protocol.errors import ConfigError, NotAdmitted, PeerError, RunFailed
 from atoll.store.export import export_kept, export_run
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.verify import verify_run
-from atoll.store.writer_lease import find_other_host, is_alive
+from atoll.store.writer_lease import describe_holder, find_other_host, is_alive
 from atoll.telemetry.status import AWAY, RunStatus
 
 ENDING = ("ending", "closing", "finished")
@@ -57,7 +57,7 @@ def status(run: str, watch: bool, json_: bool) -> None:
             else:
                 _show_end(folder, as_json=json_)
             return
-        hint = "is the run over? Then name its folder, and its figures are shown"
+        hint = "is the run over, or its host cut off? Name its folder: its figures are shown, or who serves it"
         raise Unreachable(f"no syncer answers at {without_secrets(url)}: {hint}") from error
     processes = ProcessEvents(folder.events) if folder is not None else None
     if watch:
@@ -132,7 +132,11 @@ def _show_no_answer(run: RunDir, *, as_json: bool) -> None:
     text += "Ask again in a few seconds."
     if host := find_other_host(run.journal):
         facts = {"state": "elsewhere", "host": host}
-        text = f"This run is served on {host}, not on this machine. Ask there, or by a link: atoll status LINK"
+        text = (
+            f"This run is served on {host} ({describe_holder(run.journal)}), not on this machine. Ask there, or by a "
+            f"link: atoll status LINK. If no syncer answers there, and {host} is cut off: end that process there (kill "
+            "-9), and a standby takes over"
+        )
     print(msgspec.json.encode(facts).decode() if as_json else text)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from atoll.cli.advertised import own_host, with_port
-from atoll.cli.keys import pins_of
+from atoll.cli.keys import own_address, pins_of
 from atoll.cli.shared import compile_kernels, short
-from atoll.fabric.address import BY_AUTHORITY, SyncerAddress, check_bind, parse_address
+from atoll.fabric.address import BY_AUTHORITY, SyncerAddress, check_bind, is_loopback, parse_address
 from atoll.fabric.authorizer import host_name
 from atoll.fabric.listener import Tls, check_port
 from atoll.fabric.tls import server_context
@@ -49,7 +51,8 @@ def relay(
             else "--keys go with a syncer that speaks TLS: this link names one in the clear, on this machine"
         )
     check_bind(host, secured=keys is not None)
-    check_port(host, port)
+    check_port(host, port, choose="--port 7172")
+    advertise = advertise or [own_host_toward(address, host)]
     called = checked_name(name or _own_name())
     folder = KeyDir.open(keys) if keys is not None else None
     options = RelayOptions(
@@ -60,11 +63,13 @@ def relay(
         port=port,
         tls=_tls(folder),
         names=frozenset(host_name(one) or one for one in advertise),
-        make_link=lambda opened, run: _link(address, folder, host, opened, run, advertise),
+        make_link=lambda opened, run: _link(address, folder, opened, run, advertise),
     )
 
     def ready(file: Path, run: str) -> None:
         console = Console()
+        if (warning := warn_of_loopback(host, advertise)) and not is_loopback(urlsplit(address.urls[0]).hostname or ""):
+            console.print(warning, style="yellow", soft_wrap=True, highlight=False)
         console.print(f"relay {called} for run {run}, in {short(options.out)}", soft_wrap=True, highlight=False)
         secret = " (a secret: whoever has it can join)" if address.private else ""
         console.print(f"learners join with: atoll learn SCRIPT --join {short(file)}{secret}", soft_wrap=True)
@@ -72,6 +77,22 @@ def relay(
     compile_kernels(Console())
     if code := run_relay(options, ready):
         raise SystemExit(code)
+
+
+def own_host_toward(address: SyncerAddress, bound: str) -> str:
+    """Return the host that links to this relay name: without a default route, the one that it reaches its syncer by."""
+    if bound not in ("0.0.0.0", "::") or own_address() is not None:
+        return own_host(bound)
+    parts = [urlsplit(url) for url in address.urls]
+    found = [own_address(one.hostname or "", one.port or 443) for one in parts]
+    return next((host for host in found if host and not is_loopback(host)), "127.0.0.1")
+
+
+def warn_of_loopback(bound: str, advertise: Sequence[str]) -> str:
+    """Return a warning where the link leads other machines to themselves; empty: it does not."""
+    if bound not in ("0.0.0.0", "::") or any(not is_loopback(host_name(one) or one) for one in advertise):
+        return ""
+    return "atoll: this machine's address is not known, so the link names 127.0.0.1: add --advertise HOST"
 
 
 def _own_name() -> str:
@@ -89,9 +110,9 @@ def _tls(keys: KeyDir | None) -> Tls | None:
     return current
 
 
-def _link(address: SyncerAddress, keys: KeyDir | None, host: str, port: int, run: str, advertise: list[str]) -> str:
+def _link(address: SyncerAddress, keys: KeyDir | None, port: int, run: str, advertise: list[str]) -> str:
     """The relay first, then the syncer itself: that is where learners go while the relay is away."""
-    named = [with_port(one, port) for one in advertise or [own_host(host)]]
+    named = [with_port(one, port) for one in advertise]
     scheme, pin = "http", ""
     if keys is not None:
         scheme, pin = "https", address.pin

@@ -47,9 +47,13 @@ def _describe_next(out: Path) -> str:
     """Return the command that goes on with a run that was brought back, by who started its learners."""
     config = load(out / "run.toml")
     command = f"{name_command(RunDir(out))} --resume {short(out)}"
-    keys = Path(config.service.keys)
-    if not config.by_hand or not config.service.keys or KeyDir(keys).is_complete:
+    if not config.by_hand or not config.service.keys:
         return f"; go on with: {command}"
+    keys = Path(config.service.keys)
+    if config.service.port:
+        command = f"{command} --port {config.service.port}"  # learners' links name it
+    if KeyDir(keys).is_complete:
+        return f"; go on with: {command} --keys {short(keys)}"
     lacks = f"{keys} is not on this machine, and new keys would lock out every learner"
     return f"; go on with: {command} --keys DIR, a copy of the run's keys: {lacks}"
 

@@ -272,8 +272,9 @@ def allow_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def check_port(host: str, port: int) -> None:
-    """ConfigError where nothing can listen there just now. Nobody is let in for that."""
+def check_port(host: str, port: int, choose: str = "--set port=7077") -> None:
+    """ConfigError where nothing can listen there just now. Nobody is let in for that. `choose`: option that names
+    another port."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
@@ -282,14 +283,14 @@ def check_port(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(_unbindable(host, port, error)) from error
+        raise ConfigError(_unbindable(host, port, error, choose)) from error
 
 
-def _unbindable(host: str, port: int, error: OSError | UnicodeError) -> str:
+def _unbindable(host: str, port: int, error: OSError | UnicodeError, choose: str = "--set port=7077") -> str:
     if isinstance(error, UnicodeError):
         return one_line(f"{host!r} is no name or address of this machine: bind to one with --bind")
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use on {host}: choose another (--set port=7077), or 0 for any"
+        return f"port {port} is in use on {host}: choose another ({choose}), or 0 for any"
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return one_line(f"{host} is no address of this machine ({error.strerror or error}): bind to one with --bind")
     return one_line(f"port {port} on {host} cannot be bound ({error.strerror or error}): choose another")

@@ -108,6 +108,7 @@ class BestModel:
         facts |= {"figure": figure.name, "score": repr(figure.value)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            _set_aside(self.path, model.run)
             save_model(self.path, model.tensors(), facts)
         except (OSError, AtollError) as error:
             if not self._complained:
@@ -125,6 +126,18 @@ class BestModel:
             return figure.is_better(float(known["score"]))
         except (KeyError, ValueError):
             return True
+
+
+def _set_aside(path: Path, run: str) -> None:
+    """Give the best model of an earlier run, such as the one that this run was restored from, a name of its own."""
+    before = read_model_facts(path).get("run", "")
+    if before in ("", run) or not before.isalnum():
+        return
+    names = (f"{path.stem}-of-{before}{number}{path.suffix}" for number in ("", *(f"-{n}" for n in range(2, 100))))
+    free = next((path.with_name(name) for name in names if not path.with_name(name).exists()), None)
+    if free is not None:
+        path.rename(free)
+        say(f"the best model of run {before} is in {free.name} now")
 
 
 # ---- scoring --------------------------------------------------------------------------------------------------------

@@ -125,9 +125,9 @@ class JoinWait:
     def _say_progress(self, told: JoinProgress) -> None:
         if told.lacking:
             (since, before), (at, _) = self._seen[0], self._seen[-1]
-            rate = (before - told.lacking) / (at - since) if at > since else 0.0
+            rate = (before - told.lacking) / (at - since) if at > since else 0.0  # below 0 where it starts over
             # A small model comes in a few pieces: from one or two of them no rate follows.
-            known = len({lacking for _, lacking in self._seen}) > PIECES
+            known = rate > 0 and len({lacking for _, lacking in self._seen}) > PIECES
             left = f"{told.lacking / rate:.0f} s left" if known else "time left not known"
             arrived, whole = (nbytes / 1e6 for nbytes in (told.whole - told.lacking, told.whole))
             say(f"fetches the run's parameters: {arrived:.3g} of {whole:.3g} MB, {left}")

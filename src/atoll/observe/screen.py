@@ -58,7 +58,7 @@ SPARKS = 10
 EVENTS = 6
 """At most."""
 SHARES = 4
-"""Lines about learners with a share of the rounds, at most."""
+"""Lines about learners with a share of the rounds, and about learners in quarantine, at most."""
 ALARMS = 4
 """Lines of them at most."""
 FEW, MOST = 10, 0.9
@@ -130,7 +130,8 @@ class LiveScreen:
         run = _run_panel(status, self._scores, width)
         if self._link:
             run.subtitle, run.subtitle_align = Text(f"dashboard: {self._link}"), "left"
-        learners = Group(_learner_table(status.learners, width), *_share_lines(status.learners))
+        lines = [*_quarantine_lines(status.learners), *_share_lines(status.learners)]
+        learners = Group(_learner_table(status.learners, width), *lines)
         used = len(self._console.render_lines(Group(run, learners), pad=False)) + 2
         return Group(run, learners, self._render_events(self._console.height - used))
 
@@ -250,6 +251,8 @@ def describe_store(status: RunStatus) -> str:
     """How far the bucket is behind."""
     if not status.store_rounds:
         return "all rounds are there"
+    if not status.store_known:
+        return f"{span(status.store_s)} behind, how many rounds is not known yet"
     return f"{status.store_rounds} round{'' if status.store_rounds == 1 else 's'}, {span(status.store_s)} behind"
 
 
@@ -380,6 +383,15 @@ def _fetched(learner: LearnerStatus) -> str:
     """How much of the parameters a joining learner has. The widest state has room for two digits."""
     share = learner.fetched_share
     return "" if share is None else f" {min(99, int(100 * share))}%"
+
+
+def _quarantine_lines(learners: Sequence[LearnerStatus]) -> list[Text]:
+    """Say of each learner in quarantine why it is. Wrapped, since the reason stands at the end."""
+    told = [one for one in learners if one.quarantine]
+    lines = [f"{plain(one.learner)} is in quarantine: {plain(one.quarantine)}" for one in told[:SHARES]]
+    if len(told) > SHARES:
+        lines.append(f"{len(told) - SHARES} more are in quarantine")
+    return [Text(f" {line}", "bold red") for line in lines]
 
 
 def _share_lines(learners: Sequence[LearnerStatus]) -> list[Text]:

@@ -335,7 +335,7 @@ class Comings:
     thread of its own reads the events: a terminal that is held (Ctrl-S), or a pipe that nobody reads, does not hold up
     the run."""
 
-    KINDS = ("joined", "lost", "left", "relay", "evaluator", "alarm", "score")
+    KINDS = ("joined", "lost", "left", "relay", "evaluator", "alarm", "score", "quarantined")
 
     def __init__(
         self,
@@ -352,6 +352,8 @@ class Comings:
         self._tail.skip_to_end()
         self._takes_over = takes_over
         self._progress = PlainLines(console, line_s)
+        self._repeated = NotableEvents()
+        """Counts quarantines, which come by the hundred where numbers break again and again."""
         self._status: RunStatus | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -380,6 +382,9 @@ class Comings:
             kind = event["kind"]
             if kind == "reigned" and self._takes_over:
                 lines = [f"takes over in term {event['term']}: the run goes on at round {event['round']}"]
+            elif kind == "quarantined":
+                told = self._repeated.take_events([event])
+                lines += [f"{one['text']}: {one.get('reason', 'its numbers are broken')}" for one in told]
             elif kind in self.KINDS and (kind == "joined" or not is_routine(event)):
                 alarm = kind == "alarm" and not event.get("over")
                 lines.append(f"ALARM: {event['text']}" if alarm else str(event["text"]))

@@ -68,6 +68,19 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def _take_back(descriptor: int, written: int) -> bool:
+    """Cut off the part of a line that was just appended, unless another process writes too."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if end != os.fstat(descriptor).st_size:
+            return False
+        os.ftruncate(descriptor, end - written)
+    except OSError:
+        return False
+    return True
+
+
 KEPT_LINES = 10_000
 """Lines that are kept while a disk is full; the oldest give way."""
 
@@ -142,6 +155,9 @@ class Appender:
         data = b"\n" + line if self._torn else line
         written = os.write(descriptor, data)
         self._torn = written < len(data)
+        if self._torn and _take_back(descriptor, written):
+            self._torn = False
+            raise OSError(errno.ENOSPC, "a line was written in part, and taken back", str(self.path))
         if self._torn:
             # End the torn line, now or before the next, so that the next stands for itself; readers skip what is torn.
             with suppress(OSError):

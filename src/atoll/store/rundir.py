@@ -275,6 +275,8 @@ class RunDir:
         return any((self.path / name).exists() for name in _MARKS)
 
     def _clear_folder(self) -> None:
+        for kept in self.path.glob("model-best-of-*.safetensors"):  # of earlier runs (learner/evaluator.py)
+            kept.unlink()
         for name in _OURS:
             entry = self.path / name
             if entry.is_dir() and not entry.is_symlink():

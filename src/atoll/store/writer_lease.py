@@ -193,6 +193,11 @@ def find_other_host(folder: Path) -> str:
     return host if host != socket.gethostname() else ""
 
 
+def describe_holder(folder: Path) -> str:
+    """Return "pid 4711, term 2" of the newest claim of this journal/ folder."""
+    return _holder(folder)
+
+
 def is_locked(path: Path) -> bool:
     """Whether a living process holds this lock. Nothing is made or changed by asking."""
     try:

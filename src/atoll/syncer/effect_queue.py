@@ -23,8 +23,8 @@ ALARM_S = 5.0
 """A syncer that could not commit for this long raises an alarm."""
 AGAIN_S = 0.1
 """Between two tries on a full disk: rounds go on this soon after there is room, and a failed try costs one sync."""
-ALARM_AGAIN_S = 0.5
-"""Between two events about a disk that stays full."""
+ALARM_AGAIN_S = 300.0
+"""Seconds between two alarms about a disk that stays full."""
 
 T = TypeVar("T")
 Append = Callable[[Sequence[JournalEntry]], object]
@@ -90,19 +90,27 @@ class EffectQueue:
     async def _retry_while_full(self, work: Callable[[T], Awaitable[None]], what: T) -> None:
         """Retry while the disk is full; raise an alarm when it takes long, for whatever reason."""
         loop = asyncio.get_running_loop()
-        alarm = loop.call_later(ALARM_S, lambda: self._alarm(f"nothing can be committed: {self._slow()}"))
-        say_at = alarm.when()
+        full, told, again_at = "", "", 0.0
+        told_full = False
+
+        def tell() -> None:
+            nonlocal told, told_full, again_at
+            told_full = bool(full)
+            told, again_at = f"nothing can be committed: {full or self._slow()}", loop.time() + ALARM_AGAIN_S
+            self._alarm(told)
+
+        timer = loop.call_later(ALARM_S, lambda: None if told else tell())
         try:
             while True:
                 try:
                     await work(what)
                     return
                 except NoRoom as error:
-                    if say_at <= loop.time():
-                        say_at = loop.time() + ALARM_AGAIN_S
-                        self._alarm(f"nothing can be committed: {error}")
+                    full = str(error)
+                    if timer.when() <= loop.time() and (not told_full or again_at <= loop.time()):
+                        tell()
                     await asyncio.sleep(AGAIN_S)
         finally:
-            if alarm.when() <= loop.time():
+            timer.cancel()
+            if told:
                 self._alarm("")
-            alarm.cancel()

@@ -143,6 +143,7 @@ class ShardLead:
             max([own.rounds, *(one.store_rounds for one in told)]),
             max([own.seconds, *(one.store_s for one in told)]),
             own.trouble or next(iter(trouble), ""),
+            own.known,
         )
 
     @property

@@ -287,8 +287,9 @@ async def _watch_store(uploader: Uploader, find_lag: Callable[[], StoreLag | Non
     while True:
         lag = find_lag() or uploader.lag()
         if lag.trouble and not alarmed:
-            behind = f"the bucket is {lag.rounds} rounds behind, the run goes on"
-            events.say("alarm", f"the store fails: {lag.trouble} ({behind})", {"about": "store", "over": False})
+            behind = f"is {lag.rounds} rounds behind" if lag.known else "lacks rounds, how many is not known yet"
+            text = f"the store fails: {lag.trouble} (the bucket {behind}, the run goes on)"
+            events.say("alarm", text, {"about": "store", "over": False})
         elif alarmed and not lag.trouble:
             events.say("alarm", "the store answers again", {"about": "store", "over": True})
         alarmed = lag.trouble

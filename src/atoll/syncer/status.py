@@ -40,6 +40,8 @@ TOLD_S = 10.0
 """A start that takes longer is told with its time."""
 FIRST_STEP_S = 5.0
 """A first step that is worth a notice."""
+RECOVERING = ("joining", "starting", "training")
+"""States of a learner in quarantine: it takes the run's parameters and trains, and no round takes from it yet."""
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -70,6 +72,8 @@ class Meter:
         """Why nothing can be committed; empty: it can."""
         self._rules_alarms: dict[str, str] = {}
         """The alarms that the state machine raised and that are not over, by what they are about."""
+        self._quarantines: dict[str, str] = {}
+        """Quarantined learners that no round has taken from since, and why."""
         self.supervised = False
         """`atoll train` starts the learners, and restarts them."""
         self.scorer = True
@@ -102,11 +106,15 @@ class Meter:
         elif kind == "round":
             self._commits.append(at)
             self._shares.append(participation(len(data["members"]), data["live"]))
+            for member in data["members"] if self._quarantines else ():
+                self._quarantines.pop(member["learner"], None)
             known = self._versions.setdefault(data["fragment"], deque(maxlen=BEHIND))
             known.append((data["version"], data["round"]))
             if data.get("rho") is not None:
                 of_fragment = self._outer.setdefault(data["fragment"], deque(maxlen=CYCLES))
                 of_fragment.append((data["rho"], data["outer_step"]))
+        elif kind == "quarantined":
+            self._quarantines[data["learner"]] = describe_quarantine(data["reason"], data["times"], data["wait_s"])
         elif kind == "phase":
             self._outer.clear()
         elif kind == "changed" and "learners" in data:
@@ -177,6 +185,7 @@ class Meter:
             alarm=self.alarm or next(reversed(self._rules_alarms.values()), ""),
             store=store.url if store is not None else "",
             store_rounds=store.rounds if store is not None else 0,
+            store_known=store is None or store.known,
             store_s=round(store.seconds, 1) if store is not None else 0.0,
             store_alarm=f"the store fails: {store.trouble}" if store is not None and store.trouble else "",
             notice=self.notice()
@@ -251,9 +260,12 @@ class Meter:
         """`last`: names of the members of the last round."""
         assert machine is not None
         life = machine.history.lives.get(one.name)
+        quarantine = self._quarantines.get(one.name, "") if one.connected else ""
+        state = _state(one, machine.phase)
         return LearnerStatus(
             learner=one.name,
-            state=_state(one, machine.phase),
+            state="quarantined" if quarantine and state in RECOVERING else state,
+            quarantine=quarantine,
             missing=_is_missing(one),
             incarnation=one.incarnation,
             step=one.t + (life.steps_before if life is not None else 0),
@@ -371,6 +383,11 @@ def gone_evaluator(here: bool | None, heard_at: float | None) -> str:
         return ""
     when = time.strftime("%H:%M:%S UTC", time.gmtime(heard_at))
     return f"No evaluator: the last left at {when}. Nothing is scored; `atoll learn SCRIPT --evaluator` starts another."
+
+
+def describe_quarantine(reason: str, times: int, wait_s: float) -> str:
+    """Return "16 of 16 values are not finite (3 times of late, each time for longer: now 20 s)"."""
+    return f"{reason} ({times} times of late, each time for longer: now {wait_s:g} s)" if wait_s else reason
 
 
 def _download(one: KnownLearner) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Fragment-tokens merged over those computed, of all its lives; what is in flight counts for nothing yet."""
     alarm: str = ""
     """What is wrong with it; empty: nothing."""
+    quarantine: str = ""
+    """Why it is in quarantine, until a round takes from it again; empty: it is not."""
     suspect: bool = False
     """What it gives is not trusted: `alarm` says why."""
     agreement: float | None = None
@@ -115,6 +117,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The bucket that the run is copied to; empty: none …"""
     store_rounds: int = 0
     """… which lacks so many committed rounds …"""
+    store_known: bool = True
+    """… at most: False until this syncer knows what earlier ones put there …"""
     store_s: float = 0.0
     """… since so long."""
     store_alarm: str = ""

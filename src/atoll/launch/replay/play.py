@@ -51,7 +51,7 @@ from atoll.protocol.records import (
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.cuts import CutState, check_cut, complete_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
-from atoll.store.journal import Journal, payload, read, read_tape
+from atoll.store.journal import Journal, describe_lack, payload, read, read_tape
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.shards import divide_plan
 from atoll.store.writer_lease import acquire, hold_run
@@ -134,6 +134,7 @@ class RunReplay:
                 "a run whose syncer has several shards is replayed from its beginning: leave --from-cut out"
             )
         decisions, parts, states = self._beginning(score, parameters)
+        self._check_sums(decisions, terms)
 
         def gradient(record: MergedRecord | RestoredRecord) -> memoryview | None:
             if record.payload is None or shards is not None:  # the other shards have the rest of it
@@ -158,6 +159,25 @@ class RunReplay:
         )
         conductor.outcome.remarks += _remarks(score)
         return conductor
+
+    def _check_sums(self, decisions: Sequence[RecordedDecision], terms: dict[RecordKey, int]) -> None:
+        """ConfigError if a round that is to be replayed was merged from a relay's sum that the journal lacks by now: no
+        script makes it again, so it is said before anything is trained."""
+        records = [one for one in decisions if isinstance(one, MergedRecord) and one.groups]
+        lacking = [
+            record.round
+            for record in records
+            if record.payload is None or describe_lack(self.out.journal, terms[_key(record)], record.payload)
+        ]
+        if not lacking or (self.until is not None and lacking[0] > self.until):
+            return
+        ways = [f"--until {lacking[0] - 1} repeats the rounds before it"] if lacking[0] else []
+        cuts = [cut for cut in complete_cuts(self.out.cuts) if cut > lacking[-1]]
+        ways += [f"--from-cut {min(cuts)} those since that cut"] if cuts else []
+        raise ConfigError(
+            f"round {lacking[0]} was merged from a relay's sum, and the journal keeps such sums since its last cuts "
+            f"alone: {'; '.join(ways) or 'atoll verify checks what the journal has of it'}"
+        )
 
     def _beginning(
         self, score: RunRecording, parameters: Parameters

@@ -363,7 +363,7 @@ class Strikes:
         known = self._shut_out(now, learner.name)
         again = f" ({known.times} times of late: no round takes from it for {known.wait_s:g} s)" if known.wait_s else ""
         text = f"{learner.name} is in quarantine {when}{again}; it recovers from the run"
-        self.state.out.note("quarantined", text, learner, times=known.times, wait_s=known.wait_s)
+        self.state.out.note("quarantined", text, learner, times=known.times, wait_s=known.wait_s, reason=reason)
         self.not_finite.note_quarantine(learner, reason)
         self.rounds.leave_learner_out(learner, "it is in quarantine")
         self.peers.stop_helping_and_seeking(learner, "it is in quarantine")
@@ -381,11 +381,9 @@ class Strikes:
             learner.distrusted.add(peer.session)
             if not peer.connected or peer.closed:
                 return
-            if breaks_alone:
-                what = (
-                    f"{learner.name} went into quarantine again, as before it took the state of {peer.name}: look at "
-                    f"the script and data of {learner.name} (a strike for {peer.name} all the same)"
-                )
-                self.add_strike(now, peer, what, reason, newcomer=learner.name)
-            else:
-                self.strike_helper(now, peer, learner, f"it went into quarantine with it: {reason}")
+            why = "again, as before it took" if breaks_alone else "after it took"
+            what = (
+                f"{learner.name} went into quarantine {why} the state of {peer.name}: look at the script and data of "
+                f"{learner.name} (a strike for {peer.name} all the same)"
+            )
+            self.add_strike(now, peer, what, reason, newcomer=learner.name)
