@@ -40,6 +40,7 @@ from atoll.numerics.merge import merge
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import median
 from atoll.protocol.syncer.claims import above_others
 from atoll.protocol.syncer.weights import limit_of, limit_weights
 from atoll.syncer.outer_state import Overflow
@@ -306,7 +307,7 @@ class Syncer:
             weights.append(per_step[i] ** 2 * steps)
             limits.append(limit_of(names[-1], t, self.settings))
             others = [each for j, each in per_step.items() if j != i]
-            if (wrong := above_others(per_step[i], others)) is not None:
+            if (wrong := above_others(per_step[i], median(others))) is not None:
                 run.above.setdefault(names[-1], wrong)
         began = time.perf_counter()
         judged = self._filter.judge(fragment, names, deltas, self.parameters.momentum(fragment), steps=counts)

@@ -33,6 +33,8 @@ CLOCKS = {
     *("now", "wake_at", "deadline", "until", "since", "value", "retry_at", "joined_at", "last_heard", "last_step_at"),
     *(
         "idle_at",
+        "paused_at",
+        "fell_at_s",
         "_rests_until",
         "probed_at",
         "opened_at",

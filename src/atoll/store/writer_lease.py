@@ -170,7 +170,7 @@ def acquire(folder: Path) -> WriterLease:
     _make_folders(folder)
     lock = _take_lock(folder)
     if lock is None:
-        raise served(folder, _holder(folder))
+        raise served(folder, describe_holder(folder))
     return _hold(folder, lock)
 
 
@@ -184,18 +184,13 @@ def served(folder: Path, holder: str) -> ConfigError:
 
 def syncer_holding(folder: Path) -> str:
     """Who serves the run of this journal/ folder now (pid and term); empty: nobody."""
-    return _holder(folder) if is_locked(folder / "lock") else ""
+    return describe_holder(folder) if is_locked(folder / "lock") else ""
 
 
 def find_other_host(folder: Path) -> str:
     """Return the machine that serves the run of this journal/ folder; empty: none does, or this one."""
     host = str(_read_claim(folder, newest_claim(folder)).get("host", "")) if is_locked(folder / "lock") else ""
     return host if host != socket.gethostname() else ""
-
-
-def describe_holder(folder: Path) -> str:
-    """Return "pid 4711, term 2" of the newest claim of this journal/ folder."""
-    return _holder(folder)
 
 
 def is_locked(path: Path) -> bool:
@@ -298,8 +293,8 @@ def _heartbeat(folder: Path) -> bytes:
         return path.read_bytes() if path.exists() else b""
 
 
-def _holder(folder: Path) -> str:
-    """Who made the newest claim, as far as it can be read."""
+def describe_holder(folder: Path) -> str:
+    """Who made the newest claim of this journal/ folder, as far as it can be read: "pid 4711, term 2"."""
     term = newest_claim(folder)
     return f"pid {_read_claim(folder, term).get('pid', 'unknown')}, term {term}"
 
