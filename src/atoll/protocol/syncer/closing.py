@@ -208,7 +208,7 @@ class RoundClosing:
         return one.stopped and one.has_more(fragment) and one.name not in self.state.gave_no_answer
 
     def note_overdue(self, now: float, round_: Round) -> None:
-        """To be called before a look at who is ready: once the round is overdue, learners without a turn are too."""
+        """Mark the round as overdue once it is, before a look at who is ready: then learners without a turn are too."""
         if round_.due_at is not None and not self.state.settings.synchronous and not self.state.draining:
             longest_s = self.state.members.longest_stall_s()
             round_.overdue = round_.overdue or now >= overdue_at(round_.due_at, longest_s, self.state.settings)
@@ -309,7 +309,7 @@ class RoundClosing:
             self._short_since = min(now, self._short_since + seconds)
 
     def _grace_ends(self, round_: Round) -> float | None:
-        """By what is known now, and by who was late at the last look."""
+        """Return when the window ends, by the step times of now and the late learners of the last look."""
         if round_.quorum_at is None or round_.due_at is None:
             return None
         window_s = self._window_s(waits_for_late=round_.waits_for_late)
@@ -332,9 +332,9 @@ class RoundClosing:
         return any(round_.fragment in learner.late for learner in stepping if learner.share == 1.0)
 
     def next_end(self, due: list[Round]) -> float:
-        """When the first of these rounds closes with what it has, or is overdue, unless that was so at the last look.
-        Step times have their part in both, and every report moves them: a window may end before the moment that the
-        last look set."""
+        """Return when the first of these rounds closes with what it has, or is overdue, unless that was so at the last
+        look. Both follow from step times, which every report moves: a window may end before the moment that the last
+        look set."""
         longest_s, ends = self.state.members.longest_stall_s(), [inf]
         for round_ in due:
             assert round_.due_at is not None
